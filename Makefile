@@ -1,0 +1,56 @@
+# Chores, the same here and in CI. `make` lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGE := setup.cfg constraints.txt pyproject.toml
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv proto demo-model serve test test-all check format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: .venv/installed ## make .venv with the pinned dependencies, again only when they change
+
+.venv/installed: $(PACKAGE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is missing or older than 3.11; name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,bench]'
+	@touch $@
+
+proto: venv ## make the stubs in tgis/pb from proto/generation.proto
+	$(BIN)/python proto/generate.py
+
+demo-model: venv ## fetch and convert the demo model, once
+	@$(BIN)/python -m tgis.models.demo smollm2
+
+serve: venv ## serve the demo model on ports 8033 and 3000; MODEL=directory serves another, ARGS adds options
+	@model="$(MODEL)"; \
+	[ -n "$$model" ] || model=$$($(BIN)/python -m tgis.models.demo smollm2) || exit 1; \
+	exec $(BIN)/tgis serve --model-name "$$model" $(ARGS)
+
+test: venv ## run the tests, but for the slow ones
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+test-all: venv ## run every test that this machine can run
+	$(BIN)/python -m pytest $(ARGS)
+
+check: venv ## lint, formatting, types, stubs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python proto/generate.py --check
+
+format: venv ## format the code and repair what the linter can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: venv ## measure this machine; ARGS goes to tgis.bench.suite
+	$(BIN)/python -m tgis.bench.suite $(ARGS)
+
+clean: ## remove everything that make made, but for the demo models in .cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find tgis tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Stubs of proto/generation.proto: made by proto/generate.py, committed, never edited."""
