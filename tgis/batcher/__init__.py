@@ -1,0 +1,1 @@
+"""The batcher: which requests run in the next step. A pure library: no torch, no grpc, no asyncio, no clock."""
