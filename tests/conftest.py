@@ -1,0 +1,33 @@
+"""Fixtures that more than one test file needs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """Survives between runs; CI sets TGIS_TEST_CACHE."""
+    return Path(os.environ.get("TGIS_TEST_CACHE", REPOSITORY / ".cache")).absolute()
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(cache_dir: Path) -> Path:
+    return _demo_model("smollm2", cache_dir)
+
+
+@pytest.fixture(scope="session")
+def glassllm_dir(cache_dir: Path) -> Path:
+    return _demo_model("glassllm", cache_dir)
+
+
+def _demo_model(name: str, cache: Path) -> Path:
+    """In a child, so that neither the memory nor the warnings of a conversion are those of the tests."""
+    command = [sys.executable, "-m", "tgis.models.demo", name, "--out", str(cache)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
+    return Path(done.stdout.strip())

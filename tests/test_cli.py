@@ -1,0 +1,237 @@
+"""The commands that talk to a server, against one that says what the test wants."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from tgis import __main__
+from tgis.cli import client
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+
+@dataclass
+class Scripted(pb_grpc.GenerationServiceServicer):
+    """Answers with what it was given, and keeps what it was asked."""
+
+    texts: list[str] = field(default_factory=list)
+    status: grpc.StatusCode | None = None
+    endless: bool = False
+    asked: list[pb.SingleGenerationRequest] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def GenerateStream(
+        self, request: pb.SingleGenerationRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerationResponse]:
+        self.asked.append(request)
+        context.add_callback(self.cancelled.set)
+        yield pb.GenerationResponse(input_token_count=3)
+        for count, text in enumerate(self.texts, 1):
+            yield pb.GenerationResponse(text=text, generated_token_count=count)
+        if self.status is not None:
+            context.abort(self.status, "the reason\nin two lines")
+        if self.endless:
+            self.cancelled.wait(30)
+        yield pb.GenerationResponse(generated_token_count=len(self.texts), stop_reason=pb.MAX_TOKENS)
+
+    def Tokenize(self, request: pb.BatchedTokenizeRequest, context: grpc.ServicerContext) -> pb.BatchedTokenizeResponse:
+        assert request.return_tokens
+        assert request.return_offsets
+        words = request.requests[0].text.split()
+        offset = pb.TokenizeResponse.Offset(start=0, end=5)
+        response = pb.TokenizeResponse(token_count=len(words), tokens=words, offsets=[offset] * len(words))
+        return pb.BatchedTokenizeResponse(responses=[response])
+
+    def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
+        return pb.ModelInfoResponse(model_kind=pb.ModelInfoResponse.ENCODER_DECODER, max_sequence_length=512)
+
+
+@dataclass
+class Served:
+    target: str
+    service: Scripted
+    health: health.HealthServicer
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    service, healthy = Scripted(), health.HealthServicer()
+    pb_grpc.add_GenerationServiceServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield Served(f"127.0.0.1:{port}", service, healthy)
+    server.stop(None).wait()
+
+
+Tgis = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def tgis(served: Served, capsys: pytest.CaptureFixture[str]) -> Tgis:
+    """Runs a command against the server; exit code, stdout, stderr."""
+
+    def run(command: str, *argv: str) -> tuple[int, str, str]:
+        code = __main__.run([command, "--target", served.target, *argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
+    served.service.texts = ["Once ", "upon\n", "a\x1b[31m time"]
+    assert tgis("generate", "x") == (0, "Once upon\na\x1b[31m time", "")
+
+
+def test_generate_asks_for_what_it_was_told(served: Served, tgis: Tgis) -> None:
+    tgis("generate", "hello", "--max-new-tokens", "7", "--stop", "a", "--stop", "b", "--time-limit", "1.5")
+    tgis("generate", "hello", "--top-k", "5", "--seed", str(2**64 - 1))
+    greedy, sampled = served.service.asked
+    assert greedy.request.text == "hello"
+    assert greedy.params.method == pb.GREEDY
+    assert greedy.params.stopping == pb.StoppingCriteria(
+        max_new_tokens=7, stop_sequences=["a", "b"], time_limit_millis=1500
+    )
+    assert sampled.params.method == pb.SAMPLE
+    assert sampled.params.sampling == pb.SamplingParameters(top_k=5, seed=2**64 - 1)
+
+
+def test_generate_reads_stdin(served: Served) -> None:
+    command = [sys.executable, "-m", "tgis", "generate", "--target", served.target]
+    subprocess.run(command, input="from\nstdin", text=True, check=True)
+    assert served.service.asked[0].request.text == "from\nstdin"
+
+
+def test_a_text_that_is_not_utf_8_is_one_line(served: Served, tgis: Tgis) -> None:
+    assert tgis("generate", "\udcff") == (2, "", "tgis: the text is not UTF-8\n")
+    command = [sys.executable, "-m", "tgis", "tokenize", "--target", served.target]
+    done = subprocess.run(command, input=b"\xff", capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (2, b"tgis: the text is not UTF-8\n")
+
+
+def test_generate_writes_json(served: Served, tgis: Tgis) -> None:
+    served.service.texts = ["a\nb"]
+    code, out, _ = tgis("generate", "--json", "x")
+    assert code == 0
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"inputTokenCount": 3},
+        {"text": "a\nb", "generatedTokenCount": 1},
+        {"generatedTokenCount": 1, "stopReason": "MAX_TOKENS"},
+    ]
+
+
+def test_an_error_status_is_one_line(served: Served, tgis: Tgis) -> None:
+    served.service.status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    served.service.texts = ["so far"]
+    said = f"tgis: {served.target}: RESOURCE_EXHAUSTED: the reason in two lines\n"
+    assert tgis("generate", "x") == (1, "so far", said)
+
+
+@pytest.mark.parametrize("command", ["generate", "tokenize", "model-info", "health"])
+def test_a_server_that_is_not_there_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [command, "--target", "127.0.0.1:1", *(["x"] if command in ("generate", "tokenize") else [])]
+    assert __main__.run(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tgis: 127.0.0.1:1: UNAVAILABLE: ")
+    assert err.count("\n") == 1
+
+
+def test_interrupting_generate_cancels_the_call(served: Served) -> None:
+    served.service.texts, served.service.endless = ["started"], True
+    command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(7) == b"started"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == b""
+    assert served.service.cancelled.wait(20)
+
+
+def test_a_reader_that_leaves_is_no_traceback(served: Served) -> None:
+    served.service.texts = ["x" * 1000] * 1000
+    command = f"{sys.executable} -m tgis generate --target {served.target} x | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"x", b"")
+
+
+def test_on_a_terminal_control_characters_do_nothing_and_stats_are_told(served: Served) -> None:
+    served.service.texts = ["a\x1b[31mb\n", "\x9b\u00e9"]
+    command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]
+    assert run_on_terminal(command) == (
+        "a\ufffd[31mb\r\n\ufffdé\r\n",
+        "2 tokens",
+        "MAX_TOKENS",
+    )
+
+
+def run_on_terminal(command: list[str]) -> tuple[str, str, str]:
+    """The text, and the beginning and the end of the dim line of stats."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        written = b""
+        while b"\x1b[0m" not in written:
+            written += os.read(ours, 4096)
+        assert process.wait(20) == 0
+    os.close(ours)
+    text, _, stats = written.decode().partition("\x1b[2m")
+    stats = stats.partition("\x1b[0m")[0]
+    return text, stats.partition(" in ")[0], stats.rpartition(", ")[2]
+
+
+def test_safe_keeps_text() -> None:
+    family = "\U0001f468\u200d\U0001f469"  # joined by a character that is not printable
+    assert client.safe(f"{family}\n\t\x07") == f"{family}\n\t\ufffd"
+
+
+def test_tokenize(tgis: Tgis) -> None:
+    code, out, err = tgis("tokenize", "hello w\x07rld")
+    assert (code, err) == (0, "2 tokens\n")
+    assert out == "     0      5  hello\n     0      5  w\ufffdrld\n"
+    assert json.loads(tgis("tokenize", "--json", "a b")[1])["tokenCount"] == 2
+
+
+def test_model_info(tgis: Tgis) -> None:
+    code, out, _ = tgis("model-info")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["model_kind", "ENCODER_DECODER"],
+        ["max_sequence_length", "512"],
+        ["max_new_tokens", "0"],
+    ]
+
+
+def test_health(served: Served, tgis: Tgis) -> None:
+    assert tgis("health", "--service", "") == (0, "SERVING\n", "")
+    served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert tgis("health") == (1, "NOT_SERVING\n", "")
+    served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.SERVING)
+    assert tgis("health") == (0, "SERVING\n", "")
+    assert tgis("health", "--service", "other") == (1, "", f"tgis: {served.target}: NOT_FOUND:\n")
+
+
+def test_a_bad_number_is_one_line(tgis: Tgis) -> None:
+    assert tgis("generate", "x", "--top-k", "-1") == (
+        2,
+        "",
+        "tgis: argument --top-k: '-1' must be a whole number from 0 to 4294967295 (see tgis generate --help)\n",
+    )
+
+
+def test_a_certificate_needs_its_key(tgis: Tgis) -> None:
+    assert tgis("health", "--tls-cert", "c") == (2, "", "tgis: --tls-cert and --tls-key belong together\n")
+    assert tgis("health", "--tls-ca", "/none")[2] == "tgis: cannot read /none: No such file or directory\n"

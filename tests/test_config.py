@@ -1,0 +1,362 @@
+"""Options: where values come from, what is refused before anything loads, and what is said about it."""
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tls import make_pair
+
+from tgis import __main__, config
+from tgis.config import REFUSED, UNUSED, Config, parse, prepare
+from tgis.errors import OptionError, StartError
+from tgis.options import flag, options_of
+
+TGIS = Path(config.__file__).parent
+
+# Every option: two values that are not the default, as text, and what they are.
+SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
+    "model_name": (("a/b", "a/b"), ("/m", "/m")),
+    "revision": (("v1", "v1"), ("v2", "v2")),
+    "deployment_framework": (("fake", "fake"), ("hf_accelerate", "hf_transformers")),
+    "dtype": (("float32", "float32"), ("bfloat16", "bfloat16")),
+    "hf_hub_cache": (("/a", Path("/a")), ("b", Path("b"))),
+    "hf_home": (("/a", Path("/a")), ("b", Path("b"))),
+    "max_sequence_length": (("2", 2), ("4096", 4096)),
+    "max_new_tokens": (("1", 1), ("2048", 2048)),
+    "max_concurrent_requests": (("1", 1), ("64", 64)),
+    "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),
+    "max_batch_size": (("1", 1), ("12", 12)),
+    "max_prefill_padding": (("0", 0.0), ("1.0", 1.0)),
+    "max_waiting_tokens": (("0", 0), ("48", 48)),
+    "batch_safety_margin": (("0", 0), ("100", 100)),
+    "cuda_process_memory_fraction": (("0.5", 0.5), ("1e-3", 0.001)),
+    "num_threads": (("1", 1), ("8", 8)),
+    "default_include_stop_seqs": (("false", False), ("0", False)),
+    "output_special_tokens": (("true", True), ("1", True)),
+    "tokenization_workers": (("9", 9), ("10", 10)),
+    "bind_address": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
+    "grpc_port": (("0", 0), ("65535", 65535)),
+    "port": (("0", 0), ("8080", 8080)),
+    "tls_cert_path": (("cert", Path("cert")), ("cert2", Path("cert2"))),
+    "tls_key_path": (("key", Path("key")), ("key2", Path("key2"))),
+    "tls_client_ca_cert_path": (("ca", Path("ca")), ("ca2", Path("ca2"))),
+    "grpc_max_message_bytes": (("1024", 1024), ("16777216", 16777216)),
+    "grpc_max_concurrent_streams": (("1", 1), ("100", 100)),
+    "grpc_keepalive_seconds": (("1", 1), ("300", 300)),
+    "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
+    "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),
+    "termination_log": (("/a", Path("/a")), ("b", Path("b"))),
+    "log_level": (("debug", "debug"), ("info,h2=off", "info,h2=off")),
+    "json_output": (("TRUE", True), ("1", True)),
+    "log_text": (("True", True), ("1", True)),
+}
+TLS = {name: name.removeprefix("tls_").removesuffix("_path") for name in SAMPLES if name.startswith("tls_")}
+
+
+@pytest.fixture
+def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_check", lambda _config: None)
+
+
+def read(*argv: str, **environ: str) -> Config:
+    """`parse` with a model name, unless `environ` has one."""
+    return parse(list(argv), {"MODEL_NAME": "m", **environ}, "tgis serve")
+
+
+def refusal(*argv: str, **environ: str) -> str:
+    with pytest.raises(OptionError) as caught:
+        read(*argv, **environ)
+    return str(caught.value)
+
+
+def test_the_samples_are_all_options() -> None:
+    assert list(SAMPLES) == [row.name for row in options_of(Config)]
+
+
+@pytest.mark.usefixtures("no_tls_check")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_flag_beats_variable_beats_default(name: str) -> None:
+    (first, one), (second, two) = SAMPLES[name]
+    variable = {name.upper(): first}
+    if name != "model_name":
+        assert getattr(read(), name) != one
+    assert getattr(read(**variable), name) == one
+    assert getattr(read(flag(name), second, **variable), name) == two
+    assert getattr(read(f"{flag(name)}={second}"), name) == two
+
+
+@pytest.mark.usefixtures("no_tls_check")
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "model_name"])
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_a_blank_variable_is_unset(name: str, blank: str) -> None:
+    assert read(**{name.upper(): blank}) == read()
+
+
+def test_defaults_are_those_of_tgis() -> None:
+    defaults = read()
+    assert (defaults.grpc_port, defaults.port) == (8033, 3000)
+    assert (defaults.max_new_tokens, defaults.max_concurrent_requests) == (1024, 512)
+    assert (defaults.max_prefill_padding, defaults.max_waiting_tokens) == (0.2, 24)
+    assert (defaults.batch_safety_margin, defaults.cuda_process_memory_fraction) == (20, 1.0)
+    assert (defaults.default_include_stop_seqs, defaults.output_special_tokens) == (True, False)
+    assert (defaults.deployment_framework, defaults.json_output) == ("hf_transformers", False)
+    assert defaults.termination_log == Path("/dev/termination-log")
+    assert (defaults.warnings, defaults.tls) == ((), None)
+
+
+def test_short_flags_of_tgis() -> None:
+    got = read("-p", "1", "-g", "2", "-c", "0.5")
+    assert (got.port, got.grpc_port, got.cuda_process_memory_fraction) == (1, 2, 0.5)
+
+
+def test_the_model_name_is_required() -> None:
+    assert refusal(MODEL_NAME="") == "MODEL_NAME is required (or pass --model-name)"
+
+
+@pytest.mark.parametrize("text", ["true", "TRUE", "True", "1"])
+def test_booleans(text: str) -> None:
+    assert read(JSON_OUTPUT=text).json_output
+    assert read("--json-output", text).json_output
+    assert read("--json-output").json_output
+    assert read("--json-output", "--port", "1").port == 1
+    assert not read("--json-output", "false", JSON_OUTPUT=text).json_output
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "bound"),
+    [
+        ("PORT", "65536", "must be a whole number from 0 to 65535"),
+        ("PORT", "-1", "must be a whole number from 0 to 65535"),
+        ("PORT", "8033.0", "must be a whole number from 0 to 65535"),
+        ("PORT", "1_0", "must be a whole number from 0 to 65535"),
+        ("PORT", "٣", "must be a whole number from 0 to 65535"),
+        ("PORT", "9" * 5000, "must be a whole number from 0 to 65535"),
+        ("MAX_SEQUENCE_LENGTH", "1", "must be a whole number from 2 to 2147483647"),
+        ("MAX_NEW_TOKENS", "0", "must be a whole number from 1 to 2147483647"),
+        ("MAX_BATCH_SIZE", "0", "must be a whole number from 1 to 65536"),
+        ("MAX_CONCURRENT_REQUESTS", "0", "must be a whole number from 1 to 2147483647"),
+        ("BATCH_SAFETY_MARGIN", "101", "must be a whole number from 0 to 100"),
+        ("TOKENIZATION_WORKERS", "0", "must be a whole number from 1 to 256"),
+        ("MAX_PREFILL_PADDING", "1.01", "must be a number from 0 to 1"),
+        ("MAX_PREFILL_PADDING", "nan", "must be a number from 0 to 1"),
+        ("MAX_PREFILL_PADDING", "x", "must be a number from 0 to 1"),
+        ("CUDA_PROCESS_MEMORY_FRACTION", "0", "must be a number above 0, at most 1"),
+        ("SHUTDOWN_GRACE_SECONDS", "inf", "must be a number from 0 to 86400"),
+        ("STEP_TIMEOUT_SECONDS", "0", "must be a number above 0, at most 86400"),
+        ("JSON_OUTPUT", "yes", "must be true or false"),
+        ("BIND_ADDRESS", "localhost", "must be an IP address"),
+        ("DTYPE", "float8", "must be one of float32, float16, bfloat16"),
+        ("DTYPE", "int8", "is not supported yet"),
+        ("DEPLOYMENT_FRAMEWORK", "tgis_native", "is not supported yet"),
+        ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of hf_transformers, fake"),
+        ("MODEL_NAME", "a\x00b", "must be printable text"),
+        ("NUM_SHARD", "0", "must be a whole number from 1 to 2147483647"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_bound(name: str, text: str, bound: str) -> None:
+    said = refusal(**{name: text})
+    assert said.startswith(f"{name}={text[:20]!r}"[:-1])
+    assert said.endswith(f" {bound}")
+    assert len(said) < 200
+    assert refusal(f"{flag(name.lower())}={text}").startswith(f"{flag(name.lower())}=")
+
+
+def test_an_empty_flag_is_an_error() -> None:
+    assert refusal("--revision", "") == "--revision='' must not be empty"
+
+
+def test_unknown_and_incomplete_flags_are_one_line() -> None:
+    assert refusal("--max-batch", "1") == "unrecognized arguments: --max-batch 1 (see tgis serve --help)"
+    assert refusal("--port") == "argument -p/--port: expected one argument (see tgis serve --help)"
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "asking"),
+    [
+        ("NUM_SHARD", ["1"], "2"),
+        ("NUM_GPUS", ["1"], "8"),
+        ("QUANTIZE", [], "gptq"),
+        ("TRUST_REMOTE_CODE", ["false", "0"], "true"),
+        ("FLASH_ATTENTION", ["False"], "true"),
+        ("PAGED_ATTENTION", ["false"], "true"),
+        ("PT2_COMPILE", ["false"], "true"),
+        ("ESTIMATE_MEMORY", ["auto", "off"], "manual"),
+        ("PREFIX_STORE_PATH", [], "/prompts"),
+        ("SPECULATOR_NAME", [], "m"),
+        ("OTLP_ENDPOINT", [], "collector:4317"),
+        ("AUTH_TOKEN_PATH", [], "/token"),
+    ],
+)
+def test_what_does_not_exist_yet_is_refused(name: str, neutral: list[str], asking: str) -> None:
+    assert refusal(**{name: asking}) == f"{name}={asking!r} is not supported yet"
+    assert refusal(flag(name.lower()), asking) == f"{flag(name.lower())}={asking!r} is not supported yet"
+    for text in ["", *neutral]:
+        assert read(**{name: text}) == read()
+
+
+def test_visible_devices_are_no_shards() -> None:
+    assert read(CUDA_VISIBLE_DEVICES="0,1", NVIDIA_VISIBLE_DEVICES="all") == read()
+
+
+def test_what_has_no_effect_is_one_warning() -> None:
+    got = read("--shard-uds-path", "/s", MASTER_ADDR="localhost", MASTER_PORT="29500", MAX_BATCH_WEIGHT="7")
+    assert got.warnings == ("without effect here: --shard-uds-path, MASTER_ADDR, MASTER_PORT, MAX_BATCH_WEIGHT",)
+    assert not read(MAX_BATCH_WEIGHT=" ", MAX_PREFILL_WEIGHT="").warnings
+
+
+def test_an_old_engine_name_is_a_warning() -> None:
+    got = read(DEPLOYMENT_FRAMEWORK="hf_accelerate")
+    assert got.warnings == ("DEPLOYMENT_FRAMEWORK='hf_accelerate' is now hf_transformers",)
+
+
+def test_names_of_one_option_must_agree() -> None:
+    assert read(DTYPE="float16", DTYPE_STR="float16").dtype == "float16"
+    assert read(DTYPE_STR="float16").dtype == "float16"
+    assert read("--dtype", "float32", DTYPE_STR="float16").dtype == "float32"  # a flag beats every variable
+    assert refusal(DTYPE="float16", DTYPE_STR="float32") == "DTYPE='float16' and DTYPE_STR='float32' must be the same"
+    assert refusal("--num-shard", "1", "--num-gpus", "2") == "--num-gpus='2' is not supported yet"
+
+
+def test_the_hub_cache() -> None:
+    assert read(HOME="/h").hub_cache == Path("/h/.cache/huggingface/hub")
+    assert read(HOME="/h", XDG_CACHE_HOME="/x").hub_cache == Path("/x/huggingface/hub")
+    assert read(HOME="/h", HF_HOME="/hf").hub_cache == Path("/hf/hub")
+    for name in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        assert read(HF_HOME="/hf", **{name: "/c"}).hub_cache == Path("/c")
+    assert read(HF_HUB_CACHE="/c", TRANSFORMERS_CACHE="/c/").hub_cache == Path("/c")
+    assert "must be the same" in refusal(HF_HUB_CACHE="/c", HUGGINGFACE_HUB_CACHE="/d")
+
+
+def test_the_cache_dir_is_per_user() -> None:
+    assert read().cache_dir == Path(f"/tmp/tgis-{os.getuid()}")
+    assert read(TMPDIR="/t").cache_dir == Path(f"/t/tgis-{os.getuid()}")
+
+
+def test_the_ports_differ() -> None:
+    assert refusal(PORT="9000", GRPC_PORT="9000") == "PORT and GRPC_PORT are both 9000"
+    assert read(PORT="0", GRPC_PORT="0").port == 0
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Paths of PEM files: ca, cert, key, and some that are wrong."""
+    directory = tmp_path_factory.mktemp("pem")
+    authority = make_pair()
+    leaf, other = make_pair(authority), make_pair(authority)
+    contents = {"ca": authority.cert, "cert": leaf.cert, "key": leaf.key, "key2": other.key, "garbage": b"x"}
+    for name, data in contents.items():
+        (directory / name).write_bytes(data)
+    return lambda name: str(directory / name)
+
+
+def test_tls_files_are_taken(pem: Callable[[str], str]) -> None:
+    files = read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key"), TLS_CLIENT_CA_CERT_PATH=pem("ca")).tls
+    assert files is not None
+    assert (files.cert, files.key, files.client_ca) == (pem("cert"), pem("key"), pem("ca"))
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "ca", "named"),
+    [
+        ("cert", "", "", "TLS_KEY_PATH"),
+        ("", "key", "", "TLS_CERT_PATH"),
+        ("", "", "ca", "TLS_CERT_PATH"),
+        ("missing", "key", "", "cert-path"),
+        ("cert", "missing", "", "key-path"),
+        ("cert", "key", "missing", "ca-cert-path"),
+        ("garbage", "key", "", "cert-path"),
+        ("cert", "garbage", "", "key-path"),
+        ("cert", "key2", "", "key-path"),
+        ("cert", "key", "garbage", "ca-cert-path"),
+    ],
+)
+def test_tls_files_are_checked(pem: Callable[[str], str], cert: str, key: str, ca: str, named: str) -> None:
+    names = {"TLS_CERT_PATH": cert, "TLS_KEY_PATH": key, "TLS_CLIENT_CA_CERT_PATH": ca}
+    assert named in refusal(**{name: pem(file) for name, file in names.items() if file})
+
+
+def test_a_printed_config_shows_paths_and_no_contents(pem: Callable[[str], str]) -> None:
+    printed = repr(read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key")))
+    assert pem("key") in printed
+    assert "PRIVATE" not in printed
+
+
+ANY_NAME = st.sampled_from([name for row in (*options_of(Config), *REFUSED, *UNUSED) for name in row.names])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(ANY_NAME, st.text(max_size=100)), st.dictionaries(ANY_NAME, st.text(max_size=100)))
+def test_any_text_is_a_config_or_one_printable_line(flags: dict[str, str], variables: dict[str, str]) -> None:
+    argv = [f"{flag(name)}={text}" for name, text in flags.items()]
+    said = "fine"
+    try:
+        parse(argv, {name.upper(): text for name, text in variables.items()}, "tgis serve")
+    except OptionError as error:
+        said = str(error)
+    assert said.isprintable()
+
+
+def test_a_bad_option_is_exit_code_2_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PORT", "70000")
+    assert __main__.run(["serve", "--model-name", "m"]) == 2
+    assert capsys.readouterr() == ("", "tgis: PORT='70000' must be a whole number from 0 to 65535\n")
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    reads = re.compile(r"os\.environ(?!\[.*\] = )|import environ|getenv|environb")  # writing is no reading
+    sources = [path for path in TGIS.rglob("*.py") if path.parent != TGIS / "pb"]
+    assert len(sources) > 20
+    assert [path.name for path in sources if reads.search(path.read_text())] == ["config.py"]
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Stands for this process's environment."""
+    replaced: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", replaced)
+    return replaced
+
+
+def test_prepare_makes_the_directory_and_tells_the_libraries(tmp_path: Path, environ: dict[str, str]) -> None:
+    cache = tmp_path / "a" / "b"
+    prepare(read(CACHE_DIR=str(cache), HF_HUB_CACHE="/c"))
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert (environ["HF_HUB_OFFLINE"], environ["HF_HUB_CACHE"]) == ("1", "/c")
+    assert environ["TRITON_CACHE_DIR"].startswith(str(cache))
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(("given", "left"), [(" ", None), ("backend:native", "backend:native")])
+def test_prepare_leaves_the_allocator_to_the_user(
+    tmp_path: Path, environ: dict[str, str], given: str, left: str | None
+) -> None:
+    environ["PYTORCH_CUDA_ALLOC_CONF"] = given
+    prepare(read(CACHE_DIR=str(tmp_path)))
+    assert environ.get("PYTORCH_CUDA_ALLOC_CONF") == left
+
+
+@pytest.mark.usefixtures("environ")
+def test_a_directory_that_somebody_else_made_where_all_may_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "shared" / "cache"
+    cache.mkdir(parents=True)
+    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
+    prepare(read(CACHE_DIR=str(cache)))  # nobody else can have made it here
+    cache.parent.chmod(0o1777)
+    with pytest.raises(StartError, match="belongs to user"):
+        prepare(read(CACHE_DIR=str(cache)))
+
+
+@pytest.mark.usefixtures("environ")
+def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match="CACHE_DIR: cannot make"):
+        prepare(read(CACHE_DIR=str(tmp_path / "file" / "cache")))

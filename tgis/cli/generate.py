@@ -1,0 +1,115 @@
+"""`tgis generate`: streams the continuation of a text to the terminal."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from google.protobuf import json_format
+
+from tgis.cli import client
+from tgis.options import Parser, decimal, integer
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+UINT32 = integer(0, 2**32 - 1)
+FLOAT = decimal(0, 1e9)
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Generate once."""
+    options = _parser(prog).parse_args(argv)
+    request = _request(client.text_of(options.prompt), options)
+    with client.connected(options) as channel:
+        stub = GenerationServiceStub(channel)
+        call = stub.GenerateStream(request)
+        try:
+            _show(call, as_json=options.json)
+        except KeyboardInterrupt:
+            call.cancel()
+            raise
+    return 0
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, description="Continue a text; what is generated is written as it comes.")
+    parser.add_argument("prompt", nargs="?", help="the text to continue (default: all of stdin)")
+    parser.add_argument("--json", action="store_true", help="write every message of the stream as a line of JSON")
+    client.add_arguments(parser)
+    stopping = parser.add_argument_group("Stopping")
+    stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help="most tokens to generate")
+    stopping.add_argument("--min-new-tokens", type=UINT32, default=0, metavar="N", help="fewest tokens to generate")
+    stopping.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop after TEXT; may be repeated"
+    )
+    stopping.add_argument("--time-limit", type=decimal(0, 4e6), default=0.0, metavar="X", help="most seconds to take")
+    _add_sampling(parser)
+    return parser
+
+
+def _add_sampling(parser: Parser) -> None:
+    sampling = parser.add_argument_group("Sampling (default: always the best token)")
+    sampling.add_argument("--sample", action="store_true", help="draw tokens; each of the options below does too")
+    sampling.add_argument("--temperature", type=FLOAT, metavar="X", help="below 1 sharpens, above 1 flattens")
+    sampling.add_argument("--top-k", type=UINT32, metavar="N", help="draw from the N best tokens")
+    sampling.add_argument("--top-p", type=FLOAT, metavar="X", help="draw from the best tokens that sum to X")
+    sampling.add_argument(
+        "--typical-p", type=FLOAT, metavar="X", help="draw from the most typical tokens that sum to X"
+    )
+    sampling.add_argument("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed repeats the draws")
+
+
+def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationRequest:
+    names = ("temperature", "top_k", "top_p", "typical_p", "seed")
+    drawing = {name: value for name in names if (value := getattr(options, name)) is not None}
+    params = pb.Parameters(
+        method=pb.SAMPLE if options.sample or drawing else pb.GREEDY,
+        sampling=pb.SamplingParameters(**drawing),
+        stopping=pb.StoppingCriteria(
+            max_new_tokens=options.max_new_tokens,
+            min_new_tokens=options.min_new_tokens,
+            stop_sequences=options.stop,
+            time_limit_millis=round(options.time_limit * 1000),
+        ),
+    )
+    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
+
+
+@dataclass(slots=True)
+class _Stats:
+    """What is told about a finished stream."""
+
+    started: float = field(default_factory=time.monotonic)
+    first: float | None = None  # when the first token came
+    last: pb.GenerationResponse = field(default_factory=pb.GenerationResponse)
+
+    def add(self, message: pb.GenerationResponse) -> None:
+        if message.generated_token_count and self.first is None:
+            self.first = time.monotonic()
+        self.last = message
+
+    def __str__(self) -> str:
+        now, count = time.monotonic(), self.last.generated_token_count
+        first = self.first or now
+        facts = [f"{count} tokens in {now - self.started:.2f} s", f"first after {first - self.started:.2f} s"]
+        if count > 1 and now > first:
+            facts.append(f"{(count - 1) / (now - first):.1f} tokens/s")
+        return ", ".join([*facts, pb.StopReason.Name(self.last.stop_reason)])
+
+
+def _show(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:
+    stats, on_terminal = _Stats(), sys.stdout.isatty() and not as_json
+    try:
+        for message in messages:
+            stats.add(message)
+            if as_json:
+                print(json_format.MessageToJson(message, indent=None))
+            else:
+                sys.stdout.write(client.safe(message.text) if on_terminal else message.text)
+            sys.stdout.flush()
+    finally:
+        if on_terminal and stats.first is not None:
+            print()
+    if sys.stderr.isatty():
+        print(f"\x1b[2m{stats}\x1b[0m", file=sys.stderr)

@@ -1,0 +1,28 @@
+"""`tgis health`: the standard gRPC health check as a command, for probes."""
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tgis.cli import client
+from tgis.options import TEXT, Parser, decimal
+
+
+def main(argv: list[str], prog: str) -> int:
+    """0 when the service is SERVING, else 1."""
+    parser = Parser(prog=prog, description="Ask grpc.health.v1 whether the server is ready: exit code 0, else 1.")
+    parser.add_argument(
+        "--service",
+        type=TEXT,
+        default="fmaas.GenerationService",
+        metavar="NAME",
+        help="what to ask about; '' is the process (default: fmaas.GenerationService)",
+    )
+    parser.add_argument(
+        "--timeout", type=decimal(0, 3600), default=5.0, metavar="X", help="seconds to wait (default: 5)"
+    )
+    client.add_arguments(parser)
+    options = parser.parse_args(argv)
+    request = health_pb2.HealthCheckRequest(service=options.service)
+    with client.connected(options) as channel:
+        status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=options.timeout).status
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+    return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1

