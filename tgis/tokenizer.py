@@ -1,0 +1,136 @@
+"""A model's tokenizer: text to ids in a thread pool, truncation, offsets, and facts about single tokens.
+
+Everything comes from `tokenizer.json` through the `tokenizers` library; truncation and padding written in
+that file are switched off, since both are the business of each request. Ids to text is `detokenizer.py`.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tgis.errors import InvalidRequest, StartError
+from tgis.models.files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One tokenized text, special tokens included; `offsets` is empty unless it was asked for."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]  # UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens
+
+    def last(self, limit: int) -> "Encoded":
+        """The last `limit` tokens by plain slicing, as `Tokenize` truncates; 0 keeps all."""
+        return Encoded(self.ids[-limit:], self.offsets[-limit:]) if limit else self
+
+
+class Tokenizer:
+    """The tokenizer of one model; safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, decoder_types: tuple[str, ...], workers: int) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
+        self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.decoder_types = decoder_types  # outermost first, then its members; empty: none
+        self.bos_id = _leading_special_id(backend)
+
+    @classmethod
+    def load(cls, directory: Path, workers: int) -> "Tokenizer":
+        """Read `tokenizer.json` in a directory; StartError names a file that is missing or broken."""
+        path = directory / "tokenizer.json"
+        description = read_json(path)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more exact
+            raise StartError(f"{path} is not a tokenizer: {error}") from error
+        return cls(backend, tuple(_decoder_types(description.get("decoder"))), workers)
+
+    def close(self) -> None:
+        """End the worker threads; texts that wait are dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    async def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
+        """Tokenize the texts of one call, special tokens added; InvalidRequest if one cannot be."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, texts, offsets)
+
+    def _encode(self, texts: Sequence[str], offsets: bool) -> list[Encoded]:
+        # Never `encode`: it holds the interpreter lock, which `encode_batch` and `encode_batch_fast` let go.
+        encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
+        try:
+            encodings = encode(texts)
+        except BaseException as error:  # a panic in the library is no Exception
+            raise InvalidRequest("text", f"cannot tokenize: {error}") from error
+        if not offsets:
+            return [Encoded(encoding.ids, []) for encoding in encodings]
+        pairs = zip(texts, encodings, strict=True)
+        return [Encoded(encoding.ids, _byte_offsets(text, encoding)) for text, encoding in pairs]
+
+    def encode_bare(self, text: str) -> list[int]:
+        """The ids of a short text, at once and without special tokens."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def truncate(self, ids: list[int], limit: int) -> list[int]:
+        """The last `limit` ids for generation, the first replaced by BOS if texts get one; 0 keeps all."""
+        if not limit or len(ids) <= limit:
+            return ids
+        kept = ids[-limit:]
+        if self.bos_id is not None:
+            kept[0] = self.bos_id
+        return kept
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, added tokens included."""
+        size: int = self._backend.get_vocab_size()
+        return size
+
+    def token_text(self, token_id: int) -> str:
+        """The raw vocabulary string, such as `Ġfirst` or `</s>`; empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the tokenizer marks the token as special."""
+        return token_id in self._special
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The library's decoding of the ids as a whole text; unknown ids are dropped."""
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> list[tuple[int, int]]:
+    """The place of each token in UTF-8 bytes; the Python binding counts characters."""
+    # One by one: `encoding.offsets` would hold the interpreter lock while it makes the whole list.
+    spans = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
+    if text.isascii():
+        return list(spans)
+    data = text.encode()
+    starts = [place for place, byte in enumerate(data) if byte & 0xC0 != 0x80]  # of each character
+    starts.append(len(data))
+    return [(starts[start], starts[end]) for start, end in spans]
+
+
+def _leading_special_id(backend: tokenizers.Tokenizer) -> int | None:
+    """The special token put before every text, known by its effect rather than by what a file claims."""
+    try:
+        encoding = backend.encode("A")
+    except Exception as error:  # the library raises nothing more exact
+        raise StartError(f"the tokenizer cannot encode the letter A: {error}") from error
+    added = encoding.special_tokens_mask
+    leading = 0 in added and added.index(0) > 0  # before the letter, not after it as in T5
+    return encoding.ids[0] if leading else None
+
+
+def _decoder_types(decoder: dict[str, Any] | None) -> Iterator[str]:
+    if decoder is not None:
+        yield decoder["type"]
+        for member in decoder.get("decoders", ()):
+            yield from _decoder_types(member)
