@@ -1,0 +1,113 @@
+"""Replays a Containerfile without a container engine: its steps run below a scratch directory, pip in a scratch venv.
+
+Knows the instructions that ours uses, and stops at any other. Absolute paths of COPY and WORKDIR are below `root`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Image:
+    """What the steps have made so far."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    workdir: Path = Path("/")
+    user: str = ""
+    ports: list[int] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+
+    @property
+    def python_bin(self) -> Path:
+        return self.root / "venv" / "bin"
+
+    def local(self, path: str) -> Path:
+        """Where a path of the image is on this machine."""
+        return self.root / str(self.workdir / path).lstrip("/")
+
+    def run(self, command: list[str], user: int | None = None) -> str:
+        """Run a command as the image would, with none of this machine's settings; its stdout."""
+        environment = {"PATH": f"{self.python_bin}:/usr/bin:/bin", **self.environment}
+        done = subprocess.run(
+            command,
+            cwd=self.local("."),
+            env=environment,
+            user=user,
+            group=None if user is None else 0,
+            extra_groups=None if user is None else [],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+
+def steps(text: str) -> list[tuple[str, str]]:
+    """The instructions, in order, with their arguments."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1].strip()) for line in joined.splitlines()]
+
+
+def describe(text: str, root: Path) -> Image:
+    """What the instructions say of the image, without running any."""
+    image = Image(root)
+    for instruction, argument in steps(text):
+        match instruction:
+            case "ENV":
+                image.environment |= dict(pair.split("=", 1) for pair in argument.split())
+            case "WORKDIR":
+                image.workdir = Path(argument)
+            case "USER":
+                image.user = argument
+            case "EXPOSE":
+                image.ports = [int(port) for port in argument.split()]
+            case "CMD":
+                image.command = json.loads(argument)
+            case "FROM" | "ARG" | "COPY" | "RUN":
+                pass
+            case _:
+                raise AssertionError(f"unknown instruction {instruction}")
+    return image
+
+
+def replay(text: str, context: Path, root: Path) -> Image:
+    """Run the COPY and RUN instructions with the files of `context`; pip keeps the settings of this machine."""
+    image = Image(root)
+    venv.create(root / "venv", with_pip=True)
+    for instruction, argument in steps(text):
+        match instruction:
+            case "WORKDIR":
+                image.workdir = Path(argument)
+                image.local(".").mkdir(parents=True, exist_ok=True)
+            case "COPY":
+                *sources, target = argument.split()
+                for source in sources:
+                    _copy(context / source, image.local(target))
+            case "RUN":
+                environment = os.environ | {"PATH": f"{image.python_bin}:{os.environ['PATH']}"}
+                subprocess.run(["bash", "-ec", argument], cwd=image.local("."), env=environment, check=True)
+    return describe(text, root)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=ignored)
+    else:
+        shutil.copy(source, target)
+
+
+def stranger() -> int | None:
+    """A user id that owns nothing, if this process may take it and it can reach this Python."""
+    reachable = all(parent.stat().st_mode & 0o001 for parent in Path(sys.base_prefix).resolve().parents)
+    return 54321 if os.geteuid() == 0 and reachable else None

@@ -1,0 +1,134 @@
+"""A real server process for tests, its generated stubs, and a model directory for the fake engine."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+FAKE_EOS = 256
+_PORTS = re.compile(r"gRPC on port (\d+), health and metrics on port (\d+)")
+
+
+@dataclass
+class Server:
+    """A server process that has said that it is ready."""
+
+    process: subprocess.Popen[bytes]
+    grpc_port: int
+    http_port: int
+    log: Path
+
+    @property
+    def target(self) -> str:
+        return f"localhost:{self.grpc_port}"
+
+    @contextlib.contextmanager
+    def stub(self) -> Iterator[pb_grpc.GenerationServiceStub]:
+        with grpc.insecure_channel(self.target) as channel:
+            yield pb_grpc.GenerationServiceStub(channel)
+
+    def get(self, path: str, timeout: float = 10) -> tuple[int, str]:
+        """Status and body of an HTTP request."""
+        try:
+            with urllib.request.urlopen(f"http://localhost:{self.http_port}{path}", timeout=timeout) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = [int(c) for c in children if b"tgis.worker" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return pid
+
+    def stop(self, timeout: float = 40) -> int:
+        """Send SIGTERM and return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+def environment(**options: object) -> dict[str, str]:
+    """This process's environment with options of the server."""
+    return os.environ | {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in options.items()}
+
+
+@contextlib.contextmanager
+def serving(directory: Path, model: Path, timeout: float = 60, **options: object) -> Iterator[Server]:
+    """A server of `model`, its log in `directory`; ended when the block is left."""
+    log = directory / "server.log"
+    settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"} | options
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tgis", "serve"],
+            env=environment(**settings),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        ports = _wait_for_ports(process, log, timeout)
+        yield Server(process, *ports, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _wait_for_ports(process: subprocess.Popen[bytes], log: Path, timeout: float) -> tuple[int, int]:
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        if found := _PORTS.search(log.read_text()):
+            return int(found[1]), int(found[2])
+        if process.poll() is not None:
+            break
+        time.sleep(0.02)
+    raise AssertionError(f"no server (exit code {process.poll()}):\n{log.read_text()}")
+
+
+def fake_model(directory: Path, **steps: object) -> Path:
+    """A model directory for the engine `fake`: one token per byte, and `steps` for its StepModel."""
+    directory.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {char: index for index, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "model_type": "fake",
+        "vocab_size": len(alphabet) + 1,
+        "eos_token_id": FAKE_EOS,
+        "max_position_embeddings": 2048,
+        "fake": steps,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def call(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGenerationRequest:
+    """A unary request of one input."""
+    return pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text=text)],
+        params=pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=max_new_tokens, **stopping)),
+    )
+
+
+def stream_of(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationRequest:
+    """The same request as a stream."""
+    (one,) = request.requests
+    return pb.SingleGenerationRequest(request=one, params=request.params)

@@ -1,0 +1,163 @@
+"""What transformers answers to the prompts: the expected values of the equality tests.
+
+Batch of one, float32, CPU, greedy. Nothing of tgis is used. Computed by one child process per model (this
+file as a script), and kept in the cache under a key of all that the answers depend on.
+"""
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import oracle_prompts
+
+PROMPTS = {"smollm2": oracle_prompts.SMOLLM2, "glassllm": oracle_prompts.GLASSLLM}
+MAX_NEW_TOKENS = {"smollm2": 64, "glassllm": 32}
+CANDIDATES = 10
+_CLASSES_WITH_FIRST_WORD = ("Sequence", "Metaspace", "WordPiece")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token, and what the model thought of its place before it stood there."""
+
+    token: str  # as it stands in the vocabulary
+    logprob: float
+    rank: int
+    top: list[tuple[str, float]]  # token and logprob of the best CANDIDATES, best first
+    gap: float  # between the two best logits
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and its continuation."""
+
+    prompt: str
+    input_tokens: list[str]
+    input_places: list[Place]  # of every input token but the first
+    generated: list[Place]
+    texts: list[str]  # texts[n] is the output of the first n generated tokens
+    stop_reason: str
+
+    def open_steps(self) -> set[int]:
+        """The steps at which the best two tokens are so close that another order of sums may swap them."""
+        return {step for step, place in enumerate(self.generated) if place.gap < 1e-3}
+
+
+def answers(name: str, model: Path, cache: Path, recompute: bool = False) -> dict[str, Answer]:
+    """The answers of the model `name` in directory `model` to its prompts, by their names."""
+    file = cache / "oracle" / f"{name}-{_key(model)[:16]}.json"
+    if recompute or not file.exists():
+        subprocess.run([sys.executable, __file__, name, model, file], check=True)
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, Answer])
+
+
+def _key(model: Path) -> str:
+    """sha256 of the files and the versions that decide what comes out."""
+    files = [Path(__file__), Path(oracle_prompts.__file__), *sorted(model.glob("*.safetensors"))]
+    files += [model / file for file in ("tokenizer.json", "config.json", "generation_config.json")]
+    lines = [f"{package} {version(package)}" for package in ("torch", "transformers", "tokenizers")]
+    for file in files:
+        with file.open("rb") as opened:
+            lines.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class Oracle:
+    """A model and its tokenizer, as transformers loads them."""
+
+    def __init__(self, directory: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.model.eval()
+
+    def answer(self, prompt: str, max_new_tokens: int) -> Answer:
+        import torch
+
+        ids = self.tokenizer(prompt, return_tensors="pt").input_ids  # [1, T]
+        room = self.model.config.max_position_embeddings - ids.shape[1]
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=min(max_new_tokens, room),
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+            forward = self.model(out.sequences).logits[0, :-1]  # [T + new - 1, V]
+        scores = torch.cat(out.scores)  # [new, V]
+        first = ids.shape[1] - 1
+        torch.testing.assert_close(forward[first:], scores, atol=1e-3, rtol=0)
+        input_ids, new_ids = ids[0].tolist(), out.sequences[0, first + 1 :].tolist()
+        return Answer(
+            prompt=prompt,
+            input_tokens=self._names(input_ids),
+            input_places=self._places(forward[:first], input_ids[1:]),
+            generated=self._places(scores, new_ids),
+            texts=[self._text(new_ids[:n]) for n in range(len(new_ids) + 1)],
+            stop_reason=self._stop_reason(new_ids[-1], room < max_new_tokens),
+        )
+
+    def _stop_reason(self, last: int, reduced: bool) -> str:
+        if last == self.model.generation_config.eos_token_id:
+            return "EOS_TOKEN"
+        return "TOKEN_LIMIT" if reduced else "MAX_TOKENS"
+
+    def _names(self, ids: list[int]) -> list[str]:
+        names: list[str] = self.tokenizer.convert_ids_to_tokens(ids)
+        return names
+
+    def _places(self, logits: Any, ids: list[int]) -> list[Place]:
+        """logits: [N, V] for the places of N ids."""
+        best = logits.double().log_softmax(-1).topk(CANDIDATES)
+        rows = zip(ids, logits, best.values.tolist(), best.indices.tolist(), strict=True)
+        return [self._place(*row) for row in rows]
+
+    def _place(self, token: int, logits: Any, logprobs: list[float], candidates: list[int]) -> Place:
+        return Place(
+            token=self._names([token])[0],
+            logprob=logits.double().log_softmax(-1)[token].item(),
+            rank=1 + int((logits > logits[token]).sum()),
+            top=list(zip(self._names(candidates), logprobs, strict=True)),
+            gap=logprobs[0] - logprobs[1],
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        """What follows, so that a space before the first word stays; a cut character at the end is left out."""
+        before = self.tokenizer("A", add_special_tokens=False).input_ids[:1]
+        start, whole = self._decode(before), self._decode(before + ids)
+        assert whole.startswith(start)
+        return whole[len(start) :].rstrip("\ufffd")
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compute the answers of a model to its prompts.")
+    parser.add_argument("name", choices=PROMPTS)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    oracle = Oracle(arguments.model)
+    limit = MAX_NEW_TOKENS[arguments.name]
+    found = {name: oracle.answer(prompt, limit) for name, prompt in PROMPTS[arguments.name].items()}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = arguments.out.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(msgspec.json.encode(found))
+    unfinished.replace(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What is shipped beside the code: manifests, image recipe, packaging, pins, make targets."""
+
+import configparser
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import containerfile
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tgis.config import Config, parse
+from tgis.options import options_of
+
+ROOT = Path(__file__).parents[1]
+NAMES = {name.upper() for row in options_of(Config) for name in row.names}
+
+
+def load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "deployment" / name).read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def deployment() -> dict[str, Any]:
+    return load("deployment.yaml")
+
+
+@pytest.fixture(scope="module")
+def pod(deployment: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.fixture(scope="module")
+def server(pod: dict[str, Any]) -> dict[str, Any]:
+    (container,) = pod["containers"]
+    return dict(container)
+
+
+@pytest.fixture(scope="module")
+def config(server: dict[str, Any]) -> Config:
+    environ = {entry["name"]: entry["value"] for entry in server["env"]}
+    assert all(isinstance(value, str) for value in environ.values())  # Kubernetes takes nothing else
+    assert set(environ) <= NAMES
+    return parse([], environ, "tgis serve")
+
+
+def test_the_kustomization_names_its_files() -> None:
+    kustomization = load("kustomization.yaml")
+    assert kustomization["resources"] == ["deployment.yaml", "service.yaml"]
+    assert (
+        kustomization["images"][0]["name"]
+        == load("deployment.yaml")["spec"]["template"]["spec"]["containers"][0]["image"]
+    )
+
+
+def test_the_environment_works_and_is_read(config: Config) -> None:
+    assert not config.warnings
+    assert (config.max_sequence_length, config.max_concurrent_requests) == (2048, 64)
+    assert str(config.hub_cache).startswith("/shared_model_storage/")
+
+
+def test_the_drain_fits_into_the_grace_of_the_pod(config: Config, pod: dict[str, Any]) -> None:
+    assert config.shutdown_grace_seconds < pod["terminationGracePeriodSeconds"] == 120
+
+
+def test_the_ports_are_those_of_the_server(config: Config, server: dict[str, Any]) -> None:
+    assert {port["name"]: port["containerPort"] for port in server["ports"]} == {
+        "http": config.port,
+        "grpc": config.grpc_port,
+    }
+
+
+def test_the_service_leads_to_grpc(deployment: dict[str, Any]) -> None:
+    service = load("service.yaml")
+    (port,) = service["spec"]["ports"]
+    assert port == {"name": "grpc", "port": 8033, "targetPort": "grpc", "appProtocol": "kubernetes.io/h2c"}
+    assert service["spec"]["clusterIP"] == "None"
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert service["metadata"]["name"] == deployment["metadata"]["name"] == "inference-server"
+
+
+@pytest.mark.parametrize(
+    ("probe", "times"),
+    [
+        ("startupProbe", {"periodSeconds": 30, "failureThreshold": 24}),
+        ("readinessProbe", {"periodSeconds": 30, "timeoutSeconds": 5}),
+        ("livenessProbe", {"periodSeconds": 100, "timeoutSeconds": 8}),
+    ],
+)
+def test_the_probes_are_those_of_tgis(server: dict[str, Any], probe: str, times: dict[str, int]) -> None:
+    assert server[probe] == {"httpGet": {"path": "/health", "port": "http"}, **times}
+
+
+def test_the_pod_is_confined_and_can_write_to_tmp_alone(
+    config: Config, pod: dict[str, Any], server: dict[str, Any]
+) -> None:
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert server["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "privileged": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = [mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")]
+    assert writable == ["/tmp"]
+    assert config.cache_dir.is_relative_to("/tmp")
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in server["volumeMounts"]}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> str:
+    return (ROOT / "Containerfile").read_text()
+
+
+def test_the_image_starts_the_server_as_its_first_process(recipe: str) -> None:
+    image = containerfile.describe(recipe, Path("/"))
+    assert image.command == ["tgis", "serve"]
+    assert image.user == "2000:0"  # a number, or runAsNonRoot cannot be checked
+
+
+def test_the_environment_of_the_image_works(recipe: str) -> None:
+    image = containerfile.describe(recipe, Path("/"))
+    assert set(image.environment) - NAMES == {"HOME", "LANG", "PYTHONUNBUFFERED"}
+    config = parse([], {"MODEL_NAME": "m", **image.environment}, "tgis serve")
+    assert image.ports == [config.port, config.grpc_port]
+    assert config.cache_dir.is_relative_to("/tmp")
+    assert config.hf_home.is_relative_to("/tmp")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_image_can_be_built_and_works_for_any_user(recipe: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        root.chmod(0o755)
+        image = containerfile.replay(recipe, ROOT, root)
+        user = containerfile.stranger()
+        assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
+        assert image.run(["text-generation-launcher", "--help"], user).startswith("usage: text-generation-launcher")
+        where = image.run(["python", "-c", "import tgis.server, tgis.worker; print(tgis.server.__file__)"], user)
+        assert where.startswith(str(root / "venv"))
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def requirements() -> list[Requirement]:
+    parser = setup_cfg()
+    texts = [parser["options"]["install_requires"], *parser["options.extras_require"].values()]
+    return [Requirement(line) for text in texts for line in text.splitlines() if line.strip()]
+
+
+def test_the_pins_are_exact_and_within_the_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    named = {_normal(name): version for name, version in pins.items()}
+    assert len(named) == len(pins)
+    for requirement in requirements():
+        assert named[_normal(requirement.name)] in requirement.specifier, requirement
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_setuptools_finds_every_package() -> None:
+    folders = {path.parent for path in (ROOT / "tgis").rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_console_scripts_exist() -> None:
+    scripts = setup_cfg()["options.entry_points"]["console_scripts"].split("\n")
+    assert [script.split(" = ")[0] for script in scripts if script] == ["tgis", "text-generation-launcher"]
+    for _, target in (script.split(" = ") for script in scripts if script):
+        module, _, function = target.partition(":")
+        assert callable(getattr(__import__(module, fromlist=[function]), function))
+
+
+def test_make_lists_every_target() -> None:
+    declared = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+    listed = subprocess.run(
+        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == declared
+    assert all(len(line.split(maxsplit=1)[1]) > 10 for line in listed)
+
+
+def test_ci_runs_what_people_run() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    assert re.findall(r"^make (\S+)", script, re.MULTILINE) == ["check", "test"]

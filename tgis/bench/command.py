@@ -1,0 +1,189 @@
+"""`tgis bench`: its options, and what it prints. The last line on stdout is one JSON object."""
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from tgis.bench.client import Tls
+from tgis.bench.load import ClosedLoop, Level, OpenLoop
+from tgis.bench.measure import Report, Settings, measure
+from tgis.bench.plot import draw, require_matplotlib
+from tgis.bench.progress import show_progress
+from tgis.bench.report import document, notes, one_line, table
+from tgis.errors import OptionError
+
+DEFAULT_DURATION = 30.0  # seconds of each level
+INTERRUPTED = 130
+Number = TypeVar("Number", int, float)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--target", default="localhost:8033", metavar="HOST:PORT", help="server to load")
+    _add_load(parser)
+    _add_requests(parser)
+    tls = parser.add_argument_group("TLS")
+    tls.add_argument("--tls-ca", type=Path, metavar="PEM", help="use TLS, trust servers that this CA signed")
+    tls.add_argument("--tls-cert", type=Path, metavar="PEM", help="client certificate")
+    tls.add_argument("--tls-key", type=Path, metavar="PEM", help="key of the client certificate")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG (needs tgis[bench])")
+    output.add_argument("--quiet", action="store_true", help="print nothing but the JSON line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command: 0, 1 where nothing succeeded, 130 when interrupted.
+
+    OptionError for options and files that cannot work, StartError when the server is not there.
+    """
+    report = Report(_settings(args))
+    tls = _tls(args)
+    _check_outputs(args)
+    try:
+        asyncio.run(_measure(report, tls, show=not args.quiet))
+    except KeyboardInterrupt:
+        report.interrupted = True
+    _write(report, args)
+    if report.interrupted:
+        return INTERRUPTED
+    return 0 if all(result.summary().ok for result in report.results) else 1
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load", "several levels, separated by commas, run one after the other")
+    kind = load.add_mutually_exclusive_group()
+    kind.add_argument("--concurrency", type=_list(_count), metavar="N,...", help="requests at any time (default 1)")
+    kind.add_argument(
+        "--rate", type=_list(_positive), metavar="R,...", help="requests a second, at random times (Poisson)"
+    )
+    length = load.add_mutually_exclusive_group()
+    length.add_argument("--requests", type=_count, metavar="N", help="requests of each level")
+    length.add_argument(
+        "--duration",
+        type=_positive,
+        metavar="S",
+        help=f"seconds in which requests of each level start (default {DEFAULT_DURATION:g})",
+    )
+    load.add_argument("--warmup", type=_whole, default=1, metavar="N", help="requests before each level (default 1)")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrival times")
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument("--prompts", type=Path, metavar="FILE", help='one a line, or in .jsonl the "text" of each line')
+    prompt.add_argument(
+        "--input-tokens", type=_count, default=128, metavar="N", help="length of random prompts (default 128)"
+    )
+    group.add_argument("--input-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
+    group.add_argument("--output-tokens", type=_count, default=128, metavar="N", help="max_new_tokens")
+    group.add_argument("--output-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
+    group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("--stream", action="store_true", default=True, help="GenerateStream (default)")
+    kind.add_argument("--unary", dest="stream", action="store_false", help="Generate, one input a call")
+    group.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="of a request (default 600)")
+
+
+async def _measure(report: Report, tls: Tls | None, *, show: bool) -> None:
+    progress = asyncio.create_task(show_progress(report, sys.stderr)) if show else None
+    try:
+        await measure(report, tls)
+    finally:
+        if progress:
+            progress.cancel()
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """OptionError before the run for what would fail after it."""
+    if args.plot:
+        require_matplotlib()
+    for path in filter(None, (args.json, args.plot)):
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise OptionError(f"{path}: {error.strerror}") from error
+
+
+def _write(report: Report, args: argparse.Namespace) -> None:
+    if args.json:
+        args.json.write_text(one_line(document(report, samples=True)) + "\n", encoding="utf-8")
+    if args.plot and report.results:
+        draw(report, args.plot)
+    if not args.quiet:
+        print(table(report), *notes(report), sep="\n")
+    print(one_line(document(report, samples=False)))
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    duration = args.duration if args.requests or args.duration else DEFAULT_DURATION
+    return Settings(
+        target=args.target,
+        levels=_levels(args),
+        requests=args.requests,
+        duration=duration,
+        prompts=args.prompts,
+        input_tokens=args.input_tokens,
+        input_spread=args.input_spread,
+        output_tokens=args.output_tokens,
+        output_spread=args.output_spread,
+        ignore_eos=args.ignore_eos,
+        stream=args.stream,
+        warmup=args.warmup,
+        seed=args.seed,
+        timeout=args.timeout,
+    )
+
+
+def _levels(args: argparse.Namespace) -> tuple[Level, ...]:
+    if args.rate:
+        return tuple(OpenLoop(rate, args.seed) for rate in args.rate)
+    return tuple(ClosedLoop(concurrency) for concurrency in args.concurrency or [1])
+
+
+def _tls(args: argparse.Namespace) -> Tls | None:
+    if not (args.tls_ca or args.tls_cert or args.tls_key):
+        return None
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise OptionError("--tls-cert and --tls-key need each other")
+    return Tls(*(_read(path) for path in (args.tls_ca, args.tls_cert, args.tls_key)))
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return path.read_bytes() if path else None
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from error
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _whole(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return value
+
+
+def _positive(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _sigma(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 4:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 4")
+    return value
+
+
+def _list(one: Callable[[str], Number]) -> Callable[[str], list[Number]]:
+    return lambda text: [one(part) for part in text.split(",")]

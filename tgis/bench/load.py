@@ -1,0 +1,92 @@
+"""When requests are sent: a closed loop of a fixed concurrency, or an open loop of a fixed rate."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+FAILURE_PAUSE = 0.05  # seconds; keeps a closed loop from spinning on a server that refuses at once
+
+Send = Callable[[float], Coroutine[None, None, bool]]  # takes when the request is due, tells whether it succeeded
+
+
+@dataclass(slots=True)
+class Budget:
+    """How much may still be sent: a number of requests, or all that are due within some seconds."""
+
+    requests: int | None
+    duration: float | None
+
+    def take(self, elapsed: float) -> bool:
+        """Whether one more request may be sent, `elapsed` seconds after the start; counts it."""
+        if self.duration is not None and elapsed >= self.duration:
+            return False
+        if self.requests is not None:
+            self.requests -= 1
+        return self.requests is None or self.requests >= 0
+
+
+class Level(Protocol):
+    """A load: how it is called, and how it is driven."""
+
+    @property
+    def name(self) -> str:
+        """What is held fixed."""
+        ...
+
+    @property
+    def value(self) -> float:
+        """At how much."""
+        ...
+
+    async def drive(self, send: Send, budget: Budget) -> None:
+        """Send until the budget is spent and every request has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """So many requests at any time: each that ends starts the next."""
+
+    value: int
+    name: str = "concurrency"
+
+    async def drive(self, send: Send, budget: Budget) -> None:
+        """Send until the budget is spent and every request has ended."""
+        start = perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.value):
+                group.create_task(_repeat(send, budget, start))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """So many requests a second at random times (Poisson), whether or not earlier ones have ended."""
+
+    value: float
+    seed: int
+    name: str = "rate"
+
+    def arrivals(self) -> Iterator[float]:
+        """Seconds from the start, ascending, the same for the same seed."""
+        rng, at = random.Random(f"{self.seed} arrivals"), 0.0
+        while True:
+            yield at
+            at += rng.expovariate(self.value)
+
+    async def drive(self, send: Send, budget: Budget) -> None:
+        """Send until the budget is spent and every request has ended."""
+        start = perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for at in itertools.takewhile(budget.take, self.arrivals()):
+                await asyncio.sleep(start + at - perf_counter())
+                group.create_task(send(start + at))
+
+
+async def _repeat(send: Send, budget: Budget, start: float) -> None:
+    while budget.take((due := perf_counter()) - start):
+        if not await send(due):
+            await asyncio.sleep(FAILURE_PAUSE)

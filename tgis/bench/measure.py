@@ -1,0 +1,140 @@
+"""One run: connect, learn what the server allows, then drive one level after the other."""
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tgis.bench.client import Client, Sample, Tls, connect
+from tgis.bench.load import Budget, Level
+from tgis.bench.summary import Summary, summarize
+from tgis.bench.workload import (
+    UNCALIBRATED,
+    Job,
+    Vocabulary,
+    calibrated,
+    file_jobs,
+    lengths,
+    probes,
+    random_jobs,
+)
+from tgis.errors import StartError
+from tgis.pb import generation_pb2 as pb
+
+STREAMS_PER_CONNECTION = 100  # what servers commonly allow
+OPEN_LOOP_CONNECTIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure; lengths in tokens, times in seconds."""
+
+    target: str
+    levels: tuple[Level, ...]
+    requests: int | None  # of each level; None is as many as `duration` gives
+    duration: float | None
+    prompts: Path | None  # None is random words
+    input_tokens: int
+    input_spread: float  # sigma of the log-normal lengths
+    output_tokens: int
+    output_spread: float
+    ignore_eos: bool
+    stream: bool
+    warmup: int  # requests before each level
+    seed: int
+    timeout: float
+
+    @property
+    def connections(self) -> int:
+        """Enough that no request waits for a stream."""
+        closed = [level.value for level in self.levels if level.name == "concurrency"]
+        return math.ceil(max(closed) / STREAMS_PER_CONNECTION) if closed else OPEN_LOOP_CONNECTIONS
+
+
+@dataclass(slots=True)
+class Result:
+    """A level and what was measured of it, also while it runs."""
+
+    level: Level
+    samples: list[Sample] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    cpu_started: float = field(default_factory=time.process_time)
+    cpu_seconds: float = 0.0
+
+    def summary(self) -> Summary:
+        """The figures."""
+        return summarize(self.samples, self.cpu_seconds)
+
+
+@dataclass(slots=True)
+class Report:
+    """All that a run has measured so far."""
+
+    settings: Settings
+    model: pb.ModelInfoResponse = field(default_factory=pb.ModelInfoResponse)
+    calibrated: bool = True  # whether the lengths of random prompts are in the server's tokens
+    interrupted: bool = False
+    results: list[Result] = field(default_factory=list)
+
+
+async def measure(report: Report, tls: Tls | None) -> None:
+    """Fill in the report, so that it is worth something at any time."""
+    settings = report.settings
+    async with connect(settings.target, tls, settings.connections, settings.timeout) as client:
+        report.model = await client.model_info()
+        _check_lengths(settings, report.model)
+        jobs = await _jobs(report, client)
+        for level in settings.levels:
+            if settings.warmup:
+                await _drive(Result(level), Budget(settings.warmup, None), client, jobs, settings)
+            report.results.append(result := Result(level))
+            await _drive(result, Budget(settings.requests, settings.duration), client, jobs, settings)
+
+
+def _check_lengths(settings: Settings, model: pb.ModelInfoResponse) -> None:
+    if 0 < model.max_new_tokens < settings.output_tokens:
+        raise StartError(f"--output-tokens {settings.output_tokens}: the server allows {model.max_new_tokens}")
+    total = settings.input_tokens + settings.output_tokens
+    if settings.prompts is None and 0 < model.max_sequence_length < total:
+        limit = model.max_sequence_length
+        raise StartError(f"--input-tokens and --output-tokens make {total}: the server allows {limit}")
+
+
+async def _jobs(report: Report, client: Client) -> Iterator[Job]:
+    settings, room = report.settings, report.model.max_sequence_length or None
+    rngs = {name: random.Random(f"{settings.seed} {name}") for name in ("outputs", "inputs", "words")}
+    outputs = lengths(
+        settings.output_tokens, settings.output_spread, report.model.max_new_tokens or None, rngs["outputs"]
+    )
+    if settings.prompts is not None:
+        return file_jobs(settings.prompts, outputs)
+    inputs = lengths(settings.input_tokens, settings.input_spread, None, rngs["inputs"])
+    return random_jobs(await _vocabulary(report, client), inputs, outputs, room, rngs["words"])
+
+
+async def _vocabulary(report: Report, client: Client) -> Vocabulary:
+    counts = await client.token_counts(probes())
+    report.calibrated = counts is not None
+    return UNCALIBRATED if counts is None else calibrated(counts)
+
+
+async def _drive(result: Result, budget: Budget, client: Client, jobs: Iterator[Job], settings: Settings) -> None:
+    call = client.stream if settings.stream else client.unary
+
+    async def send(due: float) -> bool:
+        job = next(jobs)
+        result.samples.append(sample := Sample(due, job.output_tokens))
+        await call(job, _params(job, settings.ignore_eos), sample)
+        return sample.status == "OK"
+
+    try:
+        await result.level.drive(send, budget)
+    finally:
+        result.cpu_seconds = time.process_time() - result.cpu_started
+
+
+def _params(job: Job, ignore_eos: bool) -> pb.Parameters:
+    fewest = job.output_tokens if ignore_eos else 0
+    return pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=job.output_tokens, min_new_tokens=fewest))

@@ -1,0 +1,40 @@
+"""A picture of a report, drawn by matplotlib, which only this module needs (the extra `bench`)."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from tgis.bench.measure import Report, Result
+from tgis.errors import OptionError
+
+
+def require_matplotlib() -> None:
+    """OptionError where it is not installed, so that nobody learns it after the run."""
+    if find_spec("matplotlib") is None:
+        raise OptionError("--plot needs matplotlib: pip install 'tgis[bench]'")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write a PNG: output tokens per second of each level, and how many requests took how long."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and slow to import
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(
+        [result.level.value for result in report.results],
+        [result.summary().output_tokens_per_s for result in report.results],
+        marker="o",
+    )
+    left.set(xlabel=report.settings.levels[0].name, ylabel="output tokens/s", ylim=(0, None))
+    for result in report.results:
+        latencies, shares = _distribution(result)
+        right.step(latencies, shares, where="post", label=f"{result.level.name} {result.level.value:g}")
+    right.set(xlabel="latency, seconds", ylabel="share of requests", xlim=(0, None), ylim=(0, 1))
+    right.legend()
+    figure.suptitle(report.settings.target)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _distribution(result: Result) -> tuple[list[float], list[float]]:
+    """Latencies ascending, and the share of requests that took no longer."""
+    latencies = sorted(sample.end - sample.due for sample in result.samples if sample.status == "OK")
+    return latencies, [(i + 1) / len(latencies) for i in range(len(latencies))]

@@ -1,0 +1,92 @@
+"""The figures of a level, made of its samples once it is over.
+
+Only requests that succeeded count, but for `failed`. Percentiles are exact, interpolated linearly between the
+two nearest samples (Hyndman and Fan's type 7, the default of numpy). Rates are per second from the first
+request due to the last one ended. Time to first token and latency start when the request was due. Time per
+output token is, for each request, (last - first output) / (tokens after the first message with output).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tgis.bench.client import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of one value over the requests; None where no request has it."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What is reported of a level."""
+
+    ok: int
+    failed: dict[str, int]  # by status code
+    short: int  # succeeded with fewer tokens than asked for
+    duration_s: float
+    input_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    max_gap_ms: Percentiles
+    latency_ms: Percentiles
+    send_delay_ms: Percentiles  # from due to sent: what the load generator itself added
+    client_cpu: float  # share of one core that the load generator used
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The percentile of ascending values, at least one of them."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def percentiles(seconds: Sequence[float]) -> Percentiles:
+    """In milliseconds."""
+    if not seconds:
+        return Percentiles(None, None, None)
+    ordered = sorted(1000 * value for value in seconds)
+    return Percentiles(*(percentile(ordered, percent) for percent in (50, 90, 99)))
+
+
+def time_per_token(sample: Sample) -> float | None:
+    """Seconds between tokens after the first message with output; None if all came in one message."""
+    tokens = sample.output_tokens - sample.first_tokens
+    return (sample.last - sample.first) / tokens if sample.first and tokens else None
+
+
+def summarize(samples: Sequence[Sample], cpu_seconds: float) -> Summary:
+    """The figures of the finished samples among `samples`."""
+    finished = [sample for sample in samples if sample.status]
+    ok = [sample for sample in finished if sample.status == "OK"]
+    duration = max((s.end for s in finished), default=0.0) - min((s.due for s in finished), default=0.0)
+    rate = 1 / duration if duration else 0.0
+    streamed = [sample for sample in ok if sample.first]
+    tokens_in, tokens_out = sum(s.input_tokens for s in ok), sum(s.output_tokens for s in ok)
+    return Summary(
+        ok=len(ok),
+        failed=dict(Counter(sample.status for sample in finished if sample.status != "OK")),
+        short=sum(sample.output_tokens < sample.asked for sample in ok),
+        duration_s=duration,
+        input_tokens=tokens_in,
+        output_tokens=tokens_out,
+        requests_per_s=len(ok) * rate,
+        input_tokens_per_s=tokens_in * rate,
+        output_tokens_per_s=tokens_out * rate,
+        ttft_ms=percentiles([sample.first - sample.due for sample in streamed]),
+        tpot_ms=percentiles([gap for sample in streamed if (gap := time_per_token(sample)) is not None]),
+        max_gap_ms=percentiles([sample.max_gap for sample in streamed if sample.last > sample.first]),
+        latency_ms=percentiles([sample.end - sample.due for sample in ok]),
+        send_delay_ms=percentiles([sample.sent - sample.due for sample in finished]),
+        client_cpu=cpu_seconds * rate,
+    )

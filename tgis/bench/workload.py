@@ -1,0 +1,124 @@
+"""What is sent: an endless sequence of prompts and output lengths, the same for the same seed.
+
+Knows nothing of when, or of how it is sent.
+"""
+
+import itertools
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgis.errors import OptionError
+
+OPENING = "the"
+_WORDS = """
+able about above across act after again against age ago air all almost alone along also always among and
+animal answer any appear area arm around art ask back bad base bear beat because become been before begin
+behind best better between big bird black blue boat body book both bottom box boy bring brother build burn
+busy but buy call came can car care carry case cat catch center chance change child choose circle city class
+clean clear close cold color come common complete contain cook cool corn corner cost could count country
+cover cross cry cut dance dark day dead deal dear decide deep did die differ dog done door double down draw
+dream dress drink drive drop dry during each early earth ease east eat edge egg eight either else end energy
+engine enough enter equal even evening event ever every exact eye face fact fall family far farm fast father
+fear feed feel feet fell few field fight figure fill final find fine finger finish fire first fish fit five
+flat floor flow flower fly follow food foot for force forest form forward found four free fresh friend from
+front fruit full game garden gave general gentle get girl give glass go gold gone good got govern grand grass
+great green grew ground group grow guess guide had hair half hand happen happy hard has hat have he head hear
+heart heat heavy held help her here high hill his hit hold hole home hope horse hot hour house how huge human
+"""
+WORDS = tuple(_WORDS.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: its prompt, and how many tokens to ask for."""
+
+    text: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Words that cost the same number of tokens each, after an opening word of `base` tokens."""
+
+    words: Sequence[str]
+    base: int
+    cost: int
+
+    def prompt(self, tokens: int, rng: random.Random) -> str:
+        """Random words of about `tokens` tokens, special tokens included; exact where `cost` is 1."""
+        count = max(0, round((tokens - self.base) / self.cost))
+        return " ".join([OPENING, *rng.choices(self.words, k=count)])
+
+
+UNCALIBRATED = Vocabulary(WORDS, base=1, cost=1)
+
+
+def probes() -> list[str]:
+    """The texts whose token counts `calibrated` needs."""
+    return [OPENING, *(f"{OPENING} {word}" for word in WORDS)]
+
+
+def calibrated(counts: Sequence[int]) -> Vocabulary:
+    """The largest set of words that cost the same, by the token counts of `probes`."""
+    base, *rest = counts
+    groups = defaultdict(list)
+    for word, count in zip(WORDS, rest, strict=True):
+        groups[count - base].append(word)
+    cost = max((cost for cost in groups if cost > 0), key=lambda cost: len(groups[cost]), default=0)
+    return Vocabulary(groups[cost], base, cost) if cost else UNCALIBRATED
+
+
+def lengths(median: int, sigma: float, limit: int | None, rng: random.Random) -> Iterator[int]:
+    """Log-normal lengths in tokens, from 1 to `limit`; always `median` when `sigma` is 0."""
+    while True:
+        length = round(median * math.exp(rng.gauss(0.0, sigma)))
+        yield max(1, length if limit is None else min(length, limit))
+
+
+def random_jobs(
+    vocabulary: Vocabulary,
+    inputs: Iterator[int],
+    outputs: Iterator[int],
+    room: int | None,
+    rng: random.Random,
+) -> Iterator[Job]:
+    """Random prompts that share nothing but their opening, cut where input and output would pass `room`."""
+    for wanted, output in zip(inputs, outputs, strict=True):
+        tokens = wanted if room is None else min(wanted, room - output)
+        yield Job(vocabulary.prompt(tokens, rng), output)
+
+
+def file_jobs(path: Path, outputs: Iterator[int]) -> Iterator[Job]:
+    """The prompts of a file, over and over: its lines, or the "text" of each line of a .jsonl file."""
+    return map(Job, itertools.cycle(_prompts(path)), outputs)
+
+
+def _prompts(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--prompts {path}: {error}") from error
+    read = _text_of if path.suffix == ".jsonl" else _line
+    prompts = [read(line, f"--prompts {path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise OptionError(f"--prompts {path}: no prompt in it")
+    return prompts
+
+
+def _line(line: str, _place: str) -> str:
+    return line
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise OptionError(f"{place}: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        raise OptionError(f'{place}: not an object with a "text" string')
+    return str(found["text"])

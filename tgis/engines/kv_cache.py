@@ -1,0 +1,190 @@
+"""The padded KV cache: keys and values of every row of a running batch, without a copy per step.
+
+Rows are right-aligned: all newest tokens stand in the same column, as in a left-padded batch, which is the one
+layout that every decoder-only model of transformers masks correctly. A buffer is wider than its rows; each step
+writes one column further right, and only when the buffer's edge is reached are the rows moved back.
+
+    column   0 ........ end-width ........... end ....... columns
+    slot 0   . . . . . . . k k k k k k k k k | (next) . . .
+    slot 1   . . . . . . . 0 0 0 k k k k k k | (next) . . .
+    slot 2   . . . . . . . 0 k k k k k k k k | (next) . . .
+
+What stands left of a row is finite but meaningless: the attention mask hides it. Owns no token and no request.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_GROWTH = 1.5  # of the needed width: half a width of room to move right before the rows are moved back
+_COLUMN_STEP = 64
+
+
+@dataclass(slots=True)
+class Window:
+    """The part of the buffers that the current forward pass writes and reads; shared by all layers."""
+
+    slots: int = 0  # allocated rows
+    columns: int = 0  # allocated columns
+    rows: slice = field(default_factory=lambda: slice(0, 0))
+    read_from: int = 0
+    write_from: int = 0
+    write_to: int = 0  # also the end of what is read
+
+
+class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer for all slots: [slots, heads, columns, head size]."""
+
+    is_sliding = False
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate with the head count, head size and dtype that the model turns out to have."""
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new states at the window and return all that the window shows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        w = self.window
+        self.keys[w.rows, :, w.write_from : w.write_to] = key_states
+        self.values[w.rows, :, w.write_from : w.write_to] = value_states
+        return self.keys[w.rows, :, w.read_from : w.write_to], self.values[w.rows, :, w.read_from : w.write_to]
+
+    def get_seq_length(self) -> int:
+        """Columns that the query tokens of the pass have before them."""
+        return self.window.write_from - self.window.read_from
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask, and the first one's position."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No bound of its own."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values."""
+        buffers = (self.keys, self.values) if self.is_initialized else ()
+        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
+
+    def move(self, rows: slice, source: slice, target: slice) -> None:
+        """Move `rows` into freshly allocated buffers of the window's size; everything else becomes zero."""
+        if self.is_initialized:
+            self.keys = self._moved(self.keys, rows, source, target)
+            self.values = self._moved(self.values, rows, source, target)
+
+    def copy_row(self, source: int, target: int, columns: slice) -> None:
+        """Let one slot take over another's columns."""
+        if self.is_initialized:
+            self.keys[target, :, columns] = self.keys[source, :, columns]
+            self.values[target, :, columns] = self.values[source, :, columns]
+
+    def clear(self, rows: slice, columns: slice) -> None:
+        """Zero a region, so that what an earlier row left there (NaN, say) can harm nobody."""
+        if self.is_initialized:
+            self.keys[rows, :, columns] = 0
+            self.values[rows, :, columns] = 0
+
+    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.window.slots, like.shape[1], self.window.columns, like.shape[3])
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def _moved(self, old: torch.Tensor, rows: slice, source: slice, target: slice) -> torch.Tensor:
+        new = self._buffer(old)
+        new[rows, :, target] = old[rows, :, source]
+        return new
+
+
+class PaddedCache:
+    """Which slot and which columns each row has. Rows are numbered 0..n-1 without gaps, in slot order."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._window = Window()
+        self._max_slots = max_slots
+        self._end = 0
+        self.lengths: list[int] = []  # computed tokens of each row
+        self.states = Cache(layer_class_to_replicate=partial(PaddedLayer, self._window))  # for the model
+
+    @property
+    def width(self) -> int:
+        """Columns of the longest row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values for one token of one row, over all layers; known after the first pass."""
+        return sum(layer.bytes_per_token for layer in self.states.layers)
+
+    def join(self, lengths: list[int]) -> None:
+        """Make room for new rows of these lengths (tokens about to be computed), behind the present ones."""
+        first = len(self.lengths)
+        self._reserve(first + len(lengths), max(self.width, *lengths))
+        self.lengths += lengths
+        for layer in self.states.layers:
+            layer.clear(slice(first, len(self.lengths)), slice(0, self._end))
+
+    def prefill(self, first: int, start: int, stop: int) -> int:
+        """Show the rows from `first` on, about to compute columns start..stop of their widest; its width."""
+        width = max(self.lengths[first:])
+        left = self._end - width
+        self._show(slice(first, len(self.lengths)), left, left + start, left + stop)
+        return width
+
+    def decode(self) -> None:
+        """Show every row, about to compute one more token each."""
+        self._reserve(len(self.lengths), self.width, room=1)
+        self.lengths = [length + 1 for length in self.lengths]
+        self._end += 1
+        self._show(slice(0, len(self.lengths)), self._end - self.width, self._end - 1, self._end)
+
+    def mask(self, first: int, stop: int) -> torch.Tensor:
+        """Which of the leftmost `stop` columns shown are tokens of their row: bool [rows, stop]."""
+        lengths = torch.tensor(self.lengths[first:])
+        return torch.arange(stop) >= (int(lengths.max()) - lengths)[:, None]
+
+    def leave(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        last = len(self.lengths) - 1
+        if row != last:
+            columns = slice(self._end - self.width, self._end)
+            for layer in self.states.layers:
+                layer.copy_row(last, row, columns)
+            self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        if not self.lengths:
+            self._end = 0
+
+    def _show(self, rows: slice, read_from: int, write_from: int, write_to: int) -> None:
+        w = self._window
+        w.rows, w.read_from, w.write_from, w.write_to = rows, read_from, write_from, write_to
+
+    def _reserve(self, slots: int, width: int, room: int = 0) -> None:
+        """Ensure `slots` rows, `width` columns left of the end and `room` right of it."""
+        w = self._window
+        if slots <= w.slots and width <= self._end and self._end + room <= w.columns:
+            return
+        if slots <= w.slots and not self.lengths and width <= w.columns:
+            self._end = width
+            return
+        source = slice(self._end - self.width, self._end)
+        if slots > w.slots:
+            w.slots = min(self._max_slots, max(slots, 2 * w.slots))
+        needed = int(_GROWTH * (width + room))
+        w.columns = -(-max(needed, _COLUMN_STEP) // _COLUMN_STEP) * _COLUMN_STEP
+        self._end = width
+        for layer in self.states.layers:
+            layer.move(slice(0, len(self.lengths)), source, slice(width - self.width, width))

@@ -1,0 +1,79 @@
+"""Loading a decoder-only model from a local directory: device, dtype, weights. No download, no remote code."""
+
+import inspect
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tgis.engines.packing import pack_linears
+from tgis.errors import StartError
+from tgis.messages import EngineOptions
+
+log = logging.getLogger(__name__)
+
+_CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """Which optional arguments the model's forward knows."""
+
+    position_ids: bool
+    logits_to_keep: bool
+
+
+def pick_device(options: EngineOptions) -> torch.device:
+    """CUDA where there is one, with the process's share of its memory; else the CPU with its threads."""
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(options.cuda_memory_fraction)
+        return torch.device("cuda", torch.cuda.current_device())
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return torch.device("cpu")
+
+
+def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, Accepts]:
+    """The model, ready for inference on the device."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    started = time.monotonic()
+    config = AutoConfig.from_pretrained(options.model_path, local_files_only=True, trust_remote_code=False)
+    dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
+    log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
+    model = _load(options.model_path, config, dtype).eval().to(device)
+    if device.type == "cpu":
+        log.info("packed %d linear layers", pack_linears(model))
+    log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
+    parameters = inspect.signature(model.forward).parameters
+    return model, Accepts("position_ids" in parameters, "logits_to_keep" in parameters)
+
+
+def _load(path: str, config: transformers.PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    layers = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or _CACHED_LAYERS)
+    if not layers <= _CACHED_LAYERS:
+        unknown = ", ".join(sorted(layers - _CACHED_LAYERS))
+        raise StartError(f"{path}: a {config.model_type} model has layers that keep no KV cache: {unknown}")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise StartError(f"{path}: cannot be loaded as a decoder-only model: {reason}") from error
+
+
+def _default_dtype(config: transformers.PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """Half precision wherever the hardware computes in it."""
+    if device.type == "cuda":
+        saved = config.get_text_config(decoder=True).dtype
+        return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32

@@ -1,0 +1,35 @@
+"""How much memory this process may still take: of a CUDA device, or of the machine and its container."""
+
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def granted_memory(device: torch.device) -> int:
+    """Bytes that can be allocated now."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fraction = torch.cuda.get_per_process_memory_fraction(device)
+        share: int = min(free + reusable, int(total * fraction) - torch.cuda.memory_allocated(device))
+        return share
+    return min(_machine_available(), _container_available())
+
+
+def _machine_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("every Linux since 3.14 says MemAvailable")
+
+
+def _container_available() -> int:
+    """What the container's limit leaves (cgroup v2); a machine without one grants everything."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except FileNotFoundError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else int(limit) - used

@@ -1,0 +1,251 @@
+"""Chooses the next token of every row of a batch, and says what was asked about it.
+
+There are four ways to choose, and each row pays for its own only. A draw is a function of the row's seed and
+of the number of tokens that it has generated: neighbours, order, batch size and restarts do not matter.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tgis.batcher.sequence import Sequence
+from tgis.engines.token_facts import (
+    Chosen,
+    Pass,
+    State,
+    Wishes,
+    describe,
+    facts,
+    fetch,
+    list_length,
+    plain_table,
+    rank_of,
+    table,
+    wanted,
+)
+from tgis.engines.warpers import Filters, Penalties, Remaining, Scores, Totals
+from tgis.messages import Details, Sampling, TokenFacts
+
+_NO_TOKEN = -1
+_OPEN_FILTER = 50  # best tokens that often hold all that top_p or typical_p alone leave
+_DRAW_BLOCK = 256  # tokens
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One step's tokens, one entry per row."""
+
+    tokens: list[int]  # -1 for a bad row
+    facts: list[TokenFacts | None]  # empty when no row asked for any
+    bad: list[int]  # rows whose scores cannot be used
+
+
+def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """A number in [0, 1) of 53 bits for each pair: output `steps` of splitmix64 started at the mixed seed."""
+    bits = _mixed(_mixed(seeds) + (steps + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _locate(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of `mass` [b, C] float64 passes `target` [b, 1], and what of it is left there.
+
+    Never a place without mass, whatever the rounding.
+    """
+    upto, places, some = mass.cumsum(-1), torch.arange(mass.shape[1], device=mass.device), mass > 0
+    passed = torch.where(some & (upto > target), places, mass.shape[1]).amin(-1, keepdim=True)
+    at = passed.minimum(torch.where(some, places, 0).amax(-1, keepdim=True))
+    return at, target - (upto.gather(1, at) - mass.gather(1, at))
+
+
+def draw(mass: Tensor, uniform: Tensor) -> Tensor:
+    """The place [b, 1] in the rows of `mass` [b, C] that `uniform` [b, 1] in [0, 1) falls on."""
+    size = min(_DRAW_BLOCK, mass.shape[1])
+    blocks = pad(mass, (0, -mass.shape[1] % size)).unflatten(1, (-1, size))
+    sums = blocks.sum(-1).double()
+    block, rest = _locate(sums, uniform * sums.sum(-1, keepdim=True))
+    inside = blocks[torch.arange(len(blocks), device=mass.device), block[:, 0]]
+    return block * size + _locate(inside.double(), rest)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step brings, for the whole batch."""
+
+    logits: Tensor  # [B, V]
+    context: Tensor  # [B, W]
+    generated: Tensor  # [B, 1] float64
+    uniform: Tensor  # [B, 1] float64
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that are chosen from in the same way, and what they ask for."""
+
+    places: list[int]  # in the batch
+    index: Tensor | slice  # the same
+    penalties: Penalties
+    filters: Filters
+    wishes: Wishes
+    open: bool  # whether a row has no top_k
+    length: int  # of the list of best tokens
+
+    @classmethod
+    def of(cls, rows: list[Sequence], places: list[int], vocabulary: int, eos: Tensor) -> "_Group":
+        """The group of the `rows` at `places`."""
+        samplings = [rows[place].request.sampling for place in places]
+        details = [_details(rows[place]) for place in places]
+        needed = max(max(s.top_k or _OPEN_FILTER, d.top_n) for s, d in zip(samplings, details, strict=True))
+        return cls(
+            places,
+            slice(None) if len(places) == len(rows) else torch.tensor(places, device=eos.device),
+            Penalties(samplings, places, eos),
+            Filters.of(samplings, vocabulary, eos.device),
+            Wishes.of(details, vocabulary, eos.device),
+            any(not 0 < sampling.top_k < vocabulary for sampling in samplings),
+            list_length(needed, vocabulary),
+        )
+
+    def scores(self, step: _Step) -> Scores:
+        """The rows' scores after the penalties; those of `step` may be changed in place."""
+        values = step.logits[self.index].float()
+        self.penalties.apply(values, step.context, step.generated[self.index])
+        return Scores(values, values.amax(-1, keepdim=True), self.filters.temperature)
+
+
+def _plain(group: _Group, step: _Step) -> Pass:
+    """The best token, of equal ones that of the lowest id, in the logits' own type."""
+    best, tokens = step.logits[group.index].max(-1, keepdim=True)
+    nothing = torch.zeros_like(tokens)
+    return Pass(plain_table(best, Chosen(tokens, nothing, nothing)))
+
+
+def _greedy(group: _Group, step: _Step) -> Pass:
+    """The best token after the penalties, and its facts."""
+    scores = group.scores(step)
+    tokens = scores.values.max(-1, keepdim=True).indices
+    totals = Totals.of(scores) if group.wishes.logprobs else Totals.unasked(scores)
+    return describe(scores, totals, tokens, torch.ones_like(tokens), group.wishes)
+
+
+def _free(group: _Group, step: _Step) -> Pass:
+    """A draw from the whole vocabulary."""
+    scores = group.scores(step)
+    mass = scores.logits().exp_()
+    tokens = draw(mass, step.uniform[group.index])
+    log_mass = mass.sum(-1, keepdim=True).double().log()
+    rank = rank_of(scores, tokens) if group.wishes.ranks else torch.zeros_like(tokens)
+    return describe(scores, Totals(log_mass, log_mass), tokens, rank, group.wishes)
+
+
+def _filtered(group: _Group, step: _Step) -> Pass:
+    """A draw from what the filters leave."""
+    scores, uniform = group.scores(step), step.uniform[group.index]
+    totals = Totals.of(scores) if group.open else Totals.unasked(scores)
+    vocabulary = scores.values.shape[1]
+
+    def again(rows: Tensor) -> Tensor:
+        some = scores.take(rows)
+        remaining = Remaining.of(some, Totals.unasked(some), vocabulary)
+        return _drawn(some, remaining, group.filters.take(rows), uniform[rows], group.wishes.take(rows))
+
+    remaining = Remaining.of(scores, totals, group.length)
+    first = _drawn(scores, remaining, group.filters, uniform, group.wishes)
+    return Pass(first, again, vocabulary)
+
+
+def _drawn(scores: Scores, remaining: Remaining, filters: Filters, uniform: Tensor, wishes: Wishes) -> Tensor:
+    """The table of a draw; in the order of ids, which near-equal scores cannot shuffle."""
+    remaining.filter(filters)
+    order = remaining.places_by_id()
+    at = order.gather(1, draw(remaining.mass.gather(1, order), uniform))
+    logit = remaining.logits.gather(1, at)
+    rank = 1 + (remaining.left & (remaining.logits > logit)).sum(-1, keepdim=True)
+    chosen = Chosen(remaining.ids.gather(1, at), logit - remaining.log_mass, rank)
+    return table(scores.best, chosen, remaining, wishes)
+
+
+_Way = Callable[[_Group, _Step], Pass]
+
+
+def _way(sampling: Sampling, details: Details, vocabulary: int) -> _Way:
+    """How the token of a row is chosen."""
+    if not sampling.greedy:
+        filtered = 0 < sampling.top_k < vocabulary or sampling.top_p < 1 or sampling.typical_p < 1
+        return _filtered if filtered else _free
+    penalised = sampling.repetition_penalty != 1 or sampling.length_penalty or sampling.min_new_tokens
+    return _greedy if penalised or wanted(details) else _plain
+
+
+def _details(row: Sequence) -> Details:
+    """What is asked about the tokens that the row generates."""
+    details = row.request.details
+    return details if details.generated else Details()
+
+
+class Sampler:
+    """Chooses the next tokens of a batch whose rows seldom change.
+
+    `vocab_size` is the width of the logits; `eos_ids` may be several, and all are masked or boosted.
+    """
+
+    def __init__(self, vocab_size: int, eos_ids: Iterable[int], device: torch.device) -> None:
+        self._vocabulary = vocab_size
+        self._device = device
+        known = sorted({token for token in eos_ids if 0 <= token < vocab_size})
+        self._eos = torch.tensor(known, dtype=torch.int64, device=device)
+        self.set_rows([])
+
+    def set_rows(self, rows: list[Sequence]) -> None:
+        """Choose for these rows from now on; `choose` reads how many tokens each has generated."""
+        self._rows = list(rows)
+        self._seeds = np.array([row.request.sampling.seed for row in rows], dtype=np.uint64)
+        places: dict[_Way, list[int]] = {}
+        for place, row in enumerate(rows):
+            way = _way(row.request.sampling, _details(row), self._vocabulary)
+            places.setdefault(way, []).append(place)
+        self._groups = {way: _Group.of(self._rows, some, self._vocabulary, self._eos) for way, some in places.items()}
+
+    def choose(self, logits: Tensor, context: Tensor) -> Choice:
+        """One token per row from `logits` [B, V] of any float type, which may be overwritten.
+
+        `context` [B, W] int64 holds the ids that a repetition penalty applies to, repeated at will.
+        """
+        assert logits.shape == (len(self._rows), self._vocabulary)
+        with torch.inference_mode():
+            step = self._step(logits, context)
+            tables = fetch([way(group, step) for way, group in self._groups.items()])
+        rows: dict[int, list[float]] = {}
+        for group, found in zip(self._groups.values(), tables, strict=True):
+            rows.update(zip(group.places, found, strict=True))
+        return self._choice([rows[place] for place in range(len(self._rows))])
+
+    def _step(self, logits: Tensor, context: Tensor) -> _Step:
+        generated = np.array([row.generated for row in self._rows], dtype=np.uint64)
+        numbers = np.stack([generated.astype(np.float64), uniforms(self._seeds, generated)])
+        columns = torch.from_numpy(numbers).to(self._device)[:, :, None]
+        return _Step(logits, context, columns[0], columns[1])
+
+    def _choice(self, found: list[list[float]]) -> Choice:
+        bad = [place for place, row in enumerate(found) if row[1] == State.BAD]
+        tokens = [_NO_TOKEN if row[1] == State.BAD else int(row[0]) for row in found]
+        wishes = [_details(row) for row in self._rows]
+        if not any(map(wanted, wishes)):
+            return Choice(tokens, [], bad)
+        told = [
+            facts(row, details, self._vocabulary) if wanted(details) and row[1] != State.BAD else None
+            for row, details in zip(found, wishes, strict=True)
+        ]
+        return Choice(tokens, told, bad)

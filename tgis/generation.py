@@ -1,0 +1,146 @@
+"""The life of one call, top to bottom: admission, validation, tokens, submission, text, reply.
+
+Knows neither proto nor socket: faces hand over a `Call` and get `Reply` values. A unary call and a stream run the
+same rows; a unary call joins what a stream passes on.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tgis.accounts import Account
+from tgis.engine_client import EngineClient
+from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from tgis.messages import Request
+from tgis.metrics import Kind, Metrics
+from tgis.replies import Reply, Row, RowFactory
+from tgis.tokenization import TokenizeCall, Tokenized, tokenize
+from tgis.tokenizer import Tokenizer
+from tgis.validation import Limits, Parameters, Settings, make_request, refuse_adapter, validate
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is served."""
+
+    limits: Limits
+    encoder_decoder: bool
+    max_inputs: int  # in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a face has read from one RPC; `fields` are the paths of its inputs, for error messages."""
+
+    kind: Kind
+    texts: list[str]
+    fields: list[str]  # longer than `texts` where an input is missing
+    parameters: Parameters
+    adapter: tuple[str, str] | None = None  # field and id of a soft prompt or adapter
+
+
+class Generator:
+    """Runs calls. One per process, made once the engine is ready."""
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        rows: RowFactory,
+        metrics: Metrics,
+    ) -> None:
+        self.model = model
+        self._client = client
+        self._tokenizer = tokenizer
+        self._rows = rows
+        self._metrics = metrics
+        self._inputs = 0
+        self._accepting = True
+
+    def stop_accepting(self) -> None:
+        """Refuse new calls from now on."""
+        self._accepting = False
+
+    async def generate(self, call: Call) -> list[Reply]:
+        """Run a unary call: one reply per input, in their order; the first input that fails fails the call."""
+        account = Account(call.kind, len(call.fields), self._metrics)
+        if not call.texts:
+            return []
+        with account, self._admitted(call):
+            requests, settings = await self._prepare(call, account)
+            with self._client.submitted(requests, eager=bool(settings.stop_sequences)) as inboxes:
+                rows = account.open([self._rows.make(inbox, settings) for inbox in inboxes])
+                await _all_or_first_error([self._finish(row, account) for row in rows])
+                return [row.whole(text) for row, text in zip(rows, call.texts, strict=True)]
+
+    async def stream(self, call: Call) -> AsyncGenerator[Reply, None]:
+        """Run a stream: what is known at once, the input tokens if wanted, then what each step adds."""
+        account = Account(call.kind, len(call.fields), self._metrics)
+        with account, self._admitted(call):
+            requests, settings = await self._prepare(call, account)
+            with self._client.submitted(requests, eager=True) as inboxes:
+                (row,) = account.open([self._rows.make(inbox, settings) for inbox in inboxes])
+                yield row.opening(call.texts[0])
+                while not row.end:
+                    for reply in row.advance(await row.inbox.take()):
+                        yield reply
+
+    async def tokenize(self, call: TokenizeCall) -> list[Tokenized]:
+        """Run a Tokenize call; it needs no permit."""
+        return await tokenize(call, self._tokenizer, self._metrics)
+
+    async def _finish(self, row: Row, account: Account) -> None:
+        while not row.end:
+            row.absorb(await row.inbox.take())
+        self._client.close(row.inbox)
+        account.close(row)
+
+    @contextmanager
+    def _admitted(self, call: Call) -> Iterator[None]:
+        """Hold as many permits as the call has inputs; never wait for one."""
+        inputs, most = len(call.fields), self.model.max_inputs
+        if not self._accepting:
+            raise Unavailable("the server is shutting down")
+        if self._inputs + inputs > most:
+            raise Overloaded(f"Model is overloaded: {self._inputs} inputs in flight, at most {most} allowed")
+        self._inputs += inputs
+        try:
+            yield
+        finally:
+            self._inputs -= inputs
+
+    async def _prepare(self, call: Call, account: Account) -> tuple[list[Request], Settings]:
+        """Check everything, tokenize, and make the engine's requests."""
+        if len(call.texts) < len(call.fields):
+            raise InvalidRequest("request", "missing request")
+        settings = validate(call.parameters, self.model.limits)
+        refuse_adapter(call.adapter)
+        encoded = await self._tokenizer.encode(call.texts)
+        account.tokenized([len(one.ids) for one in encoded])
+        requests = [
+            make_request(
+                self._client.next_id(),
+                self._tokenizer.truncate(one.ids, settings.truncate_input_tokens),
+                prefix_length=0,
+                settings=settings,
+                limits=self.model.limits,
+                field_name=field,
+            )
+            for field, one in zip(call.fields, encoded, strict=True)
+        ]
+        account.validated(requests, settings)
+        return requests, settings
+
+
+async def _all_or_first_error(work: list[Coroutine[None, None, None]]) -> None:
+    if len(work) == 1:
+        await work[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except* RequestError as errors:
+        raise errors.exceptions[0] from None

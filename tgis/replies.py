@@ -1,0 +1,168 @@
+"""One input's way from the engine's tokens to replies: text, stop sequences, counts and token details.
+
+A stream passes on every reply; a unary call joins the same ones, so that both say the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tgis.detokenizer import Detokenizer, TokenDecoder
+from tgis.engine_client import Inbox, TokenEvent
+from tgis.messages import StopReason, TokenFacts
+from tgis.stopping import TextAssembler
+from tgis.tokenizer import Tokenizer
+from tgis.validation import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """A token in a reply: its vocabulary string and what was asked about it."""
+
+    text: str
+    logprob: float
+    rank: int
+    top: list[tuple[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One response message: all of an input, or what a stream has to say next."""
+
+    text: str = ""
+    input_token_count: int = 0
+    generated_token_count: int = 0
+    stop_reason: StopReason = StopReason.NOT_FINISHED
+    stop_sequence: str = ""
+    seed: int = 0
+    tokens: Sequence[TokenInfo] = ()
+    input_tokens: Sequence[TokenInfo] = ()
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether a stream may leave it out."""
+        return not (self.tokens or self.text or self.stop_reason)
+
+
+@dataclass(slots=True)
+class Row:
+    """The output of one input while it grows."""
+
+    inbox: Inbox
+    settings: Settings
+    tokenizer: Tokenizer
+    detokenizer: Detokenizer
+    assembler: TextAssembler
+    separator: str  # between echoed input and output
+    count: int = 0
+    end: StopReason = StopReason.NOT_FINISHED
+    expired: bool = False  # ended in the queue, without a token
+    _texts: list[str] = field(default_factory=list)
+    _tokens: list[TokenInfo] = field(default_factory=list)
+    _inputs_sent: bool = False
+
+    def opening(self, text: str) -> Reply:
+        """The first message of a stream."""
+        request = self.inbox.request
+        echoed = text if self.settings.input_text else ""
+        return Reply(text=echoed, input_token_count=len(request.tokens), seed=request.sampling.seed)
+
+    def advance(self, events: list[TokenEvent]) -> list[Reply]:
+        """The messages of a stream that these tokens give: one per token if tokens are wanted, else one for all."""
+        replies = self._input_reply()
+        groups = [[event] for event in events] if self.settings.details.generated else [events]
+        for group in groups:
+            if not self.end:
+                reply = self._reply(group)
+                replies += [] if reply.says_nothing else [reply]
+        return replies
+
+    def absorb(self, events: list[TokenEvent]) -> None:
+        """Keep what these tokens give, for `whole`."""
+        if not self.end:
+            reply = self._reply(events)
+            self._texts.append(reply.text)
+            self._tokens += reply.tokens
+
+    def whole(self, text: str) -> Reply:
+        """The response of a unary call."""
+        request = self.inbox.request
+        if self.expired:
+            return Reply(input_token_count=len(request.tokens), stop_reason=self.end)
+        echoed = text + self.separator if self.settings.input_text else ""
+        return Reply(
+            text=echoed + "".join(self._texts),
+            input_token_count=len(request.tokens),
+            generated_token_count=self.count,
+            stop_reason=self.end,
+            stop_sequence=self.assembler.matched or "",
+            seed=request.sampling.seed,
+            tokens=self._tokens,
+            input_tokens=self._input_infos(),
+        )
+
+    def _reply(self, events: list[TokenEvent]) -> Reply:
+        texts, tokens = [], []
+        for event in events:
+            if self.end:
+                break  # in flight when a stop sequence ended the output
+            texts.append(self._text_of(event))
+            if self.settings.details.generated and event.token >= 0:
+                tokens.append(self._info(event.token, event.facts))
+        return Reply(
+            text="".join(texts),
+            generated_token_count=self.count,
+            stop_reason=self.end,
+            stop_sequence=self.assembler.matched or "",
+            seed=self.inbox.request.sampling.seed if self.end and not self.expired else 0,
+            tokens=tokens,
+        )
+
+    def _text_of(self, event: TokenEvent) -> str:
+        """Append one token to the output; the text that becomes final by it."""
+        if event.token < 0:
+            self.end, self.expired = event.end, True
+            return ""
+        self.count += 1
+        minimum_reached = self.count >= self.inbox.request.sampling.min_new_tokens
+        text = self.assembler.add(self.detokenizer.add(event.token), may_stop=not event.end and minimum_reached)
+        self.end = StopReason.STOP_SEQUENCE if self.assembler.matched is not None else event.end
+        return text + self.assembler.finish() if self.end else text
+
+    def _input_reply(self) -> list[Reply]:
+        if self._inputs_sent or not self.settings.details.inputs or self.expired:
+            return []
+        infos = self._input_infos()
+        if not infos:
+            return []
+        self._inputs_sent = True
+        return [Reply(input_tokens=infos, input_token_count=len(infos))]
+
+    def _input_infos(self) -> list[TokenInfo]:
+        facts = self.inbox.input_facts
+        return [self._info(token, fact) for token, fact in zip(self.inbox.request.tokens, facts, strict=bool(facts))]
+
+    def _info(self, token: int, facts: TokenFacts | None) -> TokenInfo:
+        name = self.tokenizer.token_text
+        if facts is None:
+            return TokenInfo(name(token), 0.0, 0, [])
+        top = [(name(candidate), logprob) for candidate, logprob in facts.top]
+        return TokenInfo(name(token), facts.logprob, facts.rank, top)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFactory:
+    """What all rows of a model share."""
+
+    tokenizer: Tokenizer
+    decoder: TokenDecoder
+    encoder_decoder: bool
+
+    def make(self, inbox: Inbox, settings: Settings) -> Row:
+        """The row of one submitted input."""
+        assembler = TextAssembler(
+            settings.stop_sequences,
+            include_stop_sequence=settings.include_stop_sequence,
+            hold_cluster=self.decoder.splits_characters,
+        )
+        separator = "\n\n" if self.encoder_decoder else ""
+        return Row(inbox, settings, self.tokenizer, Detokenizer(self.decoder), assembler, separator)

@@ -1,0 +1,227 @@
+"""The front-end process from start to end: both ports, the engine process, health, drain, exit code.
+
+Owns no rule of the service. It starts the ports first (not healthy, every call UNAVAILABLE), then the engine; it
+ends on a signal (exit 0), on the engine's death or on a step that never ends (exit 1, the cause in the termination
+log).
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+from tgis import logs
+from tgis.config import Config
+from tgis.detokenizer import TokenDecoder
+from tgis.engine_client import EngineClient
+from tgis.errors import StartError
+from tgis.generation import Generator, ModelFacts
+from tgis.listener import Listener, ListenerOptions
+from tgis.messages import EngineInfo, EngineOptions
+from tgis.metrics import Metrics
+from tgis.models.files import (
+    ModelFiles,
+    ensure_tokenizer,
+    eos_ids,
+    find_model,
+    find_weights,
+    is_encoder_decoder,
+    max_sequence_length,
+)
+from tgis.probes import Probes
+from tgis.replies import RowFactory
+from tgis.service import GenerationService
+from tgis.tokenizer import Tokenizer
+from tgis.validation import Limits
+
+log = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.25
+
+
+def run(config: Config) -> int:
+    """Serve until told to stop; the exit code."""
+    for warning in config.warnings:
+        log.warning("%s", warning)
+    try:
+        model = find_model(config.model_name, config.revision, str(config.hub_cache))
+        if config.deployment_framework != "fake":
+            find_weights(model.path)
+        tokenizer = ensure_tokenizer(model, config.cache_dir)
+        return asyncio.run(Server(config, model, tokenizer).serve())
+    except StartError as error:
+        logs.leave_reason(config.termination_log, str(error))
+        raise
+
+
+class Server:
+    """One run of the service."""
+
+    def __init__(self, config: Config, model: ModelFiles, tokenizer: Path) -> None:
+        self._config = config
+        self._model = model
+        self._eos_ids = eos_ids(model, tokenizer)
+        self._tokenizer = Tokenizer.load(tokenizer, config.tokenization_workers)
+        self._decoder = TokenDecoder(
+            self._tokenizer,
+            encoder_decoder=is_encoder_decoder(model.config),
+            output_special_tokens=config.output_special_tokens,
+            eos_ids=frozenset(self._eos_ids),
+        )
+        self._limits = _limits(config, model)
+        self._service = GenerationService()
+        self._unhealthy: str | None = "the model is still loading"
+        self._metrics: Metrics | None = None  # the engine tells what a full batch is
+
+    async def serve(self) -> int:
+        """The whole life; StartError for what cannot start."""
+        stop = _stop_signal()
+        listener = Listener([self._service.handler()], _listener_options(self._config))
+        probes = Probes(self._config.bind_address, self._config.port, lambda: self._unhealthy, self._scrape)
+        client = EngineClient()
+        try:
+            ports = listener.bind(), await probes.start()
+            await listener.start()
+            await client.start(self._engine_options())
+            if info := await self._loaded(client, stop):
+                self._open(listener, client, info, ports)
+                await self._watch(client, stop)
+            await self._close(listener)
+            return self._verdict(client, stop)
+        finally:
+            await listener.stop(0)
+            await client.stop()
+            await probes.stop()
+            self._tokenizer.close()
+
+    async def _loaded(self, client: EngineClient, stop: asyncio.Future[None]) -> EngineInfo | None:
+        """What the engine is, once it is ready; None if it dies or a signal comes first."""
+        await _first([client.ready, client.died, stop])
+        return client.ready.result() if client.ready.done() and not client.died.done() else None
+
+    def _open(
+        self,
+        listener: Listener,
+        client: EngineClient,
+        info: EngineInfo,
+        ports: tuple[int, int],
+    ) -> None:
+        """Let calls in."""
+        config = self._config
+        rows = RowFactory(self._tokenizer, self._decoder, info.encoder_decoder)
+        facts = ModelFacts(self._limits, info.encoder_decoder, config.max_concurrent_requests)
+        self._metrics = self._metrics_of(info)
+        client.observer = self._metrics
+        self._service.generator = Generator(facts, client, self._tokenizer, rows, self._metrics)
+        self._unhealthy = None
+        listener.set_serving(True)
+        gc.freeze()  # what is loaded stays
+        log.info("serving %s: %s on %s as %s", config.model_name, info.model_class, info.device, info.dtype)
+        for line in _how_to_call(config, *ports):
+            log.info("%s", line)
+
+    async def _watch(self, client: EngineClient, stop: asyncio.Future[None]) -> None:
+        """Return when a signal comes, the engine dies, or it has work and no step for too long."""
+        limit = self._config.step_timeout_seconds
+        while not stop.done() and not client.died.done():
+            if client.stalled_for() > limit:
+                self._unhealthy = f"no step for {limit:g} s with requests waiting"
+                client.give_up(self._unhealthy)
+            await _first([client.died, stop], timeout=_WATCH_SECONDS)
+
+    async def _close(self, listener: Listener) -> None:
+        """Take no more calls, let those in flight finish within the grace."""
+        self._unhealthy = "the server is shutting down"
+        if self._service.generator is not None:
+            self._service.generator.stop_accepting()
+        await listener.stop(self._config.shutdown_grace_seconds)
+
+    def _scrape(self) -> bytes:
+        return self._metrics.scrape() if self._metrics else b""
+
+    def _metrics_of(self, info: EngineInfo) -> Metrics:
+        metrics = Metrics(
+            max_sequence_length=self._limits.sequence_length,
+            max_new_tokens=self._limits.new_tokens,
+            max_batch_size=info.max_batch_size,
+            weight_limit=info.weight_limit,
+        )
+        metrics.engine_up(True)
+        return metrics
+
+    def _verdict(self, client: EngineClient, stop: asyncio.Future[None]) -> int:
+        if stop.done() and not client.died.done():
+            return 0
+        raise StartError(client.died.result())
+
+    def _engine_options(self) -> EngineOptions:
+        config = self._config
+        return EngineOptions(
+            engine=config.deployment_framework,
+            model_path=str(self._model.path),
+            dtype=config.dtype,
+            eos_ids=self._eos_ids,
+            max_sequence_length=self._limits.sequence_length,
+            max_batch_size=config.max_batch_size,
+            max_prefill_padding=config.max_prefill_padding,
+            batch_safety_margin=config.batch_safety_margin,
+            cuda_memory_fraction=config.cuda_process_memory_fraction,
+            threads=config.num_threads,
+            log_level=config.log_level,
+            json_output=config.json_output,
+        )
+
+
+async def _first(events: list[asyncio.Future[Any]], timeout: float | None = None) -> None:
+    await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _stop_signal() -> asyncio.Future[None]:
+    """Done at the first signal to stop; a second one has no further effect."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(name, _finish, stop)
+    return stop
+
+
+def _finish(stop: asyncio.Future[None]) -> None:
+    if not stop.done():
+        stop.set_result(None)
+
+
+def _limits(config: Config, model: ModelFiles) -> Limits:
+    """What requests may ask for, from the options and the model."""
+    natural = max_sequence_length(model.config)
+    length = config.max_sequence_length or natural
+    if length > natural:
+        log.warning("MAX_SEQUENCE_LENGTH %d is more than the model's %d", length, natural)
+    new_tokens = config.max_new_tokens
+    if new_tokens >= length:
+        new_tokens = length - 1
+        log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
+    return Limits(length, new_tokens, config.default_include_stop_seqs)
+
+
+def _listener_options(config: Config) -> ListenerOptions:
+    return ListenerOptions(
+        host=config.bind_address,
+        port=config.grpc_port,
+        max_message_bytes=config.grpc_max_message_bytes,
+        max_concurrent_streams=config.grpc_max_concurrent_streams,
+        keepalive_seconds=config.grpc_keepalive_seconds,
+        tls=config.tls,
+    )
+
+
+def _how_to_call(config: Config, grpc_port: int, http_port: int) -> list[str]:
+    tls = "" if config.tls else "-plaintext "
+    body = '{"requests": [{"text": "Once upon a time"}]}'
+    return [
+        f"gRPC on port {grpc_port}, health and metrics on port {http_port}; try:",
+        f'    tgis generate --target localhost:{grpc_port} "Once upon a time"',
+        f"    grpcurl {tls}-d '{body}' localhost:{grpc_port} fmaas.GenerationService/Generate",
+        f"    curl localhost:{http_port}/health",
+    ]
