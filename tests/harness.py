@@ -1,7 +1,6 @@
-"""A real server process for tests, its generated stubs, and a model directory for the fake engine."""
+"""A real server process for tests, and its generated stubs."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
-FAKE_EOS = 256
 _PORTS = re.compile(r"gRPC on port (\d+), health and metrics on port (\d+)")
 
 
@@ -97,27 +93,6 @@ def _wait_for_ports(process: subprocess.Popen[bytes], log: Path, timeout: float)
             break
         time.sleep(0.02)
     raise AssertionError(f"no server (exit code {process.poll()}):\n{log.read_text()}")
-
-
-def fake_model(directory: Path, **steps: object) -> Path:
-    """A model directory for the engine `fake`: one token per byte, and `steps` for its StepModel."""
-    directory.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {char: index for index, char in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "model_type": "fake",
-        "vocab_size": len(alphabet) + 1,
-        "eos_token_id": FAKE_EOS,
-        "max_position_embeddings": 2048,
-        "fake": steps,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def call(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGenerationRequest:

@@ -20,7 +20,6 @@ import oracle_prompts
 PROMPTS = {"smollm2": oracle_prompts.SMOLLM2, "glassllm": oracle_prompts.GLASSLLM}
 MAX_NEW_TOKENS = {"smollm2": 64, "glassllm": 32}
 CANDIDATES = 10
-_CLASSES_WITH_FIRST_WORD = ("Sequence", "Metaspace", "WordPiece")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,8 @@ def answers(name: str, model: Path, cache: Path, recompute: bool = False) -> dic
     """The answers of the model `name` in directory `model` to its prompts, by their names."""
     file = cache / "oracle" / f"{name}-{_key(model)[:16]}.json"
     if recompute or not file.exists():
-        subprocess.run([sys.executable, __file__, name, model, file], check=True)
+        command = [sys.executable, __file__, name, model, file]
+        subprocess.run(command, check=True, env=os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
     return msgspec.json.decode(file.read_bytes(), type=dict[str, Answer])
 
 
@@ -76,6 +76,7 @@ class Oracle:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        torch.set_num_threads(1)  # beside other work, threads that wait for each other are slower than one
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.model.eval()
@@ -119,18 +120,19 @@ class Oracle:
 
     def _places(self, logits: Any, ids: list[int]) -> list[Place]:
         """logits: [N, V] for the places of N ids."""
-        best = logits.double().log_softmax(-1).topk(CANDIDATES)
-        rows = zip(ids, logits, best.values.tolist(), best.indices.tolist(), strict=True)
-        return [self._place(*row) for row in rows]
-
-    def _place(self, token: int, logits: Any, logprobs: list[float], candidates: list[int]) -> Place:
-        return Place(
-            token=self._names([token])[0],
-            logprob=logits.double().log_softmax(-1)[token].item(),
-            rank=1 + int((logits > logits[token]).sum()),
-            top=list(zip(self._names(candidates), logprobs, strict=True)),
-            gap=logprobs[0] - logprobs[1],
-        )
+        logprobs = logits.double().log_softmax(-1)
+        best = logprobs.topk(CANDIDATES)
+        rows = zip(ids, logits, logprobs, best.values.tolist(), best.indices.tolist(), strict=True)
+        return [
+            Place(
+                token=self._names([token])[0],
+                logprob=row_logprobs[token].item(),
+                rank=1 + int((row_logits > row_logits[token]).sum()),
+                top=list(zip(self._names(candidates), top_logprobs, strict=True)),
+                gap=top_logprobs[0] - top_logprobs[1],
+            )
+            for token, row_logits, row_logprobs, top_logprobs, candidates in rows
+        ]
 
     def _text(self, ids: list[int]) -> str:
         """What follows, so that a space before the first word stays; a cut character at the end is left out."""

@@ -37,10 +37,17 @@ SMOLLM2 = {
     "chat_short": _chat("What is 2+2? Answer with only the number."),
     "chat_yes": _chat("Reply with exactly one word: hello"),
     "chat_poem": _chat("Write a haiku about the sea 🌊, then translate it to Spanish."),
-    "long": "".join(f"{n}. The {c} cat sat on mat number {n * n}, in {p}.\n"
-                    for n, (c, p) in enumerate(
-                        ((c, p) for p in ("Paris", "Lisbon", "Oslo", "Quito")
-                         for c in ("red", "green", "blue", "white", "black", "brown", "pink")), 1)),
+    "long": "".join(
+        f"{n}. The {c} cat sat on mat number {n * n}, in {p}.\n"
+        for n, (c, p) in enumerate(
+            (
+                (c, p)
+                for p in ("Paris", "Lisbon", "Oslo", "Quito")
+                for c in ("red", "green", "blue", "white", "black", "brown", "pink")
+            ),
+            1,
+        )
+    ),
 }
 
 GLASSLLM = {

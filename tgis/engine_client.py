@@ -261,6 +261,8 @@ class EngineClient:
                     self._forget(inbox)
         if self.observer and step.stats:
             self.observer.step(step.stats, time.monotonic() - started)
+            if not self._open:  # the step was on its way when the last row was cancelled
+                self.observer.idle()
 
     def _note_joined(self, ids: list[int], stats: StepStats) -> None:
         joined = time.monotonic() - stats.duration

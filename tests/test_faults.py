@@ -1,0 +1,245 @@
+"""What goes wrong around the service: dead and stuck engines, signals, and starts that cannot work."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness import Server, call, environment, serving, stream_of
+
+from tgis.models.fake import make_fake_model
+
+SLOW = {"step_seconds": 0.05}
+
+
+def start(tmp_path: Path, steps: dict[str, Any] | None = None, **options: object) -> Any:
+    model = make_fake_model(tmp_path / "model", **(steps or {}))
+    log = tmp_path / "termination"
+    log.touch()
+    settings = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache", "TERMINATION_LOG": log}
+    return serving(tmp_path, model, **(settings | options))
+
+
+def open_calls(server: Server, count: int, channels: list[grpc.Channel]) -> list["Call"]:
+    """Half streams, half unary, all with their first token."""
+    calls = [Call(server, streamed=n % 2 == 0, channels=channels) for n in range(count)]
+    time.sleep(0.5)
+    assert all(call.status is None for call in calls)
+    return calls
+
+
+class Call:
+    """A call in a thread of its own: its status, and when it ended."""
+
+    def __init__(self, server: Server, *, streamed: bool, channels: list[grpc.Channel]) -> None:
+        self.status: grpc.StatusCode | None = None
+        self.details = ""
+        self.ended = 0.0
+        channel = grpc.insecure_channel(server.target)
+        channels.append(channel)
+        self._thread = threading.Thread(target=self._run, args=(channel, streamed), daemon=True)
+        self._thread.start()
+
+    def _run(self, channel: grpc.Channel, streamed: bool) -> None:
+        from tgis.pb import generation_pb2_grpc as pb_grpc
+
+        stub = pb_grpc.GenerationServiceStub(channel)
+        request = call("never ending story ", 1000)
+        try:
+            if streamed:
+                for _ in stub.GenerateStream(stream_of(request)):
+                    pass
+            else:
+                stub.Generate(request)
+            self.status = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            self.status, self.details = error.code(), error.details()
+        self.ended = time.monotonic()
+
+    def wait(self, seconds: float = 20) -> None:
+        self._thread.join(seconds)
+        assert self.status is not None
+
+
+def health(server: Server, service: str = "") -> Any:
+    with grpc.insecure_channel(server.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+
+
+def test_killing_the_engine_fails_all_calls_at_once(tmp_path: Path) -> None:
+    channels: list[grpc.Channel] = []
+    with start(tmp_path, SLOW) as server:
+        assert health(server, "fmaas.GenerationService") == health_pb2.HealthCheckResponse.SERVING
+        calls = open_calls(server, 20, channels)
+        killed = time.monotonic()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        for each in calls:
+            each.wait()
+        assert {each.status for each in calls} == {grpc.StatusCode.UNAVAILABLE}
+        assert max(each.ended for each in calls) - killed < 1.0
+        assert server.process.wait(20) == 1
+    assert "signal 9" in (tmp_path / "termination").read_text()
+
+
+def test_the_engine_leaves_when_its_front_end_is_killed(tmp_path: Path) -> None:
+    with start(tmp_path, SLOW) as server:
+        engine = server.engine_pid()
+        server.process.kill()
+        server.process.wait()
+        until = time.monotonic() + 5
+        while Path(f"/proc/{engine}/stat").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{engine}/stat").exists()
+
+
+def test_a_stopped_engine_trips_the_step_timeout(tmp_path: Path) -> None:
+    channels: list[grpc.Channel] = []
+    with start(tmp_path, SLOW, STEP_TIMEOUT_SECONDS=1) as server:
+        calls = open_calls(server, 4, channels)
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        stopped = time.monotonic()
+        for each in calls:
+            each.wait()
+        assert {each.status for each in calls} == {grpc.StatusCode.UNAVAILABLE}
+        assert "no step for 1 s" in calls[0].details
+        assert 0.9 < max(each.ended for each in calls) - stopped < 3
+        assert server.process.wait(20) == 1
+    assert "no step for 1 s" in (tmp_path / "termination").read_text()
+
+
+def test_an_idle_engine_is_not_stuck(tmp_path: Path) -> None:
+    with start(tmp_path, STEP_TIMEOUT_SECONDS=0.5) as server:
+        time.sleep(1.5)
+        assert server.get("/health") == (200, "")
+        with server.stub() as stub:
+            assert stub.Generate(call("abc", 3)).responses[0].text == "abc"
+
+
+def test_sigterm_lets_calls_finish_and_exits_zero(tmp_path: Path) -> None:
+    with start(tmp_path, {"step_seconds": 0.01}) as server, server.stub() as stub:
+        future = stub.Generate.future(call("abc", 150))
+        stream = stub.GenerateStream(stream_of(call("abc", 150)))
+        next(stream), next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        code, body = server.get("/health")
+        assert (code, "shutting down" in body) == (503, True)
+        assert refused(lambda: stub.Generate(call("late", 3), timeout=5))
+        assert len(future.result().responses[0].text) == 150
+        assert sum(len(part.text) for part in stream) >= 145
+        assert server.process.wait(20) == 0
+    assert (tmp_path / "termination").read_text() == ""
+
+
+def test_the_grace_has_an_end(tmp_path: Path) -> None:
+    channels: list[grpc.Channel] = []
+    with start(tmp_path, SLOW, SHUTDOWN_GRACE_SECONDS=0.5) as server:
+        calls = open_calls(server, 2, channels)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 5
+        for each in calls:
+            each.wait()
+            assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def test_a_step_that_fails_fails_its_rows_and_the_next_one_works(tmp_path: Path) -> None:
+    with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
+        assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.INTERNAL
+        assert stub.Generate(call("abc", 3)).responses[0].text == "abc"
+        assert server.get("/health") == (200, "")
+        assert 'tgi_batch_inference_failure{method="prefill",reason="error"} 1.0' in server.get("/metrics")[1]
+
+
+def test_clients_that_vanish_leave_nothing_behind(tmp_path: Path) -> None:
+    channels: list[grpc.Channel] = []
+    with start(tmp_path, SLOW) as server:
+        open_calls(server, 60, channels)
+        for channel in channels:
+            channel.close()
+        until = time.monotonic() + 3
+        while "tgi_batch_current_size 0.0" not in server.get("/metrics")[1]:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert 'tgi_request_failure{err="cancelled"} 60.0' in server.get("/metrics")[1]
+
+
+def refused(action: Callable[[], object]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        action()
+    code: grpc.StatusCode = caught.value.code()  # type: ignore[attr-defined]
+    return code
+
+
+def run(**options: object) -> tuple[int, str]:
+    """Exit code and stderr of a server that should not start."""
+    command = [sys.executable, "-m", "tgis", "serve"]
+    settings = {"GRPC_PORT": 0, "PORT": 0} | options
+    done = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def fake(tmp_path: Path, **options: object) -> dict[str, object]:
+    model = make_fake_model(tmp_path / "model")
+    return {"MODEL_NAME": model, "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache"} | options
+
+
+def one_line(text: str) -> str:
+    (line,) = text.splitlines()
+    assert line.startswith("tgis: ")
+    return line
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    code, text = run(**fake(tmp_path, MODEL_NAME=tmp_path / "nowhere"))
+    assert code == 1
+    assert str(tmp_path / "nowhere") in one_line(text)
+
+
+def test_a_directory_without_config_is_one_line(tmp_path: Path) -> None:
+    code, text = run(**fake(tmp_path, MODEL_NAME=tmp_path))
+    assert code == 1
+    assert "config.json" in one_line(text)
+
+
+def test_a_model_without_weights_is_one_line(tmp_path: Path) -> None:
+    code, text = run(**fake(tmp_path, DEPLOYMENT_FRAMEWORK="hf_transformers"))
+    assert code == 1
+    assert "safetensors" in one_line(text)
+
+
+def test_an_unreadable_certificate_is_one_line(tmp_path: Path) -> None:
+    code, text = run(**fake(tmp_path, TLS_CERT_PATH="/nowhere/cert.pem", TLS_KEY_PATH="/nowhere/key.pem"))
+    assert code != 0
+    assert "/nowhere/cert.pem" in one_line(text)
+
+
+@pytest.mark.parametrize("option", ["GRPC_PORT", "PORT"])
+def test_a_taken_port_is_one_line(tmp_path: Path, option: str) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = run(**fake(tmp_path, **{option: port}))
+    assert code == 1
+    lines = [line for line in text.splitlines() if line.startswith("tgis: ")]  # gRPC adds its own
+    assert len(lines) == 1
+    assert str(port) in lines[0]
+
+
+def test_an_engine_that_cannot_load_is_one_line_and_a_termination_log(tmp_path: Path) -> None:
+    settings = fake(tmp_path, TERMINATION_LOG=tmp_path / "termination")
+    (tmp_path / "termination").touch()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 257, "fake": {"step_seconds": "long"}}')
+    code, text = run(**settings)
+    assert code == 1
+    assert "step_seconds" in one_line(text)
+    assert "step_seconds" in (tmp_path / "termination").read_text()

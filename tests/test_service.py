@@ -1,0 +1,426 @@
+"""The service as clients see it, on the engine that repeats its prompt: a real server process, generated stubs."""
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from harness import Server, call, serving, stream_of
+
+from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+Stub = pb_grpc.GenerationServiceStub
+MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 169, 40
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("service")
+    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.005, poison_token=0)
+    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "CACHE_DIR": directory / "cache"}
+    with serving(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: Server) -> Iterator[Stub]:
+    with server.stub() as made:
+        yield made
+
+
+def one(stub: Stub, request: pb.BatchedGenerationRequest) -> pb.GenerationResponse:
+    """The only response; and the stream of the same request must say the same."""
+    (whole,) = stub.Generate(request, timeout=20).responses
+    parts = list(stub.GenerateStream(stream_of(request), timeout=20))
+    assert "".join(part.text for part in parts) == whole.text
+    assert parts[0].input_token_count == whole.input_token_count
+    assert [token for part in parts for token in part.tokens] == list(whole.tokens)
+    last = parts[-1]
+    assert (last.stop_reason, last.generated_token_count) == (whole.stop_reason, whole.generated_token_count)
+    assert last.stop_sequence == whole.stop_sequence
+    return whole
+
+
+def test_defaults_are_twenty_greedy_tokens(stub: Stub) -> None:
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="hello ")])
+    whole = one(stub, request)
+    assert (whole.text, whole.generated_token_count) == ("hello hello hello he", 20)
+    assert (whole.input_token_count, whole.stop_reason, whole.seed) == (6, pb.MAX_TOKENS, 0)
+
+
+def test_no_inputs_are_no_outputs(stub: Stub) -> None:
+    assert stub.Generate(pb.BatchedGenerationRequest()) == pb.BatchedGenerationResponse()
+
+
+def test_a_batch_answers_in_the_order_of_its_inputs(stub: Stub) -> None:
+    texts = ["a", "bcd", "efghijk", "lm"]
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts])
+    responses = stub.Generate(request, timeout=20).responses
+    assert [r.text for r in responses] == [(text * 20)[:20] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("include", "text"), [(True, "one two threeone t"), (False, "one two threeone"), (None, "one two threeone t")]
+)
+def test_a_stop_sequence_cuts_the_text(stub: Stub, include: bool | None, text: str) -> None:
+    request = call("one two three", 30, stop_sequences=["xyz", " t"], include_stop_sequence=include, min_new_tokens=10)
+    whole = one(stub, request)
+    assert (whole.text, whole.stop_reason, whole.stop_sequence) == (text, pb.STOP_SEQUENCE, " t")
+    assert whole.generated_token_count == len("one two threeone t")
+
+
+def test_a_stop_sequence_on_the_last_token_is_max_tokens(stub: Stub) -> None:
+    whole = one(stub, call("abcdef", 6, stop_sequences=["ef"], include_stop_sequence=False))
+    assert (whole.text, whole.stop_reason, whole.stop_sequence) == ("abcdef", pb.MAX_TOKENS, "")
+
+
+def test_eos_ends_and_is_counted_but_not_shown(stub: Stub) -> None:
+    whole = one(stub, call("ab</s>cd", 30))
+    assert (whole.text, whole.stop_reason, whole.generated_token_count) == ("ab", pb.EOS_TOKEN, 3)
+
+
+def test_output_that_had_to_be_shortened_ends_with_token_limit(stub: Stub) -> None:
+    whole = one(stub, call("x" * 190, 100))
+    assert (whole.generated_token_count, whole.stop_reason) == (10, pb.TOKEN_LIMIT)
+
+
+def test_characters_are_never_split(stub: Stub) -> None:
+    text = "a👩‍👩‍👧é🇩🇪한글"
+    request = call(text, 60)
+    parts = list(stub.GenerateStream(stream_of(request)))
+    assert "".join(part.text for part in parts) == (text * 3).encode()[:60].decode(errors="ignore")
+    assert not any("\N{REPLACEMENT CHARACTER}" in part.text or part.text.startswith("\u200d") for part in parts)
+
+
+def test_truncation_keeps_the_end_and_echo_shows_all(stub: Stub) -> None:
+    request = call("abcdefgh", 4)
+    request.params.truncate_input_tokens = 3
+    request.params.response.input_text = True
+    whole = one(stub, request)
+    assert (whole.text, whole.input_token_count) == ("abcdefgh" + "fghf", 3)
+
+
+def test_token_details(stub: Stub) -> None:
+    request = call("hé", 2)
+    options = pb.ResponseOptions(
+        generated_tokens=True, input_tokens=True, token_logprobs=True, token_ranks=True, top_n_tokens=2
+    )
+    request.params.response.CopyFrom(options)
+    (whole,) = stub.Generate(request).responses
+    assert [t.text for t in whole.input_tokens] == ["h", "Ã", "©"]
+    assert [(t.text, t.logprob, t.rank, len(t.top_tokens)) for t in whole.tokens] == [
+        ("h", -0.5, 1, 2),
+        ("Ã", -0.5, 1, 2),
+    ]
+    first, second, *_ = stub.GenerateStream(stream_of(request))
+    assert (first.input_token_count, first.text, list(first.input_tokens)) == (3, "", [])
+    assert list(second.input_tokens) == list(whole.input_tokens)
+
+
+def test_a_stream_begins_before_the_first_token(stub: Stub) -> None:
+    request = call("abc", 5)
+    request.params.method = pb.SAMPLE
+    request.params.sampling.seed = 2**64 - 1
+    request.params.response.input_text = True
+    first, *rest = stub.GenerateStream(stream_of(request))
+    assert first == pb.GenerationResponse(input_token_count=3, text="abc", seed=2**64 - 1)
+    assert [part.seed for part in rest[:-1]] == [0] * (len(rest) - 1)
+    assert rest[-1].seed == 2**64 - 1
+
+
+def test_seeds_are_drawn_per_input_unless_given(stub: Stub) -> None:
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")] * 5)
+    request.params.method = pb.SAMPLE
+    drawn = [r.seed for r in stub.Generate(request).responses]
+    assert len(set(drawn)) == 5
+    assert all(0 <= seed < 2**32 for seed in drawn)
+    request.params.sampling.seed = 7
+    assert [r.seed for r in stub.Generate(request).responses] == [7] * 5
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_time_limit_cuts_with_partial_text(stub: Stub, streamed: bool) -> None:
+    request = call("abcdefgh", MAX_NEW, min_new_tokens=MAX_NEW, time_limit_millis=200)
+    started = time.monotonic()
+    if streamed:
+        *_, last = stub.GenerateStream(stream_of(request))
+    else:
+        (last,) = stub.Generate(request).responses
+    took = time.monotonic() - started
+    assert last.stop_reason == pb.TIME_LIMIT
+    assert 1 <= last.generated_token_count < 60
+    assert 0.2 <= took < 2.0
+
+
+def test_tokenize(stub: Stub) -> None:
+    request = pb.BatchedTokenizeRequest(
+        requests=[pb.TokenizeRequest(text="aé"), pb.TokenizeRequest(text="")], return_tokens=True, return_offsets=True
+    )
+    first, second = stub.Tokenize(request).responses
+    assert (first.token_count, list(first.tokens)) == (3, ["a", "Ã", "©"])
+    assert [(o.start, o.end) for o in first.offsets] == [(0, 1), (1, 3), (1, 3)]
+    assert second == pb.TokenizeResponse()
+    request.truncate_input_tokens = 1
+    assert [list(r.tokens) for r in stub.Tokenize(request).responses] == [["©"], []]
+
+
+def test_model_info(stub: Stub) -> None:
+    info = stub.ModelInfo(pb.ModelInfoRequest(model_id="any"))
+    assert (info.model_kind, info.max_sequence_length, info.max_new_tokens) == (
+        pb.ModelInfoResponse.DECODER_ONLY,
+        MAX_LENGTH,
+        MAX_NEW,
+    )
+
+
+def params(**groups: Any) -> pb.Parameters:
+    return pb.Parameters(method=pb.SAMPLE, **groups)
+
+
+sampling, stopping, decoding, response = (
+    pb.SamplingParameters,
+    pb.StoppingCriteria,
+    pb.DecodingParameters,
+    pb.ResponseOptions,
+)
+nan, inf = math.nan, math.inf
+BAD = {
+    "temperature-low": (params(sampling=sampling(temperature=0.02)), "sampling.temperature", "0.05"),
+    "temperature-negative": (params(sampling=sampling(temperature=-1)), "sampling.temperature", "-1"),
+    "temperature-nan": (params(sampling=sampling(temperature=nan)), "sampling.temperature", "finite"),
+    "temperature-inf": (params(sampling=sampling(temperature=inf)), "sampling.temperature", "finite"),
+    "top-p-high": (params(sampling=sampling(top_p=1.5)), "sampling.top_p", "<= 1.0"),
+    "top-p-negative": (params(sampling=sampling(top_p=-0.5)), "sampling.top_p", "> 0.0"),
+    "top-p-nan": (params(sampling=sampling(top_p=nan)), "sampling.top_p", "finite"),
+    "typical-p-high": (params(sampling=sampling(typical_p=1.25)), "sampling.typical_p", "1.25"),
+    "typical-p-negative": (params(sampling=sampling(typical_p=-0.25)), "sampling.typical_p", "-0.25"),
+    "typical-p-nan": (params(sampling=sampling(typical_p=nan)), "sampling.typical_p", "finite"),
+    "top-k-high": (params(sampling=sampling(top_k=2**31)), "sampling.top_k", "2147483648"),
+    "max-new": (params(stopping=stopping(max_new_tokens=170)), "stopping.max_new_tokens", "<= 169, got 170"),
+    "min-above-max": (params(stopping=stopping(min_new_tokens=30)), "stopping.min_new_tokens", "max_new_tokens"),
+    "repetition-negative": (params(decoding=decoding(repetition_penalty=-2)), "decoding.repetition_penalty", "> 0"),
+    "repetition-nan": (params(decoding=decoding(repetition_penalty=nan)), "decoding.repetition_penalty", "finite"),
+    "repetition-inf": (params(decoding=decoding(repetition_penalty=inf)), "decoding.repetition_penalty", "finite"),
+    "length-penalty-unset": (
+        params(decoding=decoding(length_penalty=decoding.LengthPenalty(start_index=3))),
+        "decoding.length_penalty.decay_factor",
+        ">= 1.0 and <= 10.0",
+    ),
+    "length-penalty-nan": (
+        params(decoding=decoding(length_penalty=decoding.LengthPenalty(decay_factor=nan))),
+        "decoding.length_penalty.decay_factor",
+        "finite",
+    ),
+    "seven-stops": (params(stopping=stopping(stop_sequences="abcdefg")), "stopping.stop_sequences", "at most 6"),
+    "empty-stop": (params(stopping=stopping(stop_sequences=["a", ""])), "stopping.stop_sequences", "non-empty"),
+    "long-stop": (params(stopping=stopping(stop_sequences=["é" * 121])), "stopping.stop_sequences", "240 UTF8"),
+    "details-without-lists": (params(response=response(token_ranks=True)), "response", "input and/or generated"),
+    "top-n-high": (
+        params(response=response(generated_tokens=True, top_n_tokens=11)),
+        "response.top_n_tokens",
+        "<= 10, got 11",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_bad_parameters_name_their_field(stub: Stub, name: str, streamed: bool) -> None:
+    parameters, field, text = BAD[name]
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")], params=parameters)
+    error = failure(lambda: list(stub.GenerateStream(stream_of(request))) if streamed else stub.Generate(request))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in error.details()
+    assert violation(error) == f"params.{field}"
+
+
+BAD_INPUTS = {
+    "too-long": (call("x" * 200, 1), "requests[0].text", "input tokens (200) plus prefix length (0) must be < 200"),
+    "no-room-for-minimum": (
+        call("x" * 69, 160, min_new_tokens=150),
+        "requests[0].text",
+        "plus min_new_tokens (150) must be <= 200",
+    ),
+    "no-token": (call("", 1), "requests[0].text", "gives no token"),
+    "prefix": (
+        pb.BatchedGenerationRequest(requests=call("a").requests, prefix_id="p"),
+        "prefix_id",
+        "no adapter store",
+    ),
+    "adapter": (
+        pb.BatchedGenerationRequest(requests=call("a").requests, adapter_id="a"),
+        "adapter_id",
+        "no adapter store",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_inputs_name_their_field(stub: Stub, name: str) -> None:
+    request, field, text = BAD_INPUTS[name]
+    error = failure(lambda: stub.Generate(request))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in error.details()
+    assert violation(error) == field
+
+
+def test_sampling_fields_mean_nothing_to_greedy_decoding(stub: Stub) -> None:
+    request = call("abc", 3)
+    request.params.sampling.CopyFrom(sampling(temperature=nan, top_p=9, typical_p=-3, top_k=2**32 - 1, seed=4))
+    assert stub.Generate(request).responses[0] == stub.Generate(call("abc", 3)).responses[0]
+
+
+def test_an_explicit_temperature_of_zero_is_greedy(stub: Stub) -> None:
+    request = call("abc", 3)
+    request.params.method = pb.SAMPLE
+    request.params.sampling.temperature = 0
+    assert stub.Generate(request).responses[0].seed == 0
+
+
+def test_guided_decoding_is_refused_and_text_is_no_constraint(stub: Stub) -> None:
+    request = call("abc", 3)
+    request.params.decoding.regex = "a+"
+    assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.UNIMPLEMENTED
+    request.params.decoding.format = pb.DecodingParameters.TEXT
+    assert stub.Generate(request).responses[0].text == "abc"
+
+
+def test_a_stream_needs_a_request(stub: Stub) -> None:
+    error = failure(lambda: list(stub.GenerateStream(pb.SingleGenerationRequest())))
+    assert (error.code(), violation(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "request")
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize", "ModelInfo"])
+def test_undecodable_bytes_are_an_invalid_argument(server: Server, method: str) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        kind = channel.unary_stream if method == "GenerateStream" else channel.unary_unary
+        send = kind(f"/fmaas.GenerationService/{method}", None, None)
+        error = failure(lambda: list(send(b"\xff\xff\xff")) if method == "GenerateStream" else send(b"\xff\xff\xff"))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_an_oversize_message_is_resource_exhausted(stub: Stub) -> None:
+    error = failure(lambda: stub.Generate(call("x" * (4 << 20))))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_overload_comes_before_validation_and_says_when_to_retry(stub: Stub) -> None:
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * (MAX_INPUTS + 1))
+    request.params.stopping.max_new_tokens = 9999
+    error = failure(lambda: stub.Generate(request))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "overloaded" in error.details()
+    retry = error_details_pb2.RetryInfo()
+    assert rpc_status.from_call(error).details[0].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() > 0
+
+
+def test_a_poisoned_request_fails_alone(stub: Stub) -> None:
+    others = [stub.Generate.future(call("abcdefg" * (n + 1), 100)) for n in range(5)]
+    poisoned = failure(lambda: stub.Generate(call("!")))  # "!" is token 0
+    assert poisoned.code() is grpc.StatusCode.INTERNAL
+    for n, other in enumerate(others):
+        assert other.result().responses[0].text == ("abcdefg" * 100)[:100], n
+
+
+def test_one_bad_input_fails_its_whole_call(stub: Stub) -> None:
+    texts = ["abc", "!", "def"]
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts])
+    assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.INTERNAL
+
+
+def test_a_cancelled_stream_frees_its_row(server: Server, stub: Stub) -> None:
+    streams = [stub.GenerateStream(stream_of(call(f"cancel {n}", MAX_NEW))) for n in range(10)]
+    for stream in streams:
+        next(stream), next(stream)
+    assert gauge(server, "tgi_batch_current_size") == 10
+    for stream in streams:
+        stream.cancel()
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
+
+
+def test_a_cancelled_unary_call_frees_its_rows(server: Server, stub: Stub) -> None:
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=f"abc{n}") for n in range(10)])
+    request.params.stopping.max_new_tokens = MAX_NEW
+    future = stub.Generate.future(request)
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 10, seconds=2)
+    future.cancel()
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
+
+
+def test_garbage_on_the_port_disturbs_nobody(server: Server, stub: Stub) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 512):
+        with socket.create_connection(("localhost", server.grpc_port), timeout=5) as connection:
+            connection.sendall(garbage)
+            connection.settimeout(30)
+            while connection.recv(4096):
+                pass  # until the server closes it
+        assert stub.Generate(call("abc", 3)).responses[0].text == "abc"
+
+
+def test_probes_answer_at_once_under_load(server: Server, stub: Stub) -> None:
+    calls = [stub.Generate.future(call("load " * 10, 100)) for _ in range(MAX_INPUTS - 5)]
+    times = []
+    for _ in range(20):
+        started = time.monotonic()
+        assert server.get("/health") == (200, "")
+        times.append(time.monotonic() - started)
+    assert sorted(times)[len(times) // 2] < 0.1
+    assert all(len(each.result().responses[0].text) == 100 for each in calls)
+
+
+def test_counts_agree_with_what_was_called(server: Server, stub: Stub) -> None:
+    before = {name: gauge(server, name) for name in COUNTS}
+    stub.Generate(call("abc", 3))
+    list(stub.GenerateStream(stream_of(call("abc", 3))))
+    failure(lambda: stub.Generate(call("x" * 500)))
+    after = {name: gauge(server, name) - before[name] for name in COUNTS}
+    assert list(after.values()) == [2, 1, 1, 1, 1]
+
+
+COUNTS = (
+    'tgi_request_count{kind="single"}',
+    'tgi_request_count{kind="stream"}',
+    'tgi_request_failure{err="validation"}',
+    'tgi_request_success{kind="single",stop_reason="MAX_TOKENS"}',
+    'tgi_request_success{kind="stream",stop_reason="MAX_TOKENS"}',
+)
+
+
+def failure(action: Callable[[], object]) -> Any:
+    with pytest.raises(grpc.RpcError) as caught:
+        action()
+    return caught.value
+
+
+def violation(error: Any) -> str:
+    """The field that the status details name."""
+    bad = error_details_pb2.BadRequest()
+    assert rpc_status.from_call(error).details[0].Unpack(bad)
+    (only,) = bad.field_violations
+    return str(only.field)
+
+
+def gauge(server: Server, name: str) -> float:
+    labels = set(name.rstrip("}").partition("{")[2].split(",")) - {""}
+    for line in server.get("/metrics")[1].splitlines():
+        series, _, value = line.rpartition(" ")
+        bare, _, rest = series.partition("{")
+        if bare == name.partition("{")[0] and set(rest.rstrip("}").split(",")) - {""} == labels:
+            return float(value)
+    raise AssertionError(f"no {name}")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        threading.Event().wait(0.005)
