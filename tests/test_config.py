@@ -2,18 +2,15 @@
 
 import os
 import re
-import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tls import make_pair
 
 from tgis import __main__, config
-from tgis.config import REFUSED, UNUSED, Config, parse, prepare
-from tgis.errors import OptionError, StartError
+from tgis.config import REFUSED, UNUSED, Config, parse
+from tgis.errors import OptionError
 from tgis.options import flag, options_of
 
 TGIS = Path(config.__file__).parent
@@ -242,50 +239,6 @@ def test_the_ports_differ() -> None:
     assert read(PORT="0", GRPC_PORT="0").port == 0
 
 
-@pytest.fixture(scope="module")
-def pem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Paths of PEM files: ca, cert, key, and some that are wrong."""
-    directory = tmp_path_factory.mktemp("pem")
-    authority = make_pair()
-    leaf, other = make_pair(authority), make_pair(authority)
-    contents = {"ca": authority.cert, "cert": leaf.cert, "key": leaf.key, "key2": other.key, "garbage": b"x"}
-    for name, data in contents.items():
-        (directory / name).write_bytes(data)
-    return lambda name: str(directory / name)
-
-
-def test_tls_files_are_taken(pem: Callable[[str], str]) -> None:
-    files = read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key"), TLS_CLIENT_CA_CERT_PATH=pem("ca")).tls
-    assert files is not None
-    assert (files.cert, files.key, files.client_ca) == (pem("cert"), pem("key"), pem("ca"))
-
-
-@pytest.mark.parametrize(
-    ("cert", "key", "ca", "named"),
-    [
-        ("cert", "", "", "TLS_KEY_PATH"),
-        ("", "key", "", "TLS_CERT_PATH"),
-        ("", "", "ca", "TLS_CERT_PATH"),
-        ("missing", "key", "", "cert-path"),
-        ("cert", "missing", "", "key-path"),
-        ("cert", "key", "missing", "ca-cert-path"),
-        ("garbage", "key", "", "cert-path"),
-        ("cert", "garbage", "", "key-path"),
-        ("cert", "key2", "", "key-path"),
-        ("cert", "key", "garbage", "ca-cert-path"),
-    ],
-)
-def test_tls_files_are_checked(pem: Callable[[str], str], cert: str, key: str, ca: str, named: str) -> None:
-    names = {"TLS_CERT_PATH": cert, "TLS_KEY_PATH": key, "TLS_CLIENT_CA_CERT_PATH": ca}
-    assert named in refusal(**{name: pem(file) for name, file in names.items() if file})
-
-
-def test_a_printed_config_shows_paths_and_no_contents(pem: Callable[[str], str]) -> None:
-    printed = repr(read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key")))
-    assert pem("key") in printed
-    assert "PRIVATE" not in printed
-
-
 ANY_NAME = st.sampled_from([name for row in (*options_of(Config), *REFUSED, *UNUSED) for name in row.names])
 
 
@@ -314,49 +267,3 @@ def test_the_environment_is_read_in_one_file() -> None:
     sources = [path for path in TGIS.rglob("*.py") if path.parent != TGIS / "pb"]
     assert len(sources) > 20
     assert [path.name for path in sources if reads.search(path.read_text())] == ["config.py"]
-
-
-@pytest.fixture
-def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Stands for this process's environment."""
-    replaced: dict[str, str] = {}
-    monkeypatch.setattr(os, "environ", replaced)
-    return replaced
-
-
-def test_prepare_makes_the_directory_and_tells_the_libraries(tmp_path: Path, environ: dict[str, str]) -> None:
-    cache = tmp_path / "a" / "b"
-    prepare(read(CACHE_DIR=str(cache), HF_HUB_CACHE="/c"))
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert (environ["HF_HUB_OFFLINE"], environ["HF_HUB_CACHE"]) == ("1", "/c")
-    assert environ["TRITON_CACHE_DIR"].startswith(str(cache))
-    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-
-
-@pytest.mark.parametrize(("given", "left"), [(" ", None), ("backend:native", "backend:native")])
-def test_prepare_leaves_the_allocator_to_the_user(
-    tmp_path: Path, environ: dict[str, str], given: str, left: str | None
-) -> None:
-    environ["PYTORCH_CUDA_ALLOC_CONF"] = given
-    prepare(read(CACHE_DIR=str(tmp_path)))
-    assert environ.get("PYTORCH_CUDA_ALLOC_CONF") == left
-
-
-@pytest.mark.usefixtures("environ")
-def test_a_directory_that_somebody_else_made_where_all_may_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "shared" / "cache"
-    cache.mkdir(parents=True)
-    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-    prepare(read(CACHE_DIR=str(cache)))  # nobody else can have made it here
-    cache.parent.chmod(0o1777)
-    with pytest.raises(StartError, match="belongs to user"):
-        prepare(read(CACHE_DIR=str(cache)))
-
-
-@pytest.mark.usefixtures("environ")
-def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StartError, match="CACHE_DIR: cannot make"):
-        prepare(read(CACHE_DIR=str(tmp_path / "file" / "cache")))

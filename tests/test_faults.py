@@ -25,7 +25,7 @@ def start(tmp_path: Path, steps: dict[str, Any] | None = None, **options: object
     model = make_fake_model(tmp_path / "model", **(steps or {}))
     log = tmp_path / "termination"
     log.touch()
-    settings = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache", "TERMINATION_LOG": log}
+    settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache", "TERMINATION_LOG": log}
     return serving(tmp_path, model, **(settings | options))
 
 
@@ -42,7 +42,7 @@ class Call:
 
     def __init__(self, server: Server, *, streamed: bool, channels: list[grpc.Channel]) -> None:
         self.status: grpc.StatusCode | None = None
-        self.details = ""
+        self.details: str | None = ""
         self.ended = 0.0
         channel = grpc.insecure_channel(server.target)
         channels.append(channel)
@@ -111,7 +111,7 @@ def test_a_stopped_engine_trips_the_step_timeout(tmp_path: Path) -> None:
         for each in calls:
             each.wait()
         assert {each.status for each in calls} == {grpc.StatusCode.UNAVAILABLE}
-        assert "no step for 1 s" in calls[0].details
+        assert "no step for 1 s" in (calls[0].details or "")
         assert 0.9 < max(each.ended for each in calls) - stopped < 3
         assert server.process.wait(20) == 1
     assert "no step for 1 s" in (tmp_path / "termination").read_text()
@@ -177,7 +177,7 @@ def test_clients_that_vanish_leave_nothing_behind(tmp_path: Path) -> None:
 def refused(action: Callable[[], object]) -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as caught:
         action()
-    code: grpc.StatusCode = caught.value.code()  # type: ignore[attr-defined]
+    code: grpc.StatusCode = caught.value.code()
     return code
 
 

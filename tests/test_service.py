@@ -25,7 +25,11 @@ MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 169, 40
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("service")
     model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.005, poison_token=0)
-    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "CACHE_DIR": directory / "cache"}
+    options: dict[str, Any] = {
+        "MAX_NEW_TOKENS": MAX_NEW,
+        "MAX_CONCURRENT_REQUESTS": MAX_INPUTS,
+        "CACHE_DIR": directory / "cache",
+    }
     with serving(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 
@@ -38,6 +42,7 @@ def stub(server: Server) -> Iterator[Stub]:
 
 def one(stub: Stub, request: pb.BatchedGenerationRequest) -> pb.GenerationResponse:
     """The only response; and the stream of the same request must say the same."""
+    whole: pb.GenerationResponse
     (whole,) = stub.Generate(request, timeout=20).responses
     parts = list(stub.GenerateStream(stream_of(request), timeout=20))
     assert "".join(part.text for part in parts) == whole.text

@@ -1,0 +1,93 @@
+"""What may be imported where: the arrows between the rooms, and what each process must stay free of."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "tgis"
+
+# Each room and the rooms of this package that it may know.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "messages": set(),
+    "batcher": {"messages"},
+    "engines": {"batcher", "messages", "errors"},
+    "worker": {"batcher", "engines", "messages", "errors", "logs"},
+    "validation": {"errors", "messages"},
+    "tokenizer": {"errors", "models"},
+    "detokenizer": {"errors", "tokenizer"},
+    "stopping": set(),
+    "engine_client": {"errors", "messages"},
+    "replies": {"detokenizer", "stopping", "tokenizer", "engine_client", "messages", "validation"},
+    "accounts": {"errors", "messages", "metrics", "replies", "validation"},
+    "tokenization": {"metrics", "tokenizer", "validation"},
+    "generation": {
+        "accounts",
+        "engine_client",
+        "errors",
+        "messages",
+        "metrics",
+        "replies",
+        "tokenization",
+        "tokenizer",
+        "validation",
+    },
+    "convert": {"generation", "messages", "metrics", "pb", "replies", "tokenization", "validation"},
+    "service": {"convert", "errors", "generation", "logs", "pb"},
+    "metrics": {"messages"},
+    "logs": set(),
+    "probes": {"errors"},
+    "tls": {"errors"},
+    "listener": {"errors", "pb", "tls"},
+    "options": {"errors"},
+    "config": {"errors", "options", "tls"},
+    "models": {"errors", "logs"},
+    "pb": set(),
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Rooms of this package that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ImportFrom(module="tgis", names=names):
+                found |= {name.name for name in names}
+            case ast.ImportFrom(module=str(module)) if module.startswith("tgis."):
+                found.add(module.split(".")[1])
+            case ast.Import(names=names):
+                found |= {n.name.split(".")[1] for n in names if n.name.startswith("tgis.")}
+    return found
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_arrows_point_one_way(room: str) -> None:
+    files = sorted((ROOT / room).rglob("*.py")) if (ROOT / room).is_dir() else [ROOT / f"{room}.py"]
+    assert files
+    for file in files:
+        assert imports(file) <= MAY_IMPORT[room] | {room}, file
+
+
+@pytest.mark.parametrize(
+    ("module", "strangers"),
+    [
+        ("tgis.server", {"torch", "transformers"}),
+        ("tgis.cli.generate", {"torch", "transformers", "tokenizers"}),
+        ("tgis.batcher.batcher", {"torch", "transformers", "grpc", "asyncio", "socket"}),
+        ("tgis.worker", {"torch", "transformers", "grpc", "aiohttp"}),
+        ("tgis.engines.fake", {"torch", "transformers"}),
+    ],
+)
+def test_a_process_stays_free_of_what_it_does_not_need(module: str, strangers: set[str]) -> None:
+    code = f"import sys, {module}; print(*{strangers!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == []
+
+
+def test_files_stay_small() -> None:
+    """A module of more than 300 lines is two modules."""
+    sizes = {str(p): len(p.read_text().splitlines()) for p in ROOT.rglob("*.py") if "pb" not in p.parts}
+    assert {path: size for path, size in sizes.items() if size > 300} == {}
