@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 

@@ -20,8 +20,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"errors", "models"},
     "detokenizer": {"errors", "tokenizer"},
     "stopping": set(),
-    "engine_client": {"errors", "messages"},
-    "replies": {"detokenizer", "stopping", "tokenizer", "engine_client", "messages", "validation"},
+    "inbox": {"errors", "messages"},
+    "engine_client": {"errors", "inbox", "messages"},
+    "replies": {"detokenizer", "stopping", "tokenizer", "inbox", "messages", "validation"},
     "accounts": {"errors", "messages", "metrics", "replies", "validation"},
     "tokenization": {"metrics", "tokenizer", "validation"},
     "generation": {

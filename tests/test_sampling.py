@@ -150,7 +150,7 @@ def test_top_p_keeps_what_reaches_it_and_the_best() -> None:
     assert set(remaining(Sampling(temperature=1.0, top_p=0.71), logits)) == {1, 2, 3}
     assert set(remaining(Sampling(temperature=1.0, top_p=1e-9), logits)) == {1}
     # cumulative mass of exactly 1 - top_p is removed
-    assert len(remaining(Sampling(temperature=1.0, top_p=0.5), [0.0] * 8)) == 4
+    assert set(remaining(Sampling(temperature=1.0, top_p=0.5), [0.0, -0.0] * 4)) == {0, 1, 2, 3}
 
 
 def test_tiny_top_p_is_greedy() -> None:
@@ -428,7 +428,7 @@ def test_a_draw_never_falls_on_a_removed_token(dtype: torch.dtype, size: int) ->
         assert (mass.gather(1, draw(mass, uniform)) > 0).all()
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-6, 1e-4])
+@pytest.mark.parametrize("temperature", [1e-60, 1e-45, 1e-4])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"typical_p": 0.5}])
 def test_the_coldest_sampling_is_greedy(temperature: float, filters: dict[str, float]) -> None:
     logits = normal(20, 400)

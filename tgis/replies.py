@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tgis.detokenizer import Detokenizer, TokenDecoder
-from tgis.engine_client import Inbox, TokenEvent
+from tgis.inbox import Inbox, TokenEvent
 from tgis.messages import StopReason, TokenFacts
 from tgis.stopping import TextAssembler
 from tgis.tokenizer import Tokenizer

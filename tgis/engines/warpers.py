@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from tgis.messages import Sampling
 
 _COLDEST = 1e-30  # a temperature below it would divide to infinity; the best token wins long before
-_LARGEST = 1e30  # a boosted score stops here, so that it stays a number
+_LARGEST = 1e30  # a factor stops here, so that what it boosts stays a number
 _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but the sign
 _ID_BITS = 32  # of a key to sort by, below the score
@@ -57,8 +57,8 @@ class Penalties:
         old = scores[self._ends, self._eos]  # [e, ids]
         past = generated - self._start
         factor = self._decay.pow(past.clamp(min=0)).clamp(max=_LARGEST)
-        boosted = (old + old.double().abs() * (factor - 1)).clamp(max=_LARGEST).float()
-        new = torch.where((past > 0) & old.isfinite(), boosted, old)
+        boosted = (old + old.double().abs() * (factor - 1)).float()
+        new = torch.where(old.isfinite(), boosted, old)
         scores[self._ends, self._eos] = new.masked_fill(generated < self._minimum, -torch.inf)
 
     def _penalise_repetition(self, scores: Tensor, context: Tensor) -> None:
