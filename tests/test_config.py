@@ -29,7 +29,6 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),
     "max_batch_size": (("1", 1), ("12", 12)),
     "max_prefill_padding": (("0", 0.0), ("1.0", 1.0)),
-    "max_waiting_tokens": (("0", 0), ("48", 48)),
     "batch_safety_margin": (("0", 0), ("100", 100)),
     "cuda_process_memory_fraction": (("0.5", 0.5), ("1e-3", 0.001)),
     "num_threads": (("1", 1), ("8", 8)),
@@ -50,7 +49,6 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "termination_log": (("/a", Path("/a")), ("b", Path("b"))),
     "log_level": (("debug", "debug"), ("info,h2=off", "info,h2=off")),
     "json_output": (("TRUE", True), ("1", True)),
-    "log_text": (("True", True), ("1", True)),
 }
 TLS = {name: name.removeprefix("tls_").removesuffix("_path") for name in SAMPLES if name.startswith("tls_")}
 
@@ -98,7 +96,7 @@ def test_defaults_are_those_of_tgis() -> None:
     defaults = read()
     assert (defaults.grpc_port, defaults.port) == (8033, 3000)
     assert (defaults.max_new_tokens, defaults.max_concurrent_requests) == (1024, 512)
-    assert (defaults.max_prefill_padding, defaults.max_waiting_tokens) == (0.2, 24)
+    assert defaults.max_prefill_padding == 0.2
     assert (defaults.batch_safety_margin, defaults.cuda_process_memory_fraction) == (20, 1.0)
     assert (defaults.default_include_stop_seqs, defaults.output_special_tokens) == (True, False)
     assert (defaults.deployment_framework, defaults.json_output) == ("hf_transformers", False)

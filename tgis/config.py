@@ -103,8 +103,6 @@ class Config:
         BATCHES, integer(1, 65536), "most rows that run together", None, shown="64 on CPU, 256 on CUDA")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "most padding that a prefill may have, as a proportion", 0.2)
-    max_waiting_tokens: int = option(
-        BATCHES, integer(0), "steps that run before waiting requests interrupt for a prefill", 24)
     batch_safety_margin: int = option(BATCHES, integer(0, 100), "percent of memory held back", 20)
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
@@ -138,7 +136,6 @@ class Config:
 
     log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log JSON objects, one per line", False)
-    log_text: bool = option(LOGS, BOOLEAN, "log what clients send and get", False)
     # fmt: on
 
     warnings: tuple[str, ...] = field(default=())  # learnt while parsing, for whoever starts the logs
@@ -178,6 +175,7 @@ UNUSED = tuple(
         "master_port",
         "max_batch_weight",
         "max_prefill_weight",
+        "max_waiting_tokens",
         "prompt_cache_size_mb",
         "max_prompt_prefix_length",
         "otlp_service_name",
@@ -222,6 +220,8 @@ def prepare(config: Config) -> None:
     os.environ["HF_HUB_CACHE"] = str(config.hub_cache)
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache_dir / "inductor"))
+    # Threads of a step that spin for each other cost four times its time once anything else wants their cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True").strip():
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
 

@@ -53,14 +53,15 @@ class Listener:
 
     def bind(self) -> int:
         """Takes the port and returns its number; raises StartError for a taken port or unusable TLS files."""
-        address = f"{self._options.host}:{self._options.port}"
+        host = self._options.host
+        address = f"[{host}]:{self._options.port}" if ":" in host else f"{host}:{self._options.port}"
         try:
             if self._options.tls is None:
                 return self._server.add_insecure_port(address)
             credentials = Certificates(self._options.tls).server_credentials()
             return self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            reason = _why_not(self._options.host, self._options.port)
+            reason = _why_not(host, self._options.port)
             raise StartError(f"cannot listen for gRPC on {address}: {reason}") from error
 
     async def start(self) -> None:
@@ -151,7 +152,7 @@ def _channel_arguments(options: ListenerOptions) -> list[tuple[str, int]]:
 def _why_not(host: str, port: int) -> str:
     """The operating system's reason for a failed bind, which gRPC keeps to itself."""
     try:
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, port))
     except OSError as error:
         return error.strerror or str(error)

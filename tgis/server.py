@@ -12,7 +12,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tgis import logs
 from tgis.config import Config
 from tgis.detokenizer import TokenDecoder
 from tgis.engine_client import EngineClient
@@ -42,18 +41,14 @@ _WATCH_SECONDS = 0.25
 
 
 def run(config: Config) -> int:
-    """Serve until told to stop; the exit code."""
+    """Serve until told to stop; the exit code. StartError for what ends it otherwise."""
     for warning in config.warnings:
         log.warning("%s", warning)
-    try:
-        model = find_model(config.model_name, config.revision, str(config.hub_cache))
-        if config.deployment_framework != "fake":
-            find_weights(model.path)
-        tokenizer = ensure_tokenizer(model, config.cache_dir)
-        return asyncio.run(Server(config, model, tokenizer).serve())
-    except StartError as error:
-        logs.leave_reason(config.termination_log, str(error))
-        raise
+    model = find_model(config.model_name, config.revision, str(config.hub_cache))
+    if config.deployment_framework != "fake":
+        find_weights(model.path)
+    tokenizer = ensure_tokenizer(model, config.cache_dir)
+    return asyncio.run(Server(config, model, tokenizer).serve())
 
 
 class Server:

@@ -2,14 +2,19 @@
 
 from tgis import logs
 from tgis.config import Config, from_process, prepare
+from tgis.errors import StartError
 
 
 def main(argv: list[str], prog: str) -> int:
     """Serve until told to leave."""
     config = from_process(argv, prog)
     logs.set_up(level=config.log_level, json_output=config.json_output)
-    prepare(config)
-    return _serve(config)
+    try:
+        prepare(config)
+        return _serve(config)
+    except StartError as error:
+        logs.leave_reason(config.termination_log, str(error))
+        raise
 
 
 def _serve(config: Config) -> int:
