@@ -41,6 +41,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "tls_cert_path": (("cert", Path("cert")), ("cert2", Path("cert2"))),
     "tls_key_path": (("key", Path("key")), ("key2", Path("key2"))),
     "tls_client_ca_cert_path": (("ca", Path("ca")), ("ca2", Path("ca2"))),
+    "auth_token_path": (("/a", Path("/a")), ("b", Path("b"))),
     "grpc_max_message_bytes": (("1024", 1024), ("16777216", 16777216)),
     "grpc_max_concurrent_streams": (("1", 1), ("100", 100)),
     "grpc_keepalive_seconds": (("1", 1), ("300", 300)),
@@ -49,6 +50,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "termination_log": (("/a", Path("/a")), ("b", Path("b"))),
     "log_level": (("debug", "debug"), ("info,h2=off", "info,h2=off")),
     "json_output": (("TRUE", True), ("1", True)),
+    "log_text": (("True", True), ("1", True)),
 }
 TLS = {name: name.removeprefix("tls_").removesuffix("_path") for name in SAMPLES if name.startswith("tls_")}
 
@@ -184,7 +186,6 @@ def test_unknown_and_incomplete_flags_are_one_line() -> None:
         ("PREFIX_STORE_PATH", [], "/prompts"),
         ("SPECULATOR_NAME", [], "m"),
         ("OTLP_ENDPOINT", [], "collector:4317"),
-        ("AUTH_TOKEN_PATH", [], "/token"),
     ],
 )
 def test_what_does_not_exist_yet_is_refused(name: str, neutral: list[str], asking: str) -> None:

@@ -21,7 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tgis.errors import StartError
 from tgis.listener import Listener, ListenerOptions
-from tgis.tls import CHECK_SECONDS, Certificates, TlsFiles
+from tgis.tls import Certificates, TlsFiles
+from tgis.watch import CHECK_SECONDS
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,27 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable, Unimplemented
-from tgis.messages import Request, StopReason
+from tgis.messages import Request, Sampling, StopReason
 from tgis.metrics import Failure, Kind, Metrics
-from tgis.replies import Row
+from tgis.replies import SHOWN_CHARACTERS, Row
 from tgis.validation import Settings
 
 log = logging.getLogger(__name__)
+
+_USUAL = msgspec.structs.asdict(Sampling()) | {"stop_sequences": 0, "time_limit": False, "details": False}
 
 
 class Account:
     """The account of one call to generate: a context manager around its life."""
 
-    def __init__(self, kind: Kind, inputs: int, metrics: Metrics) -> None:
+    def __init__(self, kind: Kind, inputs: int, metrics: Metrics, *, log_text: bool) -> None:
         self._kind = kind
         self._metrics = metrics
         self._started = time.monotonic()
+        self._log_text = log_text
         self._rows: list[Row] = []  # still open
         metrics.request_started(kind, inputs)
 
@@ -100,9 +105,22 @@ class Account:
             "queue_seconds": round(joined - times.submitted, 4),
             "inference_seconds": round(inference, 4),
             "total_seconds": round(now - self._started, 4),
-            "max_new_tokens": request.max_new_tokens,
-            "temperature": request.sampling.temperature,
+            "parameters": _parameters(row),
+            "input": row.input_text[:SHOWN_CHARACTERS] if self._log_text else None,
+            "output": row.beginning if self._log_text else None,
         }
+
+
+def _parameters(row: Row) -> str:
+    """What the input ran with: numbers and switches, never text."""
+    request, settings = row.inbox.request, row.settings
+    values = msgspec.structs.asdict(request.sampling) | {
+        "max_new_tokens": request.max_new_tokens,
+        "stop_sequences": len(settings.stop_sequences),
+        "time_limit": settings.deadline is not None,
+        "details": any((settings.details.generated, settings.details.inputs)),
+    }
+    return " ".join(f"{name}={value}" for name, value in values.items() if value != _USUAL.get(name))
 
 
 def _failure(error: RequestError) -> Failure:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tgis.auth import Tokens
 from tgis.errors import OptionError, StartError
 from tgis.options import (
     BOOLEAN,
@@ -122,6 +123,8 @@ class Config:
     tls_key_path: Path | None = option(NETWORK, PATH, "PEM key of the certificate", None)
     tls_client_ca_cert_path: Path | None = option(
         NETWORK, PATH, "PEM authorities; every client must show a certificate of one", None)
+    auth_token_path: Path | None = option(
+        NETWORK, PATH, "bearer tokens, one per line; every call but health must carry one", None)
     grpc_max_message_bytes: int = option(NETWORK, integer(1024), "most bytes of a request message", 4 << 20)
     grpc_max_concurrent_streams: int = option(NETWORK, integer(1), "most open calls of a connection", 1024)
     grpc_keepalive_seconds: int = option(
@@ -136,6 +139,7 @@ class Config:
 
     log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log JSON objects, one per line", False)
+    log_text: bool = option(LOGS, BOOLEAN, "log the first 32 characters of inputs and outputs", False)
     # fmt: on
 
     warnings: tuple[str, ...] = field(default=())  # learnt while parsing, for whoever starts the logs
@@ -165,7 +169,6 @@ REFUSED = (  # unless the value asks for nothing
     Option(not_yet(TEXT), "prefix_store_path"),
     Option(not_yet(TEXT), "speculator_name"),
     Option(not_yet(TEXT), "otlp_endpoint"),
-    Option(not_yet(TEXT), "auth_token_path"),
 )
 UNUSED = tuple(
     Option(TEXT, name)
@@ -259,10 +262,12 @@ def _names(title: str, options: tuple[Option, ...]) -> str:
 def _check(config: Config) -> None:
     if config.port == config.grpc_port != 0:
         raise OptionError(f"PORT and GRPC_PORT are both {config.port}")
-    if config.tls is not None:
-        try:
+    try:
+        if config.tls is not None:
             Certificates(config.tls)
-        except StartError as error:
-            raise OptionError(str(error)) from error
-    elif config.tls_cert_path or config.tls_key_path or config.tls_client_ca_cert_path:
+        if config.auth_token_path is not None:
+            Tokens(config.auth_token_path)
+    except StartError as error:
+        raise OptionError(str(error)) from error
+    if config.tls is None and (config.tls_cert_path or config.tls_key_path or config.tls_client_ca_cert_path):
         raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tgis.generation import Call, ModelFacts
+from tgis.generation import Call, Serving
 from tgis.messages import Details
 from tgis.metrics import Kind
 from tgis.pb import generation_pb2 as pb
@@ -100,13 +100,13 @@ def tokenize_response(tokenized: list[Tokenized]) -> pb.BatchedTokenizeResponse:
     )
 
 
-def model_info(facts: ModelFacts) -> pb.ModelInfoResponse:
+def model_info(serving: Serving) -> pb.ModelInfoResponse:
     """What is served."""
     kinds = pb.ModelInfoResponse
     return pb.ModelInfoResponse(
-        model_kind=kinds.ENCODER_DECODER if facts.encoder_decoder else kinds.DECODER_ONLY,
-        max_sequence_length=facts.limits.sequence_length,
-        max_new_tokens=facts.limits.new_tokens,
+        model_kind=kinds.ENCODER_DECODER if serving.encoder_decoder else kinds.DECODER_ONLY,
+        max_sequence_length=serving.limits.sequence_length,
+        max_new_tokens=serving.limits.new_tokens,
     )
 
 

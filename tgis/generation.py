@@ -21,12 +21,13 @@ from tgis.validation import Limits, Parameters, Settings, make_request, refuse_a
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What is served."""
+class Serving:
+    """What is served, and how."""
 
     limits: Limits
     encoder_decoder: bool
     max_inputs: int  # in flight
+    log_text: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,13 @@ class Generator:
 
     def __init__(
         self,
-        model: ModelFacts,
+        serving: Serving,
         client: EngineClient,
         tokenizer: Tokenizer,
         rows: RowFactory,
         metrics: Metrics,
     ) -> None:
-        self.model = model
+        self.serving = serving
         self._client = client
         self._tokenizer = tokenizer
         self._rows = rows
@@ -65,24 +66,24 @@ class Generator:
 
     async def generate(self, call: Call) -> list[Reply]:
         """Run a unary call: one reply per input, in their order; the first input that fails fails the call."""
-        account = Account(call.kind, len(call.fields), self._metrics)
+        account = self._account(call)
         if not call.texts:
             return []
         with account, self._admitted(call):
             requests, settings = await self._prepare(call, account)
             with self._client.submitted(requests, eager=bool(settings.stop_sequences)) as inboxes:
-                rows = account.open([self._rows.make(inbox, settings) for inbox in inboxes])
+                rows = account.open(self._rows.make(inboxes, call.texts, settings))
                 await _all_or_first_error([self._finish(row, account) for row in rows])
-                return [row.whole(text) for row, text in zip(rows, call.texts, strict=True)]
+                return [row.whole() for row in rows]
 
     async def stream(self, call: Call) -> AsyncGenerator[Reply, None]:
         """Run a stream: what is known at once, the input tokens if wanted, then what each step adds."""
-        account = Account(call.kind, len(call.fields), self._metrics)
+        account = self._account(call)
         with account, self._admitted(call):
             requests, settings = await self._prepare(call, account)
             with self._client.submitted(requests, eager=True) as inboxes:
-                (row,) = account.open([self._rows.make(inbox, settings) for inbox in inboxes])
-                yield row.opening(call.texts[0])
+                (row,) = account.open(self._rows.make(inboxes, call.texts, settings))
+                yield row.opening()
                 while not row.end:
                     for reply in row.advance(await row.inbox.take()):
                         yield reply
@@ -90,6 +91,9 @@ class Generator:
     async def tokenize(self, call: TokenizeCall) -> list[Tokenized]:
         """Run a Tokenize call; it needs no permit."""
         return await tokenize(call, self._tokenizer, self._metrics)
+
+    def _account(self, call: Call) -> Account:
+        return Account(call.kind, len(call.fields), self._metrics, log_text=self.serving.log_text)
 
     async def _finish(self, row: Row, account: Account) -> None:
         while not row.end:
@@ -100,7 +104,7 @@ class Generator:
     @contextmanager
     def _admitted(self, call: Call) -> Iterator[None]:
         """Hold as many permits as the call has inputs; never wait for one."""
-        inputs, most = len(call.fields), self.model.max_inputs
+        inputs, most = len(call.fields), self.serving.max_inputs
         if not self._accepting:
             raise Unavailable("the server is shutting down")
         if self._inputs + inputs > most:
@@ -115,7 +119,7 @@ class Generator:
         """Check everything, tokenize, and make the engine's requests."""
         if len(call.texts) < len(call.fields):
             raise InvalidRequest("request", "missing request")
-        settings = validate(call.parameters, self.model.limits)
+        settings = validate(call.parameters, self.serving.limits)
         refuse_adapter(call.adapter)
         encoded = await self._tokenizer.encode(call.texts)
         account.tokenized([len(one.ids) for one in encoded])
@@ -125,7 +129,7 @@ class Generator:
                 self._tokenizer.truncate(one.ids, settings.truncate_input_tokens),
                 prefix_length=0,
                 settings=settings,
-                limits=self.model.limits,
+                limits=self.serving.limits,
                 field_name=field,
             )
             for field, one in zip(call.fields, encoded, strict=True)

@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
+from tgis.auth import BearerAuth, Tokens
 from tgis.errors import StartError
 from tgis.pb import generation_pb2
 from tgis.tls import Certificates, TlsFiles
@@ -39,6 +41,7 @@ class ListenerOptions:
     max_concurrent_streams: int  # per connection
     keepalive_seconds: float  # between pings to a silent client, during long calls too
     tls: TlsFiles | None = None
+    tokens: Path | None = None  # a file of bearer tokens
 
 
 class Listener:
@@ -47,7 +50,9 @@ class Listener:
     def __init__(self, handlers: Sequence["grpc.GenericRpcHandler[Any, Any]"], options: ListenerOptions) -> None:
         self._options = options
         self._health = Health()
-        self._server = grpc.aio.server(handlers=handlers, options=_channel_arguments(options))
+        guards = [BearerAuth(Tokens(options.tokens))] if options.tokens else []
+        arguments = _channel_arguments(options)
+        self._server = grpc.aio.server(handlers=handlers, interceptors=guards, options=arguments)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         _add_reflection(self._server)
 

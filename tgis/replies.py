@@ -13,6 +13,8 @@ from tgis.stopping import TextAssembler
 from tgis.tokenizer import Tokenizer
 from tgis.validation import Settings
 
+SHOWN_CHARACTERS = 32  # of a text, in a log that wants text
+
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
@@ -48,6 +50,7 @@ class Row:
     """The output of one input while it grows."""
 
     inbox: Inbox
+    input_text: str
     settings: Settings
     tokenizer: Tokenizer
     detokenizer: Detokenizer
@@ -56,14 +59,15 @@ class Row:
     count: int = 0
     end: StopReason = StopReason.NOT_FINISHED
     expired: bool = False  # ended in the queue, without a token
+    beginning: str = ""  # of the output, for logs that want text
     _texts: list[str] = field(default_factory=list)
     _tokens: list[TokenInfo] = field(default_factory=list)
     _inputs_sent: bool = False
 
-    def opening(self, text: str) -> Reply:
+    def opening(self) -> Reply:
         """The first message of a stream."""
         request = self.inbox.request
-        echoed = text if self.settings.input_text else ""
+        echoed = self.input_text if self.settings.input_text else ""
         return Reply(text=echoed, input_token_count=len(request.tokens), seed=request.sampling.seed)
 
     def advance(self, events: list[TokenEvent]) -> list[Reply]:
@@ -83,12 +87,12 @@ class Row:
             self._texts.append(reply.text)
             self._tokens += reply.tokens
 
-    def whole(self, text: str) -> Reply:
+    def whole(self) -> Reply:
         """The response of a unary call."""
         request = self.inbox.request
         if self.expired:
             return Reply(input_token_count=len(request.tokens), stop_reason=self.end)
-        echoed = text + self.separator if self.settings.input_text else ""
+        echoed = self.input_text + self.separator if self.settings.input_text else ""
         return Reply(
             text=echoed + "".join(self._texts),
             input_token_count=len(request.tokens),
@@ -108,8 +112,11 @@ class Row:
             texts.append(self._text_of(event))
             if self.settings.details.generated and event.token >= 0:
                 tokens.append(self._info(event.token, event.facts))
+        text = "".join(texts)
+        if len(self.beginning) < SHOWN_CHARACTERS:
+            self.beginning = (self.beginning + text)[:SHOWN_CHARACTERS]
         return Reply(
-            text="".join(texts),
+            text=text,
             generated_token_count=self.count,
             stop_reason=self.end,
             stop_sequence=self.assembler.matched or "",
@@ -157,12 +164,15 @@ class RowFactory:
     decoder: TokenDecoder
     encoder_decoder: bool
 
-    def make(self, inbox: Inbox, settings: Settings) -> Row:
-        """The row of one submitted input."""
+    def make(self, inboxes: list[Inbox], texts: list[str], settings: Settings) -> list[Row]:
+        """The rows of a submitted call."""
+        return [self._row(inbox, text, settings) for inbox, text in zip(inboxes, texts, strict=True)]
+
+    def _row(self, inbox: Inbox, text: str, settings: Settings) -> Row:
         assembler = TextAssembler(
             settings.stop_sequences,
             include_stop_sequence=settings.include_stop_sequence,
             hold_cluster=self.decoder.splits_characters,
         )
         separator = "\n\n" if self.encoder_decoder else ""
-        return Row(inbox, settings, self.tokenizer, Detokenizer(self.decoder), assembler, separator)
+        return Row(inbox, text, settings, self.tokenizer, Detokenizer(self.decoder), assembler, separator)

@@ -16,7 +16,7 @@ from tgis.config import Config
 from tgis.detokenizer import TokenDecoder
 from tgis.engine_client import EngineClient
 from tgis.errors import StartError
-from tgis.generation import Generator, ModelFacts
+from tgis.generation import Generator, Serving
 from tgis.listener import Listener, ListenerOptions
 from tgis.messages import EngineInfo, EngineOptions
 from tgis.metrics import Metrics
@@ -106,10 +106,10 @@ class Server:
         """Let calls in."""
         config = self._config
         rows = RowFactory(self._tokenizer, self._decoder, info.encoder_decoder)
-        facts = ModelFacts(self._limits, info.encoder_decoder, config.max_concurrent_requests)
+        serving = Serving(self._limits, info.encoder_decoder, config.max_concurrent_requests, config.log_text)
         self._metrics = self._metrics_of(info)
         client.observer = self._metrics
-        self._service.generator = Generator(facts, client, self._tokenizer, rows, self._metrics)
+        self._service.generator = Generator(serving, client, self._tokenizer, rows, self._metrics)
         self._unhealthy = None
         listener.set_serving(True)
         gc.freeze()  # what is loaded stays
@@ -208,6 +208,7 @@ def _listener_options(config: Config) -> ListenerOptions:
         max_concurrent_streams=config.grpc_max_concurrent_streams,
         keepalive_seconds=config.grpc_keepalive_seconds,
         tls=config.tls,
+        tokens=config.auth_token_path,
     )
 
 

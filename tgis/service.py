@@ -73,7 +73,7 @@ class GenerationService:
         return convert.tokenize_response(await self._ready().tokenize(convert.tokenize_call(request)))
 
     async def _model_info(self, _request: pb.ModelInfoRequest) -> Message:
-        return convert.model_info(self._ready().model)
+        return convert.model_info(self._ready().serving)
 
     def _ready(self) -> Generator:
         if self.generator is None:

@@ -4,9 +4,7 @@ Files that fail their checks are refused at start. Later they are logged once, a
 in use.
 """
 
-import contextlib
 import logging
-import os
 import ssl
 import threading
 import time
@@ -17,8 +15,7 @@ from pathlib import Path
 import grpc
 
 from tgis.errors import StartError
-
-CHECK_SECONDS = 1.0  # the files are looked at this often at most, however many clients connect
+from tgis.watch import FileWatch
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +35,8 @@ class Certificates:
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads and checks the files; raises StartError with option and path. `clock` is in seconds."""
         self._files = files
-        self._clock = clock
         self._lock = threading.Lock()
-        self._checked_at = clock()
-        self._signature = _signature(files)
+        self._watch = FileWatch([path for path in (files.cert, files.key, files.client_ca) if path], clock)
         self._initial = _load(files)
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -54,18 +49,9 @@ class Certificates:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return self._reload() if self._changed() else None
+            return self._reload() if self._watch.changed() else None
         finally:
             self._lock.release()
-
-    def _changed(self) -> bool:
-        now = self._clock()
-        if now - self._checked_at < CHECK_SECONDS:
-            return False
-        self._checked_at = now
-        # Taken before the files are read, so that a swap in the middle of reading is seen the next time.
-        before, self._signature = self._signature, _signature(self._files)
-        return before != self._signature
 
     def _reload(self) -> grpc.ServerCertificateConfiguration | None:
         try:
@@ -75,16 +61,6 @@ class Certificates:
             return None
         _log.info("the TLS files have changed, new connections get the new ones")
         return configuration
-
-
-def _signature(files: TlsFiles) -> list[tuple[int, int, int]]:
-    """Differs once a file, or a link on the way to it as Kubernetes swaps them, has been replaced."""
-    signature = []
-    for path in filter(None, (files.cert, files.key, files.client_ca)):
-        with contextlib.suppress(OSError):
-            status = os.stat(path)
-            signature.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return signature
 
 
 def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:

@@ -145,9 +145,9 @@ def _free(group: _Group, step: _Step) -> Pass:
     scores = group.scores(step)
     mass = scores.logits().exp_()
     tokens = draw(mass, step.uniform[group.index])
-    log_mass = mass.sum(-1, keepdim=True).double().log()
+    total = mass.sum(-1, keepdim=True).double()
     rank = rank_of(scores, tokens) if group.wishes.ranks else torch.zeros_like(tokens)
-    return describe(scores, Totals(log_mass, log_mass), tokens, rank, group.wishes)
+    return describe(scores, Totals(total, torch.zeros_like(total)), tokens, rank, group.wishes)
 
 
 def _filtered(group: _Group, step: _Step) -> Pass:
@@ -173,7 +173,7 @@ def _drawn(scores: Scores, remaining: Remaining, filters: Filters, uniform: Tens
     at = order.gather(1, draw(remaining.mass.gather(1, order), uniform))
     logit = remaining.logits.gather(1, at)
     rank = 1 + (remaining.left & (remaining.logits > logit)).sum(-1, keepdim=True)
-    chosen = Chosen(remaining.ids.gather(1, at), logit - remaining.log_mass, rank)
+    chosen = Chosen(remaining.ids.gather(1, at), logit - remaining.total.log(), rank)
     return table(scores.best, chosen, remaining, wishes)
 
 

@@ -79,6 +79,7 @@ class Pass:
         assert self.again is not None
         blocks = torch.tensor(unsure, device=self.table.device).split(max(1, _BLOCK // self.vocabulary))
         for i, row in zip(unsure, torch.cat([self.again(block) for block in blocks]).tolist(), strict=True):
+            assert row[1] != State.UNSURE
             rows[i] = row
 
 
@@ -115,11 +116,11 @@ def table(best: Tensor, chosen: Chosen, remaining: Remaining, wishes: Wishes) ->
     last = remaining.ids.shape[1] - 1
     count = remaining.left.sum(-1, keepdim=True)
     first = remaining.left.byte().argmax(-1, keepdim=True)
-    nth = (first + torch.minimum(wishes.top_n, count) - 1).clamp(0, last)
+    nth = (first + wishes.top_n - 1).clamp(0, last)  # what is beyond the last one left is lower
     found = (remaining.left & (remaining.logits >= remaining.logits.gather(1, nth))).sum(-1, keepdim=True)
     sure = remaining.sure & (remaining.closed | (count >= wishes.top_n))
     at = (first + torch.arange(wishes.window, device=first.device)).clamp(max=last)
-    logprobs = remaining.logits.gather(1, at) - remaining.log_mass
+    logprobs = remaining.logits.gather(1, at) - remaining.total.log()
     state = _bad(best).maximum(State.UNSURE * ~sure)
     return _joined(chosen, state, found, remaining.ids.gather(1, at), logprobs)
 
@@ -142,7 +143,7 @@ def describe(scores: Scores, totals: Totals, tokens: Tensor, rank: Tensor, wishe
     """The facts of `tokens` [b, 1] in rows without filters."""
     vocabulary = scores.values.shape[1]
     logit = (scores.values.gather(1, tokens).double() - scores.best) / scores.temperature
-    chosen = Chosen(tokens, logit - totals.log_mass, rank)
+    chosen = Chosen(tokens, logit - totals.mass.log(), rank)
 
     def again(rows: Tensor) -> Tensor:
         some = scores.take(rows)

@@ -117,7 +117,7 @@ class Scores:
 class Totals:
     """What only a look at every token of a row tells, each [b, 1] float64; any number where nobody asks."""
 
-    log_mass: Tensor  # of the sum of exp(logits)
+    mass: Tensor  # the sum of exp(logits)
     entropy: Tensor  # of that distribution, in nats
 
     @classmethod
@@ -126,7 +126,7 @@ class Totals:
         logits = scores.logits().clamp_(min=_LOG_ZERO)  # infinity times its mass, which is 0, is no number
         mass = logits.exp()
         total = mass.sum(-1, keepdim=True).double()
-        return cls(total.log(), total.log() - torch.linalg.vecdot(mass, logits)[:, None] / total)
+        return cls(total, total.log() - torch.linalg.vecdot(mass, logits)[:, None] / total)
 
     @classmethod
     def unasked(cls, scores: Scores) -> Self:
@@ -136,7 +136,7 @@ class Totals:
 
     def take(self, rows: Tensor) -> "Totals":
         """Those of some of the rows."""
-        return Totals(self.log_mass[rows], self.entropy[rows])
+        return Totals(self.mass[rows], self.entropy[rows])
 
 
 def _sorted(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class Remaining:
     mass: Tensor  # [b, C] float64, exp(logits) of what is left, else 0
     closed: Tensor  # [b, 1] bool
     sure: Tensor  # [b, 1] bool: the list was long enough for everything asked so far
-    log_mass: Tensor  # [b, 1] float64, of all that is left; for an open row as the caller says
+    total: Tensor  # [b, 1] float64, mass of all that is left; for an open row as the caller says
     entropy: Tensor  # [b, 1] float64, of an open row, as the caller says
     vocabulary: int
 
@@ -181,7 +181,7 @@ class Remaining:
         left = ((values > lowest) | whole) & (values > -torch.inf)
         logits = (values.double() - scores.best) / scores.temperature
         sure = torch.ones_like(whole)
-        listed = cls(logits, ids, left, logits.exp(), whole, sure, totals.log_mass, totals.entropy, vocabulary)
+        listed = cls(logits, ids, left, logits.exp(), whole, sure, totals.mass, totals.entropy, vocabulary)
         listed._keep(left, whole)
         return listed
 
@@ -198,7 +198,7 @@ class Remaining:
         self.left = self.left & kept
         self.mass = self.mass * self.left
         self.closed = self.closed | closed
-        self.log_mass = torch.where(self.closed, self.mass.sum(-1, keepdim=True).log(), self.log_mass)
+        self.total = torch.where(self.closed, self.mass.sum(-1, keepdim=True), self.total)
 
     def _top_k(self, k: Tensor) -> None:
         on = k > 0
@@ -209,7 +209,7 @@ class Remaining:
     def _top_p(self, p: Tensor) -> None:
         on = p < 1
         upto = self.mass.cumsum(-1)
-        enough = p * self.log_mass.exp()
+        enough = p * self.total
         kept = ~on | (pad(upto, (1, -1)) < enough)  # less than p lies above, so from here down is over 1 - p
         kept[:, 0] = True
         self.sure &= ~on | self.closed | (upto[:, -1:] >= enough)
@@ -221,11 +221,11 @@ class Remaining:
         away = torch.where(self.left, (self.logits - typical).abs(), torch.inf).float()
         closest, at = _sorted(-away, torch.arange(away.shape[1], device=away.device).expand_as(away))
         upto = self.mass.gather(1, at).cumsum(-1)
-        enough = p * self.log_mass.exp()
+        enough = p * self.total
         last = (upto < enough).sum(-1, keepdim=True).clamp(max=away.shape[1] - 1)
-        farthest = -closest.gather(1, last)
+        farthest = -closest.gather(1, last)  # infinite if the list is too short
         outside = (typical - self.logits[:, -1:]).float()  # so far away is everything outside, or farther
-        self.sure &= ~on | self.closed | ((upto[:, -1:] >= enough) & (outside > farthest))
+        self.sure &= ~on | self.closed | (outside > farthest)
         self._keep(~on | (away <= farthest), on)
 
     def places_by_id(self) -> Tensor:
@@ -237,5 +237,5 @@ class Remaining:
 
     def _mean_logit(self) -> Tensor:
         """The logit of a token of exactly the expected surprise, [b, 1]."""
-        inside = torch.linalg.vecdot(self.mass, self.logits.clamp(min=_LOG_ZERO))[:, None] / self.log_mass.exp()
-        return torch.where(self.closed, inside, self.log_mass - self.entropy)
+        inside = torch.linalg.vecdot(self.mass, self.logits.clamp(min=_LOG_ZERO))[:, None] / self.total
+        return torch.where(self.closed, inside, self.total.log() - self.entropy)
