@@ -15,8 +15,6 @@ from tgis.messages import EngineOptions
 
 log = logging.getLogger(__name__)
 
-_CACHED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
@@ -53,12 +51,8 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
 
 
 def _load(path: str, config: transformers.PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    layers = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or _CACHED_LAYERS)
-    if not layers <= _CACHED_LAYERS:
-        unknown = ", ".join(sorted(layers - _CACHED_LAYERS))
-        raise StartError(f"{path}: a {config.model_type} model has layers that keep no KV cache: {unknown}")
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -69,6 +63,9 @@ def _load(path: str, config: transformers.PreTrainedConfig, dtype: torch.dtype) 
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise StartError(f"{path}: cannot be loaded as a decoder-only model: {reason}") from error
+    if model._is_stateful:  # state-space layers: what they keep is no KV cache, and rows could not leave
+        raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
+    return model
 
 
 def _default_dtype(config: transformers.PreTrainedConfig, device: torch.device) -> torch.dtype:
