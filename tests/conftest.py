@@ -9,6 +9,12 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 
+pytest.register_assert_rewrite("equality")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--oracle-recompute", action="store_true", help="compute the oracle's answers anew")
+
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:

@@ -1,10 +1,20 @@
 """Prompts whose continuations the oracle computes, by model and by name; the names are test ids."""
 
+import itertools
+from collections.abc import Iterator
+
 FAMILY, FLAG, THUMB, WOMAN = "👨‍👩‍👧‍👦", "🇵🇹", "👍🏽", "👩🏾‍🚀"
 
 
 def _chat(message: str) -> str:
     return f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def _cats() -> Iterator[str]:
+    places, colours = "Paris Lisbon Oslo Quito", "red green blue white black brown pink"
+    cats = itertools.product(places.split(), colours.split())
+    for number, (place, colour) in enumerate(cats, 1):
+        yield f"{number}. The {colour} cat sat on mat number {number * number}, in {place}.\n"
 
 
 SMOLLM2 = {
@@ -15,19 +25,15 @@ SMOLLM2 = {
     "javascript": "const squares = [1, 2, 3].map((x) => x ** 2);\nconsole.log(",
     "sql": "SELECT name, COUNT(*) AS orders FROM customers\nLEFT JOIN",
     "c": "#include <stdio.h>\n\n#define MAX(a, b) \\\n\t",
-    "html": '<ul class="menu">\n  <li><a href="/home">Home</a></li>\n  <li>',
-    "json": '{"id": 1, "tags": ["a", "b"], "size": 1.5e-3}\n{"id": 2, "tags":',
     "joiners": f"{FAMILY} {FAMILY} {FAMILY} {FAMILY} {FAMILY}",
     "emoji": f"🎉🥳🎂 Happy birthday! 🎉🥳🎂\n{THUMB}{FLAG}{WOMAN} {THUMB}{FLAG}{WOMAN} {THUMB}{FLAG}{WOMAN}",
     "chinese": "北京是中国的首都。上海是中国的",
     "japanese_korean": "日本の首都は東京です。韓国の首都は 서울입니다. 안녕하세요",
     "arabic": "عاصمة مصر هي القاهرة وعاصمة فرنسا هي",
     "hebrew": "בירת ישראל היא ירושלים. בירת צרפת היא",
-    "russian": "Столица России — Москва, а столица Франции —",
     "accents": "Élève à l'école: où est passé le garçon? São Paulo, Ångström, naïve, Zażółć gęślą",
     "combining": "e\u0301 a\u0308 o\u0302 n\u0303 e\u0301 a\u0308 o\u0302 n\u0303 e\u0301 a\u0308",
     "numbers": "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144,",
-    "sum": "3.14159 + 2.71828 = 5.85987\n1,000,000 / 7 =",
     "leading_spaces": "   Once upon a time there was a",
     "trailing_spaces": "Name:   Alice   \nAge:   ",
     "newlines": "\n\n\nChapter 1\n\n\n",
@@ -35,19 +41,8 @@ SMOLLM2 = {
     "odd_characters": "zero\u200bwidth, no\u00a0break, \ufeffmark, \ufffd\ufffd, bell\x07, ½ ≠ ∞ 𝕬𝖇 ﷽",
     "special_inside": "<|endoftext|>A file<file_sep><filename>main.py\nimport",
     "chat_short": _chat("What is 2+2? Answer with only the number."),
-    "chat_yes": _chat("Reply with exactly one word: hello"),
     "chat_poem": _chat("Write a haiku about the sea 🌊, then translate it to Spanish."),
-    "long": "".join(
-        f"{n}. The {c} cat sat on mat number {n * n}, in {p}.\n"
-        for n, (c, p) in enumerate(
-            (
-                (c, p)
-                for p in ("Paris", "Lisbon", "Oslo", "Quito")
-                for c in ("red", "green", "blue", "white", "black", "brown", "pink")
-            ),
-            1,
-        )
-    ),
+    "long": "".join(_cats()),
 }
 
 GLASSLLM = {

@@ -1,0 +1,246 @@
+"""Comparison of what the server answered with what the oracle says; clients that ask in every way."""
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import regex
+from oracle import NEAR_TIE, TOLERANCE, Answer, Place
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+TEXT = pb.ResponseOptions()
+TOKENS = pb.ResponseOptions(generated_tokens=True)
+INPUTS = pb.ResponseOptions(input_tokens=True, token_logprobs=True)
+EVERYTHING = pb.ResponseOptions(
+    input_tokens=True, generated_tokens=True, token_logprobs=True, token_ranks=True, top_n_tokens=5
+)
+OPTIONS = (TEXT, TOKENS, INPUTS, EVERYTHING)
+TIMEOUT = 120
+TOKEN_TOLERANCE = 1e-4  # of the tokens themselves; of candidates, which are less likely, the oracle's own
+
+
+class Comparison:
+    """One answer of the server against the oracle's."""
+
+    def __init__(self, answer: Answer, max_new_tokens: int, options: pb.ResponseOptions) -> None:
+        self.answer, self.max_new_tokens, self.options = answer, max_new_tokens, options
+        self.expected = answer.generated[:max_new_tokens]
+
+    def check(self, got: pb.GenerationResponse) -> bool:
+        """Whether all of it was compared: False if a near tie that fell otherwise ended the comparison."""
+        assert got.input_token_count == len(self.answer.input_tokens)
+        assert got.seed == 0
+        assert got.stop_sequence == ""
+        self._check_inputs(got.input_tokens)
+        agreed = self._agreed(got)
+        for token, place in zip(got.tokens[:agreed], self.expected, strict=False):
+            self._check_token(token, place)
+        if agreed < len(self.expected):
+            assert got.text.startswith(self.answer.texts[agreed])
+            return False
+        assert got.text == self.answer.texts[agreed]
+        assert got.generated_token_count == agreed
+        assert pb.StopReason.Name(got.stop_reason) == self._stop_reason()
+        return True
+
+    def _stop_reason(self) -> str:
+        whole, reason = len(self.answer.generated), self.answer.stop_reason
+        if self.max_new_tokens > whole or (self.max_new_tokens == whole and reason == "EOS_TOKEN"):
+            return reason
+        return "MAX_TOKENS"
+
+    def _agreed(self, got: pb.GenerationResponse) -> int:
+        """The number of tokens before the first near tie that fell otherwise."""
+        if not self.options.generated_tokens:
+            assert not got.tokens
+            return self._agreed_by_text(got.text)
+        assert len(got.tokens) == got.generated_token_count
+        for step, (token, place) in enumerate(zip(got.tokens, self.expected, strict=False)):
+            if token.text != place.token:
+                assert step in self.answer.open_steps(), f"{token.text!r}, not {place.token!r}, at {step}"
+                assert token.text in {text for text, logprob in place.top if logprob > place.top[0][1] - NEAR_TIE}
+                return step
+        assert len(got.tokens) == len(self.expected)
+        return len(self.expected)
+
+    def _agreed_by_text(self, text: str) -> int:
+        if text == self.answer.texts[len(self.expected)]:
+            return len(self.expected)
+        near_ties = {step for step in self.answer.open_steps() if step < len(self.expected)}
+        assert near_ties, f"{text!r}, not {self.answer.texts[len(self.expected)]!r}"
+        return min(near_ties)
+
+    def _check_inputs(self, tokens: Iterable[pb.TokenInfo]) -> None:
+        if not self.options.input_tokens:
+            assert not tokens
+            return
+        first, *rest = tokens
+        assert [first.text, *(token.text for token in rest)] == self.answer.input_tokens
+        assert math.isnan(first.logprob) == self.options.token_logprobs
+        assert (first.rank, len(first.top_tokens)) == (0, 0)
+        for token, place in zip(rest, self.answer.input_places, strict=True):
+            self._check_token(token, place)
+
+    def _check_token(self, token: pb.TokenInfo, place: Place) -> None:
+        assert token.text == place.token
+        logprob = place.logprob if self.options.token_logprobs else 0
+        assert abs(token.logprob - logprob) <= TOKEN_TOLERANCE, (token.text, token.logprob, logprob)
+        best, worst = place.ranks if self.options.token_ranks else (0, 0)
+        assert best <= token.rank <= worst, (token.text, token.rank, place.ranks)
+        if self.options.top_n_tokens:
+            _check_candidates(token, place, self.options.top_n_tokens)
+        else:
+            assert not token.top_tokens
+
+
+def _check_candidates(token: pb.TokenInfo, place: Place, count: int) -> None:
+    """The best `count`, best first; where the oracle's differ by less than the tolerance, any of them."""
+    wider, got = dict(place.top), {top.text: top.logprob for top in token.top_tokens}
+    logprobs = list(got.values())
+    assert logprobs == sorted(logprobs, reverse=True)
+    assert len(got) == len(token.top_tokens) >= count
+    assert set(logprobs[count:]) <= {logprobs[count - 1]}, "more than asked, without a tie"
+    last = place.top[count - 1][1]
+    assert {text for text, logprob in place.top if logprob > last + 2 * TOLERANCE} <= got.keys()
+    for text, logprob in got.items():
+        assert abs(logprob - wider[text]) <= TOLERANCE, (text, logprob, wider[text])
+
+
+def joined(messages: list[pb.GenerationResponse], options: pb.ResponseOptions) -> pb.GenerationResponse:
+    """A stream's messages as the unary answer that they amount to; their order and shape are checked."""
+    first, *rest = messages
+    assert first == pb.GenerationResponse(input_token_count=first.input_token_count)
+    if options.input_tokens:
+        inputs, *rest = rest
+        bare = pb.GenerationResponse(input_token_count=first.input_token_count)
+        bare.input_tokens.extend(inputs.input_tokens)
+        assert bare.SerializeToString() == inputs.SerializeToString()
+    _check_progress(rest, options)
+    _check_cuts([message.text for message in rest])
+    whole = pb.GenerationResponse()
+    for message in messages:
+        whole.MergeFrom(message)
+    whole.text = "".join(message.text for message in messages)
+    return whole
+
+
+def _check_progress(messages: list[pb.GenerationResponse], options: pb.ResponseOptions) -> None:
+    counts = [0, *(message.generated_token_count for message in messages)]
+    for message, (before, count) in zip(messages, itertools.pairwise(counts), strict=True):
+        assert before < count
+        assert (message.input_token_count, len(message.input_tokens), message.seed) == (0, 0, 0)
+        if options.generated_tokens:
+            assert (len(message.tokens), count - before) == (1, 1)
+        else:
+            assert not message.tokens
+            assert message.text or message is messages[-1], "a message that says nothing"
+    assert all(message.stop_reason == pb.NOT_FINISHED for message in messages[:-1])
+    assert messages[-1].stop_reason != pb.NOT_FINISHED
+
+
+def _check_cuts(texts: list[str]) -> None:
+    """No message begins within what a reader sees as one character."""
+    begins = {0, *(match.end() for match in regex.finditer(r"\X", "".join(texts)))}
+    assert begins.issuperset(itertools.accumulate(len(text) for text in texts))
+
+
+def generate(
+    stub: pb_grpc.GenerationServiceStub,
+    answers: list[Answer],
+    max_new_tokens: int,
+    options: pb.ResponseOptions,
+) -> list[pb.GenerationResponse]:
+    """The responses of one unary call."""
+    request = pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text=answer.prompt) for answer in answers],
+        params=_parameters(max_new_tokens, options),
+    )
+    return list(stub.Generate(request, timeout=TIMEOUT).responses)
+
+
+def stream(
+    stub: pb_grpc.GenerationServiceStub, answer: Answer, max_new_tokens: int, options: pb.ResponseOptions
+) -> pb.GenerationResponse:
+    """The messages of a stream, joined."""
+    return joined(list(stub.GenerateStream(_single(answer, max_new_tokens, options), timeout=TIMEOUT)), options)
+
+
+def leave(stub: pb_grpc.GenerationServiceStub, answer: Answer, messages: int) -> None:
+    """Open a stream, and cancel it after some messages."""
+    call = stub.GenerateStream(_single(answer, 32, EVERYTHING), timeout=TIMEOUT)
+    for _ in itertools.islice(call, messages):
+        pass
+    call.cancel()
+
+
+def _single(answer: Answer, max_new_tokens: int, options: pb.ResponseOptions) -> pb.SingleGenerationRequest:
+    return pb.SingleGenerationRequest(
+        request=pb.GenerationRequest(text=answer.prompt), params=_parameters(max_new_tokens, options)
+    )
+
+
+def _parameters(max_new_tokens: int, options: pb.ResponseOptions) -> pb.Parameters:
+    return pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=max_new_tokens), response=options)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that is to come `delay` seconds after the first."""
+
+    delay: float
+    answer: Answer
+    way: str  # unary, stream or leave
+    max_new_tokens: int
+    options: pb.ResponseOptions
+
+    def __str__(self) -> str:
+        prompt, options = self.answer.prompt[:40], str(self.options).split()
+        return f"{self.way} at {self.delay:.2f} s of {prompt!r}, {self.max_new_tokens} tokens, {options}"
+
+    def meet(self, stub: pb_grpc.GenerationServiceStub, start: float) -> bool:
+        """Send it, and check what comes; whether all could be compared."""
+        time.sleep(max(0.0, start + self.delay - time.monotonic()))
+        if self.way == "leave":
+            leave(stub, self.answer, 3)
+            return True
+        if self.way == "stream":
+            got = stream(stub, self.answer, self.max_new_tokens, self.options)
+        else:
+            (got,) = generate(stub, [self.answer], self.max_new_tokens, self.options)
+        return Comparison(self.answer, self.max_new_tokens, self.options).check(got)
+
+
+def forty_and_eight(answers: list[Answer], seed: int, seconds: float, max_new_tokens: tuple[int, int]) -> list[Arrival]:
+    """Forty requests at random times, and eight that leave before their end; every answer at least once."""
+    draw = random.Random(seed)
+    chosen = [*answers, *draw.choices(answers, k=48)][:48]
+    draw.shuffle(chosen)
+    ways = ["leave"] * 8 + ["unary", "stream"] * 20
+    return [
+        Arrival(
+            delay=draw.uniform(0, seconds),
+            answer=answer,
+            way=way,
+            max_new_tokens=draw.randint(*max_new_tokens),
+            options=draw.choice(OPTIONS),
+        )
+        for answer, way in zip(chosen, ways, strict=True)
+    ]
+
+
+def meet_all(stub: pb_grpc.GenerationServiceStub, arrivals: list[Arrival]) -> int:
+    """Send all; the number of those that a near tie cut short."""
+    start = time.monotonic()
+    with ThreadPoolExecutor(len(arrivals)) as pool:
+        met = [pool.submit(arrival.meet, stub, start) for arrival in arrivals]
+    failures = [
+        f"{arrival}: {error!r}" for arrival, future in zip(arrivals, met, strict=True) if (error := future.exception())
+    ]
+    assert not failures, "\n".join(failures)
+    return sum(not future.result() for future in met)

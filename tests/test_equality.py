@@ -1,0 +1,137 @@
+"""A real server of real models against the oracle: alone, streamed, in a batch, overlapping.
+
+Where the oracle's best two tokens are a near tie and the server takes the other one, the comparison of that
+request ends; each test prints how many did so.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import oracle
+import pytest
+from equality import EVERYTHING, OPTIONS, TEXT, Arrival, Comparison, forty_and_eight, generate, meet_all, stream
+from harness import Server, serving
+from oracle import MAX_NEW_TOKENS, PROMPTS, Answer
+
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+pytestmark = pytest.mark.timeout(600)  # the first test may compute the oracle
+
+MODELS = pytest.mark.parametrize("served", PROMPTS, indirect=True)
+CASES = [(model, prompt) for model, prompts in PROMPTS.items() for prompt in prompts]
+GLASSLLM = list(PROMPTS["glassllm"])
+BATCHES = [
+    ("smollm2", "one_token long emoji chat_short python english joiners newlines"),
+    *(("glassllm", " ".join(GLASSLLM[at : at + 8])) for at in range(0, len(GLASSLLM), 8)),
+]
+
+
+@dataclass
+class Served:
+    """A server with its stub and what its model should answer."""
+
+    server: Server
+    stub: pb_grpc.GenerationServiceStub
+    answers: dict[str, Answer]
+    max_new_tokens: int
+
+
+@pytest.fixture(scope="module")
+def smollm2(request: pytest.FixtureRequest, smollm2_dir: Path, cache_dir: Path) -> Iterator[Served]:
+    with _serving("smollm2", smollm2_dir, cache_dir, request) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def glassllm(request: pytest.FixtureRequest, glassllm_dir: Path, cache_dir: Path) -> Iterator[Served]:
+    with _serving("glassllm", glassllm_dir, cache_dir, request) as served:
+        yield served
+
+
+@contextmanager
+def _serving(name: str, model: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    answers = oracle.answers(name, model, cache, request.config.getoption("--oracle-recompute"))
+    # one thread: beside other work, threads that wait for each other are ten times slower
+    with (
+        TemporaryDirectory() as log,
+        serving(Path(log), model, DTYPE="float32", NUM_THREADS=1) as server,
+        server.stub() as stub,
+    ):
+        yield Served(server, stub, answers, MAX_NEW_TOKENS[name])
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Served:
+    one: Served = request.getfixturevalue(request.param)
+    return one
+
+
+@pytest.fixture(autouse=True)
+def _log_of_failures(request: pytest.FixtureRequest, served: Served) -> Iterator[None]:
+    before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > before:
+        print(served.server.log.read_text()[-10_000:])
+
+
+@pytest.mark.parametrize(("served", "prompt"), CASES, indirect=["served"])
+def test_unary_alone(served: Served, prompt: str) -> None:
+    answer = served.answers[prompt]
+    (got,) = generate(served.stub, [answer], served.max_new_tokens, EVERYTHING)
+    compared = Comparison(answer, served.max_new_tokens, EVERYTHING).check(got)
+    print(f"ended at a near tie: {1 - compared} of 1")
+
+
+@pytest.mark.parametrize("prompt", GLASSLLM)
+@pytest.mark.parametrize("served", ["glassllm"], indirect=True)
+def test_stream_alone_equals_unary(served: Served, prompt: str) -> None:
+    answer = served.answers[prompt]
+    for options in (TEXT, EVERYTHING):
+        (unary,) = generate(served.stub, [answer], served.max_new_tokens, options)
+        streamed = stream(served.stub, answer, served.max_new_tokens, options)
+        assert streamed.text == unary.text
+        assert [token.text for token in streamed.tokens] == [token.text for token in unary.tokens]
+        assert streamed.generated_token_count == unary.generated_token_count
+        compared = Comparison(answer, served.max_new_tokens, options).check(streamed)
+        print(f"ended at a near tie: {1 - compared} of 1")
+
+
+@MODELS
+def test_streams_together(served: Served) -> None:
+    options = itertools.cycle(OPTIONS)
+    arrivals = [
+        Arrival(0, answer, "stream", served.max_new_tokens, next(options)) for answer in served.answers.values()
+    ]
+    print(f"ended at a near tie: {meet_all(served.stub, arrivals)} of {len(arrivals)}")
+
+
+@pytest.mark.parametrize(
+    ("served", "prompts"), BATCHES, indirect=["served"], ids=[f"{b[0]}-{b[1].split()[0]}" for b in BATCHES]
+)
+def test_batch_call(served: Served, prompts: str) -> None:
+    answers = [served.answers[prompt] for prompt in prompts.split()]
+    responses = generate(served.stub, answers, 24, EVERYTHING)
+    compared = [
+        Comparison(answer, 24, EVERYTHING).check(response) for answer, response in zip(answers, responses, strict=True)
+    ]
+    print(f"ended at a near tie: {compared.count(False)} of {len(compared)}")
+
+
+@pytest.mark.parametrize(
+    ("served", "seconds", "max_new_tokens", "seed"),
+    [
+        ("smollm2", 3, (24, 64), 1),
+        ("glassllm", 0, (1, 32), 2),
+        ("glassllm", 0.5, (1, 32), 3),
+        ("glassllm", 2, (8, 32), 4),
+    ],
+    indirect=["served"],
+    ids=["smollm2", "glassllm-at-once", "glassllm-dense", "glassllm-sparse"],
+)
+def test_overlapping(served: Served, seconds: float, max_new_tokens: tuple[int, int], seed: int) -> None:
+    arrivals = forty_and_eight(list(served.answers.values()), seed, seconds, max_new_tokens)
+    print(f"ended at a near tie: {meet_all(served.stub, arrivals)} of {len(arrivals)}")
