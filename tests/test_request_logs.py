@@ -1,0 +1,99 @@
+"""What the log says about requests: one line for each input, however it ends, and no text unless asked."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from harness import Server, call, serving, stream_of
+
+from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2 as pb
+
+SECRET = "my-password-is-swordfish and it is long"
+
+
+def start(directory: Path, **options: object) -> Any:
+    model = make_fake_model(directory / "model", step_seconds=0.01)
+    settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": directory / "cache", "JSON_OUTPUT": "true"}
+    return serving(directory, model, **(settings | options))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with start(tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+def lines(server: Server, correlation_id: str, count: int) -> list[dict[str, Any]]:
+    """The log's lines with that id, once there are so many."""
+    until = time.monotonic() + 5
+    while True:
+        found = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+        found = [line for line in found if line.get("correlation_id") == correlation_id]
+        if len(found) >= count:
+            return found
+        assert time.monotonic() < until, found
+        time.sleep(0.02)
+
+
+def metadata(correlation_id: str) -> list[tuple[str, str]]:
+    return [("x-correlation-id", correlation_id), ("authorization", "Bearer sesame")]
+
+
+def test_each_input_has_one_line(server: Server) -> None:
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc"), pb.GenerationRequest(text="de")])
+    request.params.stopping.max_new_tokens = 4
+    with server.stub() as stub:
+        stub.Generate(request, metadata=metadata("two-inputs"))
+    found = lines(server, "two-inputs", 2)
+    assert [(line["input_tokens"], line["generated_tokens"]) for line in found] == [(3, 4), (2, 4)]
+    assert all("MAX_TOKENS" in line["message"] and line["level"] == "INFO" for line in found)
+    assert all("max_new_tokens=4" in line["parameters"] for line in found)
+    assert all(0 <= line["queue_seconds"] <= line["total_seconds"] for line in found)
+
+
+def test_the_correlation_id_comes_back(server: Server) -> None:
+    with server.stub() as stub:
+        _, done = stub.Generate.with_call(call("abc", 3), metadata=metadata("unary-id"))
+        assert dict(done.trailing_metadata())["x-correlation-id"] == "unary-id"
+        stream = stub.GenerateStream(stream_of(call("abc", 3)), metadata=metadata("stream-id"))
+        list(stream)
+        assert ("x-correlation-id", "stream-id") in stream.trailing_metadata()
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Generate(call("abc", 99999), metadata=metadata("failed-id"))
+        assert ("x-correlation-id", "failed-id") in caught.value.trailing_metadata()
+    (line,) = lines(server, "failed-id", 1)
+    assert "max_new_tokens must be <=" in line["message"]
+
+
+def test_a_cancelled_stream_has_its_line_too(server: Server) -> None:
+    with server.stub() as stub:
+        stream = stub.GenerateStream(stream_of(call("abc", 500)), metadata=metadata("cancelled-id"))
+        next(stream), next(stream)
+        stream.cancel()
+        (line,) = lines(server, "cancelled-id", 1)
+    assert "CANCELLED" in line["message"]
+    assert line["level"] == "WARNING"
+
+
+def test_no_text_and_no_credentials_are_logged(server: Server) -> None:
+    with server.stub() as stub:
+        stub.Generate(call(SECRET, 60, stop_sequences=["zzz"]), metadata=metadata("secret-id"))
+    lines(server, "secret-id", 1)
+    log = server.log.read_text()
+    assert "swordfish" not in log
+    assert "zzz" not in log
+    assert "sesame" not in log
+
+
+def test_text_is_logged_cut_when_it_is_asked_for(tmp_path: Path) -> None:
+    with start(tmp_path, LOG_TEXT="true") as server:
+        with server.stub() as stub:
+            stub.Generate(call(SECRET, 60), metadata=metadata("open-id"))
+        (line,) = lines(server, "open-id", 1)
+    assert line["input"] == SECRET[:32]
+    assert line["output"] == SECRET[:32]
