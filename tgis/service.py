@@ -99,11 +99,14 @@ async def _border(context: Context) -> AsyncIterator[None]:
     context.set_trailing_metadata(metadata)
     try:
         with logs.correlated(correlation_id):
-            yield
-    except RequestError as error:
-        await _abort(context, error, metadata)
+            try:
+                yield
+            except RequestError as error:
+                await _abort(context, error, metadata)
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError:  # gRPC cannot send: the call ended while it was being answered
+        log.info("a client left before its answer")
     except Exception as error:
         log.exception("a call failed")
         await _abort(context, EngineFailure(f"internal error: {type(error).__name__}"), metadata)

@@ -1,0 +1,33 @@
+"""Protobuf JSON against protobuf JSON: the differences, one line each, told by their paths."""
+
+import math
+from typing import Any
+
+RELATIVE, ABSOLUTE = 5e-4, 1e-9  # those of TGIS's own suites; float32 here and there differ by a tenth of it
+
+
+def differences(expected: Any, got: Any, path: str = "", partly: bool = False) -> list[str]:
+    """Floats are equal within tolerance, everything else exactly; `partly`: keys of `got` alone do not count."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        names = expected if partly else expected | got
+        return [line for name in names for line in _member(expected, got, f"{path}.{name}", name, partly)]
+    if isinstance(expected, list) and isinstance(got, list):
+        lines = [f"{path}: {len(expected)} expected, {len(got)} came"] if len(expected) != len(got) else []
+        for index, (one, other) in enumerate(zip(expected, got, strict=False)):
+            lines += differences(one, other, f"{path}[{index}]", partly)
+        return lines
+    return [] if _equal(expected, got) else [f"{path}: expected {expected!r}, got {got!r}"]
+
+
+def _member(expected: dict[str, Any], got: dict[str, Any], path: str, name: str, partly: bool) -> list[str]:
+    if name not in got:
+        return [f"{path}: expected {expected[name]!r}, got none"]
+    if name not in expected:
+        return [f"{path}: expected none, got {got[name]!r}"]
+    return differences(expected[name], got[name], path, partly)
+
+
+def _equal(expected: Any, got: Any) -> bool:
+    if isinstance(expected, float) and isinstance(got, float):
+        return math.isclose(expected, got, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    return type(expected) is type(got) and bool(expected == got)

@@ -1,0 +1,43 @@
+"""A model and its tokenizer as transformers loads them, with the options of the server that is to equal them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from golden_cases import Json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class Model:
+    """A model, its tokenizer and the options of its server."""
+
+    def __init__(self, directory: Path, options: Json) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        self.network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        eos = self.network.generation_config.eos_token_id
+        self.eos_ids: list[int] = eos if isinstance(eos, list) else [eos]
+        self.bos_id = next(iter(self.encode("")), None)
+        self.sequence_length = int(options["MAX_SEQUENCE_LENGTH"])
+        self.new_tokens = min(int(options["MAX_NEW_TOKENS"]), self.sequence_length - 1)
+        self.include = options.get("DEFAULT_INCLUDE_STOP_SEQS", "true") == "true"
+        self.show_special = options.get("OUTPUT_SPECIAL_TOKENS", "false") == "true"
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text).input_ids
+        return ids
+
+    def truncated(self, ids: list[int], limit: int) -> list[int]:
+        if not 0 < limit < len(ids):
+            return ids
+        kept = ids[-limit:]
+        return kept if self.bos_id is None else [self.bos_id, *kept[1:]]
+
+    def names(self, ids: list[int]) -> list[str]:
+        names: list[str] = self.tokenizer.convert_ids_to_tokens(ids)
+        return names
+
+    def decode(self, ids: list[int]) -> str:
+        if self.show_special and ids and ids[-1] in self.eos_ids:
+            ids = ids[:-1]
+        text: str = self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=not self.show_special)
+        return text

@@ -1,0 +1,137 @@
+"""Golden cases through a real server: sent at once and in any order, and each answer compared.
+
+A case of one input goes out as a unary call and as a stream; the stream is held to its protocol, and what it
+says when joined must be what the unary call must say.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from golden_cases import Case, Error, Json, expected
+from golden_compare import differences
+from golden_protocol import joined, violations
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+PAUSE = 0.004  # seconds between one call and the next
+TIMEOUT = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A case on one of its ways."""
+
+    case: Case
+    streamed: bool
+
+
+def ways(case: Case) -> list[Sending]:
+    """Unary calls of one input are streamed too."""
+    if case.rpc == "Generate":
+        single = len(case.request.get("requests", ())) == 1
+        return [Sending(case, False), Sending(case, True)] if single else [Sending(case, False)]
+    return [Sending(case, case.rpc == "GenerateStream")]
+
+
+async def run(target: str, cases: list[Case], seed: int) -> dict[str, list[str]]:
+    """Send everything without waiting for answers; what was wrong, by the ids of the cases."""
+    sendings = [sending for case in cases for sending in ways(case)]
+    random.Random(seed).shuffle(sendings)
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+        tasks = []
+        for sending in sendings:
+            tasks.append(asyncio.create_task(_problems(stub, sending)))
+            await asyncio.sleep(PAUSE)
+        found = await asyncio.gather(*tasks)
+    problems: dict[str, list[str]] = {case.id: [] for case in cases}
+    for sending, lines in zip(sendings, found, strict=True):
+        way = "streamed" if sending.streamed else "unary"
+        problems[sending.case.id] += [f"{way}{line}" for line in lines]
+    return problems
+
+
+async def _problems(stub: pb_grpc.GenerationServiceStub, sending: Sending) -> list[str]:
+    case = sending.case
+    try:
+        if sending.streamed:
+            request = _stream_request(case)
+            messages = [message async for message in stub.GenerateStream(request, timeout=TIMEOUT)]
+        else:
+            answer = await getattr(stub, case.rpc)(case.message(), timeout=TIMEOUT)
+    except grpc.aio.AioRpcError as error:
+        return _error_problems(case.error, error, sending.streamed)
+    if case.error is not None:
+        return [f": expected {case.error}, got an answer"]
+    if sending.streamed:
+        (wanted,) = _wanted(case)["responses"]
+        return violations(request, messages) or _differences(case, wanted, joined(messages))
+    return _differences(case, _wanted(case), answer) + list(_repeated(case, answer))
+
+
+def _wanted(case: Case) -> Json:
+    return case.expect_partly if case.expect_partly is not None else expected(case)
+
+
+def _differences(case: Case, wanted: Json, answer: Message) -> list[str]:
+    return differences(wanted, json_format.MessageToDict(answer), partly=case.expect_partly is not None)
+
+
+def _repeated(case: Case, answer: Any) -> Iterator[str]:
+    for name in case.distinct:
+        found = [getattr(response, name) for response in answer.responses]
+        if len(set(found)) < len(found):
+            yield f": {name} is not distinct: {found}"
+        if name == "seed" and max(found) >= 1 << 32:
+            yield f": a drawn seed has more than 32 bits: {found}"
+
+
+def _stream_request(case: Case) -> pb.SingleGenerationRequest:
+    message = case.message()
+    if isinstance(message, pb.SingleGenerationRequest):
+        return message
+    assert isinstance(message, pb.BatchedGenerationRequest)
+    single = pb.SingleGenerationRequest(request=message.requests[0], model_id=message.model_id)
+    if message.HasField("params"):
+        single.params.CopyFrom(message.params)
+    for name in ("prefix_id", "adapter_id"):
+        if message.HasField(name):
+            setattr(single, name, getattr(message, name))
+    return single
+
+
+def _error_problems(wanted: Error | None, error: grpc.aio.AioRpcError, streamed: bool) -> list[str]:
+    if wanted is None:
+        return [f": expected an answer, got {error.code().name}: {error.details()}"]
+    pairs = {
+        "code": (wanted.code, error.code().name),
+        "message": (_said(wanted.message, streamed), error.details()),
+        "fields": ([_said(wanted.field, streamed)] if wanted.field else [], list(_fields(error))),
+    }
+    return [f".{name}: expected {one!r}, got {other!r}" for name, (one, other) in pairs.items() if one != other]
+
+
+def _said(text: str, streamed: bool) -> str:
+    """How a stream names its only input."""
+    return text.replace("requests[0]", "request") if streamed else text
+
+
+def _fields(error: grpc.aio.AioRpcError) -> Iterator[str]:
+    """The fields of the violations in the status that comes as metadata, which must say what the call says."""
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == "grpc-status-details-bin":
+            status = status_pb2.Status.FromString(bytes(value))
+            assert (status.code, status.message) == (error.code().value[0], error.details())
+            for detail in status.details:
+                bad = error_details_pb2.BadRequest()
+                assert detail.Unpack(bad), detail
+                yield from (violation.field for violation in bad.field_violations)

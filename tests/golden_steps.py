@@ -1,0 +1,227 @@
+"""The oracle's generation of one input: a forward pass, the scores, the choice, the text and the end, step by step.
+
+TGIS's rules written out once more; of tgis only the messages are used. Scores are judged with noise added: what
+rounding could change is refused.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from golden_model import Model
+from transformers import (
+    DynamicCache,
+    ExponentialDecayLengthPenalty,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from tgis.pb import generation_pb2 as pb
+
+T = TypeVar("T", bound=Hashable)
+REPLACEMENT = "\ufffd"
+NOISE = 1e-4  # more than what another order of float32 sums changes in a logit
+TRIALS = 8
+
+
+class UnsettledError(Exception):
+    """Rounding or a draw decides the answer."""
+
+
+class Text:
+    """The growing output, token by token, and the stop sequences in it."""
+
+    def __init__(self, model: Model, stops: list[str], include: bool) -> None:
+        self.model, self.include = model, include
+        self.stops = [stop.encode() for stop in stops]
+        self.output = b""
+        self.pending: list[int] = []
+        self.byte_level = type(model.tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
+        self.placeholder = model.tokenizer("A", add_special_tokens=False).input_ids[:1]
+
+    def add(self, token: int) -> int:
+        """The number of bytes added."""
+        self.pending.append(token)
+        text = self._decoded()
+        if text.endswith(REPLACEMENT):
+            return 0
+        self.pending.clear()
+        self.output += text.encode()
+        return len(text.encode())
+
+    def _decoded(self) -> str:
+        if self.byte_level:
+            return self.model.decode(self.pending)
+        before = self.model.decode(self.placeholder)
+        text = self.model.decode(self.placeholder + self.pending)
+        assert text.startswith(before)
+        return text[len(before) :]
+
+    def stop(self, added: int) -> str:
+        """The stop sequence that the bytes just added complete, or nothing; the output is then cut."""
+        for stop in self.stops if added else ():
+            start = self.output.rfind(stop, max(0, len(self.output) + 1 - added - len(stop)))
+            if start >= 0:
+                self.output = self.output[: start + len(stop) if self.include else start]
+                return stop.decode()
+        return ""
+
+    def whole(self) -> str:
+        return self.output.decode() + self.model.decode(self.pending).rstrip(REPLACEMENT)
+
+
+class Run:
+    """One input."""
+
+    def __init__(self, model: Model, text: str, params: pb.Parameters) -> None:
+        self.model, self.params = model, params
+        self.ids = model.truncated(model.encode(text), params.truncate_input_tokens)
+        self.inputs = len(self.ids)
+        self.past = DynamicCache()
+        self.response = pb.GenerationResponse(input_token_count=self.inputs)
+        neutral = params.sampling.temperature or not params.sampling.HasField("temperature")
+        self.samples = params.method == pb.SAMPLE and bool(neutral)
+        if self.samples:
+            if not params.sampling.HasField("seed"):
+                raise UnsettledError("the seed is drawn")
+            self.response.seed = params.sampling.seed
+        with torch.inference_mode():
+            self._run(text)
+
+    def _run(self, text: str) -> None:
+        stopping, options = self.params.stopping, self.params.response
+        include = stopping.include_stop_sequence if stopping.HasField("include_stop_sequence") else self.model.include
+        output = Text(self.model, list(stopping.stop_sequences), include)
+        logits = self._forward(self.ids)  # [T, V]
+        if options.input_tokens:
+            self.response.input_tokens.extend(self._input_infos(logits))
+        while not self.response.stop_reason:
+            token, info = self._choose(logits[-1])
+            self.ids.append(token)
+            self.response.generated_token_count += 1
+            if options.generated_tokens:
+                self.response.tokens.append(info)
+            self._end(token, output, output.add(token))
+            if not self.response.stop_reason:
+                logits = self._forward([token])
+        stopped = self.response.stop_reason == pb.STOP_SEQUENCE
+        generated = output.output.decode() if stopped else output.whole()
+        self.response.text = text + generated if options.input_text else generated
+
+    def _end(self, token: int, output: Text, added: int) -> None:
+        stopping = self.params.stopping
+        asked, room = stopping.max_new_tokens or 20, self.model.sequence_length - self.inputs
+        count = self.response.generated_token_count
+        if count < stopping.min_new_tokens:
+            return
+        if token in self.model.eos_ids:
+            self.response.stop_reason = pb.EOS_TOKEN
+        elif count >= min(asked, room):
+            self.response.stop_reason = pb.TOKEN_LIMIT if asked > room else pb.MAX_TOKENS
+        elif stop := output.stop(added):
+            self.response.stop_reason = pb.STOP_SEQUENCE
+            self.response.stop_sequence = stop
+
+    def _forward(self, ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = self.model.network(torch.tensor([ids]), past_key_values=self.past).logits[0]
+        return logits.double()
+
+    def _choose(self, logits: torch.Tensor) -> tuple[int, pb.TokenInfo]:
+        """The next token. logits: [V]"""
+
+        def scores(logits: torch.Tensor) -> torch.Tensor:
+            processed: torch.Tensor = self._processors()(torch.tensor([self.ids]), logits[None].clone())
+            return processed[0]
+
+        def choice(logits: torch.Tensor) -> int:
+            processed = scores(logits)
+            if (
+                self.params.method == pb.SAMPLE
+                and self.params.sampling.temperature != 0.0
+                and processed.isfinite().sum() > 1
+            ):
+                raise UnsettledError("a draw decides")
+            return int(processed.argmax())
+
+        token = settled(choice, logits)
+        return token, self._info(token, scores, logits)
+
+    def _processors(self) -> LogitsProcessorList:
+        """What the request asks for, in TGIS's order."""
+        params, eos = self.params, self.model.eos_ids
+        generated = self.response.generated_token_count
+        penalty = params.decoding.length_penalty
+        found: list[Any] = []
+        if generated < params.stopping.min_new_tokens:
+            found.append(MinNewTokensLengthLogitsProcessor(self.inputs, params.stopping.min_new_tokens, eos))
+        elif params.decoding.HasField("length_penalty"):
+            found.append(ExponentialDecayLengthPenalty((penalty.start_index, penalty.decay_factor), eos, self.inputs))
+        if repetition := params.decoding.repetition_penalty:
+            found.append(RepetitionPenaltyLogitsProcessor(repetition))
+        if self.samples:
+            found += self._warpers(params.sampling)
+        return LogitsProcessorList(found)
+
+    def _warpers(self, sampling: pb.SamplingParameters) -> Iterator[Any]:
+        if sampling.temperature:
+            yield TemperatureLogitsWarper(sampling.temperature)
+        if sampling.top_k:
+            yield TopKLogitsWarper(sampling.top_k)
+        if sampling.top_p:
+            yield TopPLogitsWarper(sampling.top_p)
+        if 0 < sampling.typical_p < 1:
+            yield TypicalLogitsWarper(sampling.typical_p)
+
+    def _input_infos(self, logits: torch.Tensor) -> Iterator[pb.TokenInfo]:
+        """logits: [T, V]"""
+        first = pb.TokenInfo(text=self.model.names(self.ids[:1])[0])
+        if self.params.response.token_logprobs:
+            first.logprob = float("nan")
+        yield first
+        for token, row in zip(self.ids[1:], logits[:-1], strict=True):
+            yield self._info(token, torch.clone, row)
+
+    def _info(self, token: int, scores: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> pb.TokenInfo:
+        """The token, judged by scores computed of logits. logits: [V]"""
+        options = self.params.response
+        info = pb.TokenInfo(text=self.model.names([token])[0])
+        logprobs = scores(logits).log_softmax(-1)
+        if options.token_logprobs:
+            info.logprob = logprobs[token]
+        if options.token_ranks:
+            info.rank = settled(lambda noisy: rank(scores(noisy), token), logits)
+        if n := options.top_n_tokens:
+            ids = settled(lambda noisy: candidates(scores(noisy), n, options.token_logprobs), logits)
+            for name, candidate in zip(self.model.names(list(ids)), ids, strict=True):
+                logprob = logprobs[candidate] if options.token_logprobs else 0.0
+                info.top_tokens.add(text=name, logprob=logprob)
+        return info
+
+
+def rank(scores: torch.Tensor, token: int) -> int:
+    """scores: [V]"""
+    return 1 + int((scores > scores[token]).sum())
+
+
+def candidates(scores: torch.Tensor, n: int, by_logprob: bool) -> tuple[int, ...]:
+    """The ids of the n best, in the order in which they are listed. scores: [V]"""
+    threshold = max(scores.topk(min(n, len(scores))).values[-1].item(), torch.finfo(torch.float32).min)
+    ids: list[int] = (scores >= threshold).nonzero()[: 4 * n, 0].tolist()
+    if by_logprob:
+        ids.sort(key=lambda token: -scores[token].item())
+    return tuple(ids)
+
+
+def settled(judge: Callable[[torch.Tensor], T], logits: torch.Tensor) -> T:
+    """What `judge` says of the logits, if it says the same of every slightly different row. logits: [V]"""
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.rand((TRIALS, len(logits)), generator=draw, dtype=logits.dtype) * 2 - 1
+    said = {judge(logits)} | {judge(logits + NOISE * row) for row in noise}
+    if len(said) > 1:
+        raise UnsettledError(f"rounding decides: {said}")
+    return said.pop()

@@ -1,0 +1,146 @@
+"""Anything may come in: every call ends with a proper status, and the server serves on as before."""
+
+import asyncio
+import collections
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from fuzz_messages import mutated, random_message
+from google.protobuf.message import DecodeError, Message
+from harness import Server, call, serving
+
+from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2 as pb
+
+TOGETHER = 48
+LIMIT = 60  # seconds that a call may take
+HURRY = 0.05  # seconds after which the most patient of the hurried clients gives up
+HUGE = 5 << 20
+INPUTS = 400
+PROPER = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
+KINDS: dict[str, tuple[type[Message], type[Message]]] = {
+    "Generate": (pb.BatchedGenerationRequest, pb.BatchedGenerationResponse),
+    "GenerateStream": (pb.SingleGenerationRequest, pb.GenerationResponse),
+    "Tokenize": (pb.BatchedTokenizeRequest, pb.BatchedTokenizeResponse),
+    "ModelInfo": (pb.ModelInfoRequest, pb.ModelInfoResponse),
+}
+RPCS = ["Generate", "Generate", "GenerateStream", "GenerateStream", "Tokenize", "ModelInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """A call of an RPC with these bytes."""
+
+    rpc: str
+    data: bytes
+    patience: float  # seconds after which the client gives up
+
+    def __str__(self) -> str:
+        return f"{self.rpc} {self.data[:400]!r}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("fuzz")
+    model = make_fake_model(directory / "model", max_sequence_length=256)
+    with serving(
+        directory, model, DEPLOYMENT_FRAMEWORK="fake", MAX_NEW_TOKENS=64, MAX_CONCURRENT_REQUESTS=INPUTS
+    ) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("seed", "attacks"), [(1, 10_000), pytest.param(2, 60_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks: int) -> None:
+    before = _normal(server)
+    draw = random.Random(seed)
+    statuses = asyncio.run(_attack(server.target, [_make_attack(draw) for _ in range(attacks)]))
+    assert statuses["OK"] > attacks / 10
+    assert statuses["INVALID_ARGUMENT"] > attacks / 10
+    assert _permits_are_free(server)
+    assert _normal(server) == before
+    assert server.get("/health")[0] == 200
+
+
+def _normal(server: Server) -> pb.BatchedGenerationResponse:
+    with server.stub() as stub:
+        answer: pb.BatchedGenerationResponse = stub.Generate(call("The Queen", 20), timeout=LIMIT)
+    return answer
+
+
+def _permits_are_free(server: Server) -> bool:
+    """Whether a call fits that needs all of them; a few may still be on their way back."""
+    request = call("a", 1)
+    request.requests.extend(request.requests[:1] * (INPUTS - 1))
+    with server.stub() as stub:
+        for _ in range(100):
+            try:
+                return len(stub.Generate(request, timeout=LIMIT).responses) == INPUTS
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                time.sleep(0.1)
+    return False
+
+
+def _make_attack(draw: random.Random) -> Attack:
+    rpc = draw.choice(RPCS)
+    patience = draw.uniform(0.001, HURRY) if draw.random() < 0.05 else LIMIT
+    return Attack(rpc, _make_bytes(KINDS[rpc][0], draw), patience)
+
+
+def _make_bytes(kind: type[Message], draw: random.Random) -> bytes:
+    match draw.random():
+        case chance if chance < 0.002:
+            return bytes(HUGE)
+        case chance if chance < 0.1:
+            return draw.randbytes(draw.randint(0, 60))
+        case chance:
+            data = random_message(kind, draw).SerializeToString()
+            return mutated(data, draw) if chance < 0.35 else data
+
+
+async def _attack(target: str, attacks: list[Attack]) -> collections.Counter[str]:
+    free = asyncio.Semaphore(TOGETHER)
+    async with grpc.aio.insecure_channel(target) as channel:
+        statuses = await asyncio.gather(*[_status(channel, free, attack) for attack in attacks])
+    wrong = [
+        f"{status}: {attack}"
+        for attack, status in zip(attacks, statuses, strict=True)
+        if status not in PROPER and not (attack.patience < LIMIT and status == "DEADLINE_EXCEEDED")
+    ]
+    assert not wrong, "\n".join(wrong[:20])
+    by_rpc = collections.Counter(f"{attack.rpc} {status}" for attack, status in zip(attacks, statuses, strict=True))
+    print(by_rpc)
+    return collections.Counter(statuses)
+
+
+async def _status(channel: grpc.aio.Channel, free: asyncio.Semaphore, attack: Attack) -> str:
+    """The name of the status, or why the answer is none."""
+    method = f"/fmaas.GenerationService/{attack.rpc}"
+    async with free:
+        try:
+            if attack.rpc == "GenerateStream":
+                stream = channel.unary_stream(method, bytes, bytes)(attack.data, timeout=attack.patience)
+                messages = [message async for message in stream]
+            else:
+                messages = [await channel.unary_unary(method, bytes, bytes)(attack.data, timeout=attack.patience)]
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return _verdict(attack, messages)
+
+
+def _verdict(attack: Attack, messages: list[bytes]) -> str:
+    try:
+        answers = [KINDS[attack.rpc][1].FromString(message) for message in messages]
+    except DecodeError:
+        return "an answer that cannot be decoded"
+    last = answers[-1]
+    if isinstance(last, pb.GenerationResponse) and not last.stop_reason:
+        return "a stream without an end"
+    return "OK"

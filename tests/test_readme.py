@@ -1,0 +1,101 @@
+"""The examples of the README are run as they stand there, but for the port, against a real server."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from conftest import REPOSITORY
+from google.protobuf import descriptor_pool, json_format, message_factory
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from harness import Server, call, serving
+
+from tgis.models.fake import make_fake_model
+
+ADDRESS = "localhost:8033"
+README = (REPOSITORY / "README.md").read_text()
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in re.findall(r"(?:^    .*\n)+", README, re.MULTILINE)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+GRPCURL = [words[1:] for words in COMMANDS if words[0] == "grpcurl"]
+TGIS = [words[1:] for words in COMMANDS if words[0] == ".venv/bin/tgis"]
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("readme")
+    model = make_fake_model(directory / "model")
+    with serving(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
+        yield running
+
+
+def test_there_are_examples() -> None:
+    assert GRPCURL
+    assert TGIS
+    assert PYTHON
+
+
+@pytest.mark.parametrize("example", PYTHON)
+def test_python(server: Server, example: str) -> None:
+    assert ADDRESS in example
+    (prompt,) = re.findall(r'text="(.*?)"', example)
+    (count,) = map(int, re.findall(r"max_new_tokens=(\d+)", example))
+    assert _printed("-c", example.replace(ADDRESS, server.target)) == _text(server, prompt, count)
+
+
+@pytest.mark.parametrize("words", TGIS, ids=shlex.join)
+def test_command(server: Server, words: list[str]) -> None:
+    command, *rest = words
+    assert command == "generate"
+    assert _printed("-m", "tgis", command, "--target", server.target, *rest) == _text(server, rest[0], 20)
+
+
+@pytest.mark.parametrize("words", GRPCURL, ids=shlex.join)
+def test_grpcurl(server: Server, words: list[str]) -> None:
+    flags, (address, method) = words[:-2], words[-2:]
+    assert address == ADDRESS
+    assert [flags[0], flags[1]] == ["-plaintext", "-d"]
+    (answer,) = _grpcurl(server.target, flags[2], method)
+    asked = json.loads(flags[2])
+    wanted = [_text(server, one["text"], asked["params"]["stopping"]["max_new_tokens"]) for one in asked["requests"]]
+    assert [one["text"] for one in answer["responses"]] == wanted
+
+
+def _grpcurl(target: str, data: str, name: str) -> list[dict[str, list[dict[str, str]]]]:
+    """What grpcurl does: everything it knows of the API comes by reflection. The answers in protobuf JSON."""
+    service, _, method_name = name.partition("/")
+    with grpc.insecure_channel(target) as channel:
+        pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        method = pool.FindServiceByName(service).methods_by_name[method_name]
+        request = json_format.Parse(data, message_factory.GetMessageClass(method.input_type)(), descriptor_pool=pool)
+        answer = message_factory.GetMessageClass(method.output_type)
+        make = channel.unary_stream if method.server_streaming else channel.unary_unary
+        found: Any = make(f"/{name}", lambda message: message.SerializeToString(), answer.FromString)(
+            request, timeout=30
+        )
+        messages = list(found) if method.server_streaming else [found]
+        return [json_format.MessageToDict(message) for message in messages]
+
+
+def _printed(*arguments: str) -> str:
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environ, check=True, stdout=subprocess.PIPE, text=True, timeout=60
+    ).stdout
+
+
+def _text(server: Server, prompt: str, max_new_tokens: int) -> str:
+    with server.stub() as stub:
+        (response,) = stub.Generate(call(prompt, max_new_tokens), timeout=30).responses
+    assert response.text
+    text: str = response.text
+    return text
