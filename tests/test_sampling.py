@@ -13,6 +13,7 @@ from sampling_oracle import make_row
 from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines import warpers
 from tgis.engines.sampling import Choice, Sampler, draw
 from tgis.engines.token_facts import first_input_fact, input_facts
 from tgis.messages import Details, Sampling, TokenFacts
@@ -153,10 +154,11 @@ def test_top_p_keeps_what_reaches_it_and_the_best() -> None:
     assert set(remaining(Sampling(temperature=1.0, top_p=0.5), [0.0, -0.0] * 4)) == {0, 1, 2, 3}
 
 
-def test_tiny_top_p_is_greedy() -> None:
+@pytest.mark.parametrize("share", [1e-6, 0.0])
+def test_tiny_top_p_is_greedy(share: float) -> None:
     logits = normal(50, 300).bfloat16()
     greedy = choose([make_row(Sampling())] * 50, logits).tokens
-    rows = [make_row(Sampling(temperature=1.5, top_p=1e-6, seed=seed)) for seed in range(50)]
+    rows = [make_row(Sampling(temperature=1.5, top_p=share, seed=seed)) for seed in range(50)]
     assert choose(rows, logits).tokens == greedy
 
 
@@ -278,6 +280,46 @@ def test_facts_are_only_told_to_those_who_ask() -> None:
     assert only_rank == TokenFacts(0.0, 1, [])
 
 
+@pytest.mark.parametrize("details", [Details(), LOGPROBS, Details(generated=True, logprobs=True, top_n=2)])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_greedy_sees_all_of_a_float64(details: Details, penalty: float) -> None:
+    """Engines that compare their results bit by bit run in float64."""
+    logits = torch.full((1, 600), 2.0, dtype=torch.float64)
+    logits[0, 400] += 1e-12
+    assert choose([make_row(Sampling(repetition_penalty=penalty), details)], logits).tokens == [400]
+
+
+def test_a_long_list_beside_a_bad_row() -> None:
+    logits = torch.zeros(2, 700)
+    logits[0] = math.nan
+    choice = choose([make_row(Sampling(), Details(generated=True, top_n=3))] * 2, logits)
+    assert (choice.bad, choice.tokens) == ([0], [-1, 0])
+    assert choice.facts == [None, TokenFacts(0.0, 0, [(token, 0.0) for token in range(12)])]
+
+
+def test_logits_may_be_a_view() -> None:
+    rows = [make_row(Sampling(temperature=t, repetition_penalty=2.0), LOGPROBS) for t in (0.0, 1.0, 0.0)]
+    whole = normal(3, 4, 700)
+    sampler = Sampler(700, (), CPU)
+    sampler.set_rows(rows)
+    context = torch.arange(300).repeat(3, 1)
+    assert sampler.choose(whole.clone()[:, -1], context) == choose(rows, whole[:, -1], context)
+
+
+def test_rows_come_and_go() -> None:
+    """A sampler that has seen other rows chooses as a new one does, and reads each row's length every time."""
+    sampler, logits = Sampler(500, EOS, CPU), normal(2, 500, spread=1.0)
+    row, other = make_row(Sampling(temperature=1.0, seed=9)), make_row(Sampling(min_new_tokens=3), LOGPROBS)
+    for rows in ([row], [other, row], [row, other], [other]):
+        sampler.set_rows(rows)
+        for _ in range(2):
+            these, context = logits[: len(rows)], torch.zeros(len(rows), 1, dtype=torch.int64)
+            choice = sampler.choose(these.clone(), context)
+            assert choice == choose(rows, these, eos=EOS)
+            for each, token in zip(rows, choice.tokens, strict=True):
+                each.tokens.append(token)
+
+
 def test_an_empty_batch() -> None:
     assert choose([], torch.empty(0, 40)) == Choice([], [], [])
 
@@ -313,7 +355,8 @@ def same(left: TokenFacts | None, right: TokenFacts | None) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [0.5, 5.0])
-def test_a_batch_is_its_rows_one_by_one(dtype: torch.dtype, spread: float) -> None:
+def test_a_batch_is_its_rows_one_by_one(dtype: torch.dtype, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warpers, "_CPU_BLOCK", 7000)
     rows = [
         make_row(replace(sampling, seed=seed), details, generated)
         for seed, ((sampling, details), generated) in enumerate(itertools.product(ROWS, (1, 6)))
@@ -440,7 +483,8 @@ def test_the_coldest_sampling_is_greedy(temperature: float, filters: dict[str, f
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 30), (17, 30), (5, 1200)])
-def test_input_facts(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_input_facts(dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warpers, "_CPU_BLOCK", 2500)
     logits = normal(*shape, spread=1.5).to(dtype)
     tokens = torch.randint(0, shape[1], (shape[0],)).tolist()
     for logprobs, ranks, n in itertools.product((True, False), (True, False), (0, 1, 4, shape[1] + 1)):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sampling_oracle import make_row
 
 from tgis.engines import sampling as ours
-from tgis.engines import token_facts
+from tgis.engines import token_facts, warpers
 from tgis.messages import Details, Sampling, TokenFacts
 
 SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
@@ -61,7 +61,8 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.multiple(token_facts, _SHORTEST=4, _LONGEST=8, _BLOCK=50),
+        mock.patch.multiple(token_facts, _SHORTEST=4, _LONGEST=8, _SPARE=2, _LONGER=2),
+        mock.patch.multiple(warpers, _MOST_SELECTED=9, _CPU_BLOCK=50, _STRIDE=4),
         mock.patch.object(ours, "_DRAW_BLOCK", 4),
     ):
         yield

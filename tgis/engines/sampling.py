@@ -28,11 +28,11 @@ from tgis.engines.token_facts import (
     table,
     wanted,
 )
-from tgis.engines.warpers import Filters, Penalties, Remaining, Scores, Totals
+from tgis.engines.warpers import Filters, Penalties, Remaining, Scores, Totals, best_tokens
 from tgis.messages import Details, Sampling, TokenFacts
 
 _NO_TOKEN = -1
-_OPEN_FILTER = 50  # best tokens that often hold all that top_p or typical_p alone leave
+_OPEN_FILTER = 116  # best tokens that often hold all that top_p or typical_p alone leave
 _DRAW_BLOCK = 256  # tokens
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -120,14 +120,16 @@ class _Group:
 
     def scores(self, step: _Step) -> Scores:
         """The rows' scores after the penalties; those of `step` may be changed in place."""
-        values = step.logits[self.index].float()
-        self.penalties.apply(values, step.context, step.generated[self.index])
-        return Scores(values, values.amax(-1, keepdim=True), self.filters.temperature)
+        values = step.logits[self.index]
+        if self.penalties:
+            values = values if values.dtype == torch.float64 else values.float()
+            self.penalties.apply(values, step.context, step.generated[self.index])
+        return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
 
 
 def _plain(group: _Group, step: _Step) -> Pass:
     """The best token, of equal ones that of the lowest id, in the logits' own type."""
-    best, tokens = step.logits[group.index].max(-1, keepdim=True)
+    best, tokens = best_tokens(step.logits[group.index])
     nothing = torch.zeros_like(tokens)
     return Pass(plain_table(best, Chosen(tokens, nothing, nothing)))
 
@@ -135,38 +137,40 @@ def _plain(group: _Group, step: _Step) -> Pass:
 def _greedy(group: _Group, step: _Step) -> Pass:
     """The best token after the penalties, and its facts."""
     scores = group.scores(step)
-    tokens = scores.values.max(-1, keepdim=True).indices
+    _, tokens = best_tokens(scores.values)
     totals = Totals.of(scores) if group.wishes.logprobs else Totals.unasked(scores)
     return describe(scores, totals, tokens, torch.ones_like(tokens), group.wishes)
 
 
 def _free(group: _Group, step: _Step) -> Pass:
     """A draw from the whole vocabulary."""
-    scores = group.scores(step)
-    mass = scores.logits().exp_()
-    tokens = draw(mass, step.uniform[group.index])
-    total = mass.sum(-1, keepdim=True).double()
-    rank = rank_of(scores, tokens) if group.wishes.ranks else torch.zeros_like(tokens)
-    return describe(scores, Totals(total, torch.zeros_like(total)), tokens, rank, group.wishes)
+    scores, uniform = group.scores(step), step.uniform[group.index]
+    tokens, totals = [], []
+    for rows in scores.blocks():
+        mass = scores.take(rows).logits().exp_()
+        tokens.append(draw(mass, uniform[rows]))
+        totals.append(mass.sum(-1, keepdim=True))
+    chosen, total = torch.cat(tokens), torch.cat(totals).double()
+    rank = rank_of(scores, chosen) if group.wishes.ranks else torch.zeros_like(chosen)
+    return describe(scores, Totals(total, torch.zeros_like(total)), chosen, rank, group.wishes)
 
 
 def _filtered(group: _Group, step: _Step) -> Pass:
     """A draw from what the filters leave."""
     scores, uniform = group.scores(step), step.uniform[group.index]
-    totals = Totals.of(scores) if group.open else Totals.unasked(scores)
-    vocabulary = scores.values.shape[1]
+    totals = Totals.with_entropy(scores) if group.open else Totals.unasked(scores)
 
-    def again(rows: Tensor) -> Tensor:
-        some = scores.take(rows)
-        remaining = Remaining.of(some, Totals.unasked(some), vocabulary)
-        return _drawn(some, remaining, group.filters.take(rows), uniform[rows], group.wishes.take(rows))
+    def again(rows: Tensor, length: int) -> Tensor:
+        remaining = Remaining.of(scores.take(rows), totals.take(rows), length)
+        filters, wishes = group.filters.take(rows), group.wishes.take(rows)
+        return _drawn(scores.best[rows], remaining, filters, uniform[rows], wishes)
 
     remaining = Remaining.of(scores, totals, group.length)
-    first = _drawn(scores, remaining, group.filters, uniform, group.wishes)
-    return Pass(first, again, vocabulary)
+    first = _drawn(scores.best, remaining, group.filters, uniform, group.wishes)
+    return Pass(first, group.length, scores.in_blocks(again))
 
 
-def _drawn(scores: Scores, remaining: Remaining, filters: Filters, uniform: Tensor, wishes: Wishes) -> Tensor:
+def _drawn(best: Tensor, remaining: Remaining, filters: Filters, uniform: Tensor, wishes: Wishes) -> Tensor:
     """The table of a draw; in the order of ids, which near-equal scores cannot shuffle."""
     remaining.filter(filters)
     order = remaining.places_by_id()
@@ -174,7 +178,7 @@ def _drawn(scores: Scores, remaining: Remaining, filters: Filters, uniform: Tens
     logit = remaining.logits.gather(1, at)
     rank = 1 + (remaining.left & (remaining.logits > logit)).sum(-1, keepdim=True)
     chosen = Chosen(remaining.ids.gather(1, at), logit - remaining.total.log(), rank)
-    return table(scores.best, chosen, remaining, wishes)
+    return table(best, chosen, remaining, wishes)
 
 
 _Way = Callable[[_Group, _Step], Pass]

@@ -16,8 +16,12 @@ from tgis.engines.warpers import Remaining, Scores, Totals, column
 from tgis.messages import Details, TokenFacts
 
 _MOST_CANDIDATES = 4  # reported when many tie, in multiples of those asked for
-_SHORTEST, _LONGEST = 32, 256  # list of best tokens to begin with
-_BLOCK = 1 << 19  # scores to list at a time when all are: bounds memory, and fits a processor's cache
+_SHORTEST, _LONGEST = 16, 256  # list of best tokens to begin with
+_SPARE = 12  # tokens listed for those that tie with the last one needed
+_LONGER = 32  # times, when a list was too short
+_MOST_LISTED = 1 << 40  # far beyond any vocabulary, of which a list is always long enough
+
+Again = Callable[[Tensor, int], Tensor]  # rows, length of the list -> their table
 
 
 class State(enum.IntEnum):
@@ -65,22 +69,22 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A table of some rows, and the way to do some of them again with the whole vocabulary listed."""
+    """A table of some rows, and the way to do some of them again with a longer list."""
 
     table: Tensor
-    again: Callable[[Tensor], Tensor] | None = None  # None where every row is sure
-    vocabulary: int = 0
+    length: int = 0  # of the list
+    again: Again | None = None  # None where all are sure
 
     def finish(self, rows: list[list[float]]) -> None:
-        """Replace the rows of the fetched table that are not sure."""
-        unsure = [i for i, row in enumerate(rows) if row[1] == State.UNSURE]
-        if not unsure:
-            return
-        assert self.again is not None
-        blocks = torch.tensor(unsure, device=self.table.device).split(max(1, _BLOCK // self.vocabulary))
-        for i, row in zip(unsure, torch.cat([self.again(block) for block in blocks]).tolist(), strict=True):
-            assert row[1] != State.UNSURE
-            rows[i] = row
+        """Replace the rows of the fetched table that are not sure, until all are."""
+        length = self.length
+        while unsure := [i for i, row in enumerate(rows) if row[1] == State.UNSURE]:
+            assert self.again is not None
+            assert length < _MOST_LISTED
+            length *= _LONGER
+            found = self.again(torch.tensor(unsure, device=self.table.device), length).tolist()
+            for i, row in zip(unsure, found, strict=True):
+                rows[i] = row
 
 
 def wanted(details: Details) -> bool:
@@ -102,8 +106,8 @@ def fetch(passes: Sequence[Pass]) -> list[list[list[float]]]:
 
 def list_length(needed: int, vocabulary: int) -> int:
     """How many tokens to list at first, so that it holds `needed` of them and likely those that tie."""
-    length = 1 << (2 * needed + 13).bit_length()
-    return min(max(_SHORTEST, min(_LONGEST, length)), vocabulary)
+    length = -(-(needed + _SPARE) // _SHORTEST) * _SHORTEST
+    return min(length, _LONGEST, vocabulary)
 
 
 def plain_table(best: Tensor, chosen: Chosen) -> Tensor:
@@ -136,24 +140,25 @@ def _joined(chosen: Chosen, state: Tensor, *others: Tensor) -> Tensor:
 
 def rank_of(scores: Scores, tokens: Tensor) -> Tensor:
     """1 + how many tokens have a higher score than those of `tokens`, [b, 1]."""
-    return 1 + (scores.values > scores.values.gather(1, tokens)).sum(-1, keepdim=True)
+    values, least = scores.values, scores.values.gather(1, tokens)
+    return 1 + torch.cat([(values[rows] > least[rows]).sum(-1, keepdim=True) for rows in scores.blocks()])
 
 
 def describe(scores: Scores, totals: Totals, tokens: Tensor, rank: Tensor, wishes: Wishes) -> Pass:
     """The facts of `tokens` [b, 1] in rows without filters."""
-    vocabulary = scores.values.shape[1]
     logit = (scores.values.gather(1, tokens).double() - scores.best) / scores.temperature
     chosen = Chosen(tokens, logit - totals.mass.log(), rank)
 
-    def again(rows: Tensor) -> Tensor:
-        some = scores.take(rows)
-        remaining = Remaining.of(some, totals.take(rows), vocabulary)
-        return table(some.best, chosen.take(rows), remaining, wishes.take(rows))
-
     if wishes.window == 0:
-        return Pass(plain_table(scores.best, chosen), again, vocabulary)
-    length = list_length(wishes.window // (_MOST_CANDIDATES + 1), vocabulary)
-    return Pass(table(scores.best, chosen, Remaining.of(scores, totals, length), wishes), again, vocabulary)
+        return Pass(plain_table(scores.best, chosen))
+
+    def again(rows: Tensor, length: int) -> Tensor:
+        remaining = Remaining.of(scores.take(rows), totals.take(rows), length)
+        return table(scores.best[rows], chosen.take(rows), remaining, wishes.take(rows))
+
+    length = list_length(wishes.window // (_MOST_CANDIDATES + 1), scores.values.shape[1])
+    first = table(scores.best, chosen, Remaining.of(scores, totals, length), wishes)
+    return Pass(first, length, scores.in_blocks(again))
 
 
 def facts(row: list[float], details: Details, vocabulary: int) -> TokenFacts:
@@ -194,9 +199,8 @@ def input_facts(logits: Tensor, tokens: Sequence[int], details: Details) -> list
 
 
 def _input_rows(logits: Tensor, tokens: Sequence[int], details: Details) -> list[list[float]]:
-    values, vocabulary = logits.float(), logits.shape[1]
-    best = values.amax(-1, keepdim=True)
-    scores = Scores(values, best, torch.ones_like(best, dtype=torch.float64))
+    best, vocabulary = logits.amax(-1, keepdim=True).float(), logits.shape[1]
+    scores = Scores(logits, best, torch.ones_like(best, dtype=torch.float64))
     targets = column(tokens, torch.int64, logits.device)
     wishes = Wishes.of([details] * len(tokens), vocabulary, logits.device)
     totals = Totals.of(scores) if details.logprobs else Totals.unasked(scores)

@@ -1,11 +1,11 @@
 """Changes of the scores before a token is chosen: penalties over whole rows, filters over the best tokens.
 
 A filter never changes the order of tokens, so a list of the best ones is enough as long as it reaches far
-enough down: `Remaining.sure` says so for each row, and a row that is not sure is done again with a list of
-the whole vocabulary. Nothing here waits for the device.
+enough down: `Remaining.sure` says so for each row, and who asks does a row that is not sure again with a
+longer list. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,6 +21,10 @@ _LARGEST = 1e30  # a factor stops here, so that what it boosts stays a number
 _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but the sign
 _ID_BITS = 32  # of a key to sort by, below the score
+_ID_MASK = (1 << _ID_BITS) - 1
+_STRIDE = 256  # tokens of which the best is looked for first
+_MOST_SELECTED = 256  # beyond it sorting everything takes no longer than selecting
+_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # scores computed with at a time
 
 
 def column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,8 +50,12 @@ class Penalties:
         self._repeats_in_batch = torch.tensor([places[i] for i in repeats], dtype=torch.int64, device=device)
         self._repetition = column([rows[i].repetition_penalty for i in repeats], torch.float32, device)
 
+    def __bool__(self) -> bool:
+        """Whether any row has one."""
+        return len(self._ends) > 0 or len(self._repeats) > 0
+
     def apply(self, scores: Tensor, context: Tensor, generated: Tensor) -> None:
-        """Change `scores` [b, V] float32; `context` [B, W] int64, `generated` [b, 1] float64."""
+        """Change `scores` [b, V] float32 or float64; `context` [B, W] int64, `generated` [b, 1] float64."""
         if len(self._ends):
             self._change_eos(scores, generated[self._ends[:, 0]])
         if len(self._repeats):
@@ -57,8 +65,8 @@ class Penalties:
         old = scores[self._ends, self._eos]  # [e, ids]
         past = generated - self._start
         factor = self._decay.pow(past.clamp(min=0)).clamp(max=_LARGEST)
-        boosted = (old + old.double().abs() * (factor - 1)).float()
-        new = torch.where(old.isfinite(), boosted, old)
+        boosted = old + old.abs() * (factor - 1)
+        new = torch.where(old.isfinite(), boosted.to(old.dtype), old)
         scores[self._ends, self._eos] = new.masked_fill(generated < self._minimum, -torch.inf)
 
     def _penalise_repetition(self, scores: Tensor, context: Tensor) -> None:
@@ -100,17 +108,30 @@ def _used(values: list[float], off: float, dtype: torch.dtype, device: torch.dev
 class Scores:
     """The scores of some rows, penalties included, and what puts them in proportion."""
 
-    values: Tensor  # [b, V] float32
+    values: Tensor  # [b, V] any float
     best: Tensor  # [b, 1] float32, the highest of each row; not finite if the row cannot be used
     temperature: Tensor  # [b, 1] float64
 
-    def take(self, rows: Tensor) -> "Scores":
+    def take(self, rows: Tensor | slice) -> "Scores":
         """Those of some of the rows."""
         return Scores(self.values[rows], self.best[rows], self.temperature[rows])
 
+    def blocks(self) -> list[slice]:
+        """The rows, so many at a time that what is computed from them fits a cache, or at least the memory."""
+        size = self._block()
+        return [slice(start, start + size) for start in range(0, len(self.values), size)]
+
+    def in_blocks(self, table: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+        """`table` of some of the rows, for so many at a time."""
+        return lambda rows, length: torch.cat([table(some, length) for some in rows.split(self._block())])
+
+    def _block(self) -> int:
+        vocabulary: int = self.values.shape[1]
+        return max(1, (_CPU_BLOCK if self.values.is_cpu else _GPU_BLOCK) // vocabulary)
+
     def logits(self) -> Tensor:
         """(score - best) / temperature, [b, V] float32."""
-        return torch.sub(self.values, self.best).div_(self.temperature.float())
+        return torch.sub(self.values.float(), self.best).div_(self.temperature.float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,33 +142,74 @@ class Totals:
     entropy: Tensor  # of that distribution, in nats
 
     @classmethod
-    def of(cls, scores: Scores) -> Self:
-        """Those of `scores`."""
-        logits = scores.logits().clamp_(min=_LOG_ZERO)  # infinity times its mass, which is 0, is no number
-        mass = logits.exp()
-        total = mass.sum(-1, keepdim=True).double()
-        return cls(total, total.log() - torch.linalg.vecdot(mass, logits)[:, None] / total)
-
-    @classmethod
     def unasked(cls, scores: Scores) -> Self:
         """Numbers for rows that nobody asks about."""
         zeros = torch.zeros_like(scores.temperature)
         return cls(zeros, zeros)
+
+    @classmethod
+    def of(cls, scores: Scores) -> Self:
+        """Those of `scores`, but the entropy."""
+        blocks = [scores.take(rows).logits().exp_().sum(-1, keepdim=True) for rows in scores.blocks()]
+        mass = torch.cat(blocks).double()
+        return cls(mass, torch.zeros_like(mass))
+
+    @classmethod
+    def with_entropy(cls, scores: Scores) -> Self:
+        """Those of `scores`."""
+        blocks = [_mass_and_mean(scores.take(rows)) for rows in scores.blocks()]
+        mass, mean = torch.cat(blocks).double().split(1, -1)
+        return cls(mass, mass.log() - mean / mass)
 
     def take(self, rows: Tensor) -> "Totals":
         """Those of some of the rows."""
         return Totals(self.mass[rows], self.entropy[rows])
 
 
+def _mass_and_mean(scores: Scores) -> Tensor:
+    logits = scores.logits().clamp_(min=_LOG_ZERO)  # infinity times its mass, which is 0, is no number
+    mass = logits.exp()
+    return torch.stack([mass.sum(-1), torch.linalg.vecdot(mass, logits)], -1)
+
+
+def best_tokens(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest of `values` [b, V] and its id, the lowest of equal ones, each [b, 1].
+
+    As max does, but in two steps of which the first is vectorised.
+    """
+    vocabulary = values.shape[1]
+    whole = vocabulary // _STRIDE
+    maxima = values[:, : whole * _STRIDE].unflatten(1, (whole, _STRIDE)).amax(-1)
+    if whole * _STRIDE < vocabulary:
+        maxima = torch.cat([maxima, values[:, whole * _STRIDE :].amax(-1, keepdim=True)], -1)
+    first = maxima.argmax(-1, keepdim=True) * _STRIDE
+    ids = (first + torch.arange(_STRIDE, device=values.device)).clamp(max=vocabulary - 1)
+    at = values.gather(1, ids).argmax(-1, keepdim=True)
+    return maxima.amax(-1, keepdim=True), ids.gather(1, at)
+
+
 def _sorted(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Sort [b, C] float32 and their ids from the highest score, equal ones from the lowest id."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: the two are equal scores
     falling = ~(bits ^ ((bits >> 31) & _MAGNITUDE))
-    keys = (falling.long() << _ID_BITS) | ids
-    # numpy sorts with vector instructions, in an eighth of torch's time
-    keys = torch.from_numpy(np.sort(keys.numpy(), axis=-1)) if keys.is_cpu else keys.sort(-1).values
+    keys = _sort((falling.long() << _ID_BITS) | ids)
     bits = ~(keys >> _ID_BITS).int()
-    return (bits ^ ((bits >> 31) & _MAGNITUDE)).view(torch.float32), keys & ((1 << _ID_BITS) - 1)
+    return (bits ^ ((bits >> 31) & _MAGNITUDE)).view(torch.float32), keys & _ID_MASK
+
+
+def _sort(keys: Tensor) -> Tensor:
+    """The rows of int64 `keys`, each sorted; numpy does it with vector instructions, much faster than torch."""
+    return torch.from_numpy(np.sort(keys.numpy(), axis=-1)) if keys.is_cpu else keys.sort(-1).values
+
+
+def _listed(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` best of `values` [b, V] and their ids, sorted; which of equal ones at the end, is open."""
+    if width <= _MOST_SELECTED:
+        values, ids = values.topk(min(width, values.shape[1]))
+        return _sorted(values.float(), ids)
+    ids = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    values, ids = _sorted(values.float(), ids)
+    return values[:, :width].contiguous(), ids[:, :width].contiguous()
 
 
 @dataclass(slots=True)
@@ -165,23 +227,17 @@ class Remaining:
     sure: Tensor  # [b, 1] bool: the list was long enough for everything asked so far
     total: Tensor  # [b, 1] float64, mass of all that is left; for an open row as the caller says
     entropy: Tensor  # [b, 1] float64, of an open row, as the caller says
-    vocabulary: int
 
     @classmethod
     def of(cls, scores: Scores, totals: Totals, width: int) -> Self:
         """List the `width` best tokens of `scores`."""
-        values, vocabulary = scores.values, scores.values.shape[1]
-        if width < vocabulary:
-            values, ids = values.topk(width)
-        else:
-            ids = torch.arange(vocabulary, device=values.device).expand_as(values)
-        values, ids = _sorted(values, ids)
+        values, ids = _listed(scores.values, width)
         lowest = values[:, -1:]
-        whole = (lowest == -torch.inf) | (width >= vocabulary)
+        whole = (lowest == -torch.inf) | (width >= scores.values.shape[1])
         left = ((values > lowest) | whole) & (values > -torch.inf)
         logits = (values.double() - scores.best) / scores.temperature
         sure = torch.ones_like(whole)
-        listed = cls(logits, ids, left, logits.exp(), whole, sure, totals.mass, totals.entropy, vocabulary)
+        listed = cls(logits, ids, left, logits.exp(), whole, sure, totals.mass, totals.entropy)
         listed._keep(left, whole)
         return listed
 
@@ -230,10 +286,8 @@ class Remaining:
 
     def places_by_id(self) -> Tensor:
         """The places in the list from the lowest id to the highest, [b, C]."""
-        if self.ids.shape[1] < self.vocabulary:
-            return self.ids.argsort(-1)
-        places = torch.arange(self.vocabulary, device=self.ids.device).expand_as(self.ids)
-        return torch.empty_like(self.ids).scatter_(1, self.ids, places)  # all ids: the inverse, without sorting
+        places = torch.arange(self.ids.shape[1], device=self.ids.device)
+        return _sort((self.ids << _ID_BITS) | places) & _ID_MASK
 
     def _mean_logit(self) -> Tensor:
         """The logit of a token of exactly the expected surprise, [b, 1]."""
