@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "tgis"
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "messages": set(),
-    "batcher": {"messages"},
+    "batcher": {"errors", "messages"},
     "engines": {"batcher", "messages", "errors"},
     "worker": {"batcher", "engines", "messages", "errors", "logs"},
     "validation": {"errors", "messages"},
@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "convert": {"generation", "messages", "metrics", "pb", "replies", "tokenization", "validation"},
     "service": {"convert", "errors", "generation", "logs", "pb"},
-    "metrics": {"messages"},
+    "families": set(),
+    "metrics": {"families", "messages"},
     "logs": set(),
     "probes": {"errors"},
     "tls": {"errors"},
