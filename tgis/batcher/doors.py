@@ -8,7 +8,7 @@ from typing import Protocol
 from tgis.batcher.allowance import Allowance
 from tgis.batcher.granular import Forecast
 from tgis.batcher.sequence import Sequence
-from tgis.batcher.waiting import OVERTAKING_SECONDS
+from tgis.batcher.waiting import OVERTAKERS, OVERTAKING_SECONDS
 from tgis.batcher.weights import Limits, Prefill
 from tgis.messages import Admissions
 
@@ -40,11 +40,11 @@ def choose(waiting: Iterable[Sequence], door: Door, slots: int, counts: Admissio
     """
     chosen: list[Sequence] = []
     reason = ""
-    cutoff = math.inf
-    for row in waiting:
+    cutoff, last = math.inf, math.inf
+    for place, row in enumerate(waiting):
         if len(chosen) == slots:
             return chosen, reason or Refusal.BATCH_SIZE
-        if row.queued_at > cutoff or (chosen and row.trial != chosen[0].trial):
+        if row.queued_at > cutoff or place > last or (chosen and row.trial != chosen[0].trial):
             break
         refusal = door.refusal(row)
         if refusal is None:
@@ -52,7 +52,7 @@ def choose(waiting: Iterable[Sequence], door: Door, slots: int, counts: Admissio
             chosen.append(row)
             counts.queue_jumps += cutoff < math.inf
         elif cutoff == math.inf:
-            reason, cutoff = refusal, row.queued_at + OVERTAKING_SECONDS
+            reason, cutoff, last = refusal, row.queued_at + OVERTAKING_SECONDS, place + OVERTAKERS
             if row.trial:
                 break  # nobody overtakes a row on trial
     return chosen, reason

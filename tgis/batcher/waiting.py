@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from tgis.batcher.sequence import Sequence
 
 OVERTAKING_SECONDS = 1.0
+OVERTAKERS = 64  # that are looked at in one step, so that a long queue of what does not fit costs little time
 
 
 class WaitingRoom:
