@@ -193,7 +193,8 @@ def test_waiting_tokens_are_bounded(tmp_path: Path) -> None:
         time.sleep(0.2)
         assert refused(lambda: stub.Generate(call("c" * 11, 2))) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(stub.Generate.future(call("d" * 10, 2)).result().responses) == 1
-        assert running.result() and waiting.result()
+        assert running.result()
+        assert waiting.result()
         assert 'tgi_request_failure{err="conc_limit"} 1.0' in server.get("/metrics")[1]
         assert refused(lambda: stub.Generate(call("e" * 31, 2))) is grpc.StatusCode.RESOURCE_EXHAUSTED
 

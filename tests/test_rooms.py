@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batcher": {"errors", "messages"},
     "engines": {"batcher", "messages", "errors"},
     "worker": {"batcher", "engines", "messages", "errors", "logs"},
+    "simulate": {"batcher", "engines", "errors", "messages"},
     "validation": {"errors", "messages"},
     "tokenizer": {"errors", "models"},
     "detokenizer": {"errors", "tokenizer"},
@@ -81,6 +82,7 @@ def test_arrows_point_one_way(room: str) -> None:
         ("tgis.batcher.batcher", {"torch", "transformers", "grpc", "asyncio", "socket"}),
         ("tgis.worker", {"torch", "transformers", "grpc", "aiohttp"}),
         ("tgis.engines.fake", {"torch", "transformers"}),
+        ("tgis.cli.simulate", {"torch", "transformers", "grpc", "matplotlib"}),
     ],
 )
 def test_a_process_stays_free_of_what_it_does_not_need(module: str, strangers: set[str]) -> None:

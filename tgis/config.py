@@ -106,7 +106,7 @@ class Config:
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "most padding that a prefill may have, as a proportion", 0.2)
     max_waiting_tokens: int = option(
-        BATCHES, integer(0), "steps that run before waiting requests interrupt for a prefill", 24)
+        BATCHES, integer(0), "most steps that run before waiting requests interrupt for a prefill", 24)
     batch_safety_margin: int = option(BATCHES, integer(0, 100), "percent of memory held back", 20)
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")

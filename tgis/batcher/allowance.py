@@ -8,7 +8,10 @@ _RECOVERY_SHARE = 64  # one part in so many is given back
 
 
 class Allowance:
-    """The limits at present, in tokens. What fails once in thousands of steps costs little; what never comes back costs for ever."""
+    """The limits at present, in tokens.
+
+    A failure in thousands of steps costs little; a limit that never came back would cost for ever.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._most_context = limits.memory.context_limit(limits.padded)

@@ -145,10 +145,9 @@ class Batcher:
     def _plan_whole(self, now: float) -> Plan | None:
         """A prefill of rows that can join now, else one token for every running row."""
         if self._waiting:
-            slots = self._slots()
-            if not slots:
+            if not self._slots():
                 self._refusal = Refusal.BATCH_SIZE
-            elif not self._pace.due(len(self._running), min(slots, len(self._waiting)), now):
+            elif not self._pace.due(len(self._running), now):
                 self._refusal = self._refusal or Refusal.PACE  # a weightier reason stays
             elif joining := self._join(WholeDoor(self._limits, self._allowance, self._running, self._admissions)):
                 return Plan.whole(joining)

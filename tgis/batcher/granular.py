@@ -72,7 +72,8 @@ class Forecast:
 
     def _totals(self, start: int, more: int) -> list[int]:
         """Context as of the ends from `start` on, with so many rows more (padded: none wider than the batch)."""
-        rows = zip(self._widths[start:], self._ends[start:], range(start + 1 + more, len(self._ends) + 1 + more), strict=True)
+        counts = range(start + 1 + more, len(self._ends) + 1 + more)
+        rows = zip(self._widths[start:], self._ends[start:], counts, strict=True)
         if self._padded:
             return [(width - end) * count for width, end, count in rows]
         return [width - end * count for width, end, count in rows]

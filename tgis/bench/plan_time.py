@@ -31,14 +31,14 @@ def _running(room: int, *, padded: bool, size: int, max_padding: float = 1.0) ->
         padded=padded,
         max_waiting_tokens=0,
     )
-    batcher, draw = Batcher(limits, ()), random.Random(1)  # noqa: S311 - no secret
+    batcher, draw = Batcher(limits, ()), random.Random(1)
     requests = [_request(n, draw.randint(20, 200), draw.randint(1000, 3000)) for n in range(_RUNNING)]
     batcher.submit(requests, 0.0)
     while batcher.waiting:
         _step(batcher)
     _step(batcher)
     lengths = [(row["input"] + row["generated"], row["remaining"]) for row in batcher.snapshot(0.0)["rows"]]
-    batcher._allowance.context = Forecast(lengths, padded, 0).peak() + room  # noqa: SLF001
+    batcher._allowance.context = Forecast(lengths, padded, 0).peak() + room
     return batcher
 
 
@@ -69,7 +69,7 @@ def _staircase(draw: random.Random) -> tuple[int, int]:
 def _measure(make: Callable[[], Batcher], lengths: Callable[[random.Random], tuple[int, int]]) -> dict[str, float]:
     times, joined = [], 0
     for seed in range(_ROUNDS):
-        batcher, draw = make(), random.Random(seed)  # noqa: S311
+        batcher, draw = make(), random.Random(seed)
         batcher.submit([_request(1000 + n, *lengths(draw)) for n in range(_WAITING)], 0.0)
         gc.collect()
         gc.disable()
@@ -88,6 +88,7 @@ def main() -> None:
     """Measure all cases."""
     cases: dict[str, tuple[Callable[[], Batcher], Callable[[random.Random], tuple[int, int]]]] = {}
     for kind, padded in (("padded", True), ("unpadded", False)):
+
         def make(size: int, room: int, padding: float = 1.0, padded: bool = padded) -> Callable[[], Batcher]:
             return lambda: _running(room, padded=padded, size=size, max_padding=padding)
 
