@@ -11,7 +11,7 @@ from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits, MemoryModel
 from tgis.engines.hf_transformers import TransformersEngine
 from tgis.engines.kv_cache import PaddedLayer
-from tgis.errors import OutOfMemory
+from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, EngineOptions, Request, Sampling, TokenFacts
 
 Outcome = dict[int, tuple[list[int], list[TokenFacts]]]  # id -> generated tokens, facts of its input
@@ -126,6 +126,15 @@ def test_a_cache_that_cannot_grow_changes_nobodys_result(
     monkeypatch.setattr(PaddedLayer, "_moved", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
     check(run(engine, requests()), alone)
     assert moved.count >= call
+
+
+def test_a_lost_device_is_fatal(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Failing(engine._forward, torch.AcceleratorError("device-side assert"), {1})
+    monkeypatch.setattr(engine, "_forward", lost)
+    row = Sequence(requests()[0], 0.0)
+    with pytest.raises(StartError, match="device is lost"):
+        engine.step(Plan.whole([row]))
+    engine.release([row])
 
 
 def test_rows_that_were_lost_are_asked_for_again(engine: TransformersEngine) -> None:

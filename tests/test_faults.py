@@ -196,7 +196,22 @@ def test_waiting_tokens_are_bounded(tmp_path: Path) -> None:
         assert running.result()
         assert waiting.result()
         assert 'tgi_request_failure{err="conc_limit"} 1.0' in server.get("/metrics")[1]
-        assert refused(lambda: stub.Generate(call("e" * 31, 2))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert stub.Generate(call("e" * 31, 2))  # nothing waits: it need not either
+
+
+def test_what_can_never_run_is_refused_at_once(tmp_path: Path) -> None:
+    with start(tmp_path, {"largest": 60}) as server, server.stub() as stub:
+        assert len(stub.Generate(call("a" * 50, 10)).responses[0].text) == 10
+        with pytest.raises(grpc.RpcError, match=r"new tokens .61. are more than fit into memory .60.") as caught:
+            stub.Generate(call("a" * 50, 11))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_an_engine_that_cannot_go_on_ends_the_process(tmp_path: Path) -> None:
+    with start(tmp_path, {"fatal_token": 0}) as server, server.stub() as stub:
+        assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(20) == 1
+    assert "the token that ends this engine" in (tmp_path / "termination").read_text()
 
 
 def test_a_model_whose_longest_request_does_not_fit_does_not_start(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tgis.batcher.chunks import share_out
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.weights import Limits, MemoryModel
 from tgis.engines.fake import StepModel
+from tgis.messages import StopReason
 from tgis.simulate import Job, Simulation
 
 
@@ -54,6 +55,17 @@ def longest_gap(*, chunked: bool) -> float:
 def test_a_long_prompt_in_chunks_does_not_stall_streams() -> None:
     assert longest_gap(chunked=True) < 3 * NORMAL_STEP
     assert longest_gap(chunked=False) > 20 * NORMAL_STEP  # what it is without
+
+
+def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
+    batcher = Batcher(limits(padded=False, chunked=True, prefill_tokens=4), {EOS})
+    batcher.submit([request(1, 10, deadline=5.0)], 0.0)
+    plan = batcher.plan(0.0)
+    assert plan is not None
+    assert (plan.counts, plan.sampled, plan.prefill) == ([4], [], True)
+    assert batcher.commit(plan, [], 6.0) == []
+    assert [row.end for row in batcher.expire(6.0)] == [StopReason.TIME_LIMIT]
+    assert batcher.idle
 
 
 def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:

@@ -143,7 +143,7 @@ class Generator:
             if size > largest:
                 raise InvalidRequest(field, f"input and new tokens ({size}) are more than fit into memory ({largest})")
         most, queued = self.model.max_queued_tokens, self._client.queued_tokens
-        if most and queued + sum(len(request.tokens) for request in requests) > most:
+        if most and queued and queued + sum(len(request.tokens) for request in requests) > most:
             raise Overloaded(f"Model is overloaded: {queued} input tokens are waiting, at most {most} may")
 
 

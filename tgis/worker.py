@@ -20,7 +20,7 @@ from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits, MemoryModel, check_longest
 from tgis.engines import load_engine
 from tgis.engines.base import Engine, StepResult
-from tgis.errors import OutOfMemory, TgisError
+from tgis.errors import OutOfMemory, StartError, TgisError
 from tgis.messages import (
     Cancel,
     EngineOptions,
@@ -86,6 +86,7 @@ class Worker:
         while self._handle(self._link.receive(wait=self._batcher.idle)):
             expired = self._batcher.expire(time.monotonic())
             if expired:
+                self._engine.release(expired)
                 self._send_step(expired, [-1] * len(expired))
             plan = self._batcher.plan(time.monotonic())
             if plan is not None:
@@ -110,6 +111,8 @@ class Worker:
             result = self._engine.step(plan)
         except OutOfMemory as error:
             self._retreat(plan, FailureKind.OUT_OF_MEMORY, str(error))
+        except StartError:
+            raise  # the engine cannot go on
         except Exception as error:
             log.exception("a step of %d rows failed", len(plan.rows))
             self._retreat(plan, FailureKind.ERROR, f"{type(error).__name__}: {error}")

@@ -73,8 +73,13 @@ class Batcher:
         return cancelled
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the queued requests whose deadline has passed, with TIME_LIMIT and no further token."""
+        """End what waits, or is in the middle of its prompt, and is late: TIME_LIMIT and no further token.
+
+        The engine must release the rows; those it never had are among them.
+        """
         expired = self._waiting.expire(now)
+        if self._limits.chunked:
+            expired += self._remove(lambda row: not row.decoding and _late(row, now))
         for row in expired:
             row.end = StopReason.TIME_LIMIT
         return expired
@@ -186,7 +191,7 @@ class Batcher:
 
     def _end_of(self, row: Sequence, now: float) -> StopReason:
         """The order of front-end stopping, but for stop sequences, which need the text."""
-        if row.request.deadline is not None and now > row.request.deadline:
+        if _late(row, now):
             return StopReason.TIME_LIMIT
         if row.generated < row.request.sampling.min_new_tokens:
             return StopReason.NOT_FINISHED
@@ -201,6 +206,10 @@ class Batcher:
         if gone:
             self._running = [row for row in self._running if not leaves(row)]
         return gone
+
+
+def _late(row: Sequence, now: float) -> bool:
+    return row.request.deadline is not None and now > row.request.deadline
 
 
 def _described(row: Sequence) -> dict[str, Any]:

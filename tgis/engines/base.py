@@ -35,7 +35,8 @@ class Engine(Protocol):
     def step(self, plan: Plan) -> StepResult:
         """Compute so many pending tokens of every row, and choose the next one of those that have none left.
 
-        When it raises, the rows of the plan are as good as lost; they will be released.
+        When it raises, the rows of the plan are as good as lost; they will be released. OutOfMemory asks for smaller
+        steps, StartError says that no step will ever succeed again.
         """
 
     def release(self, rows: Rows[Sequence]) -> None:

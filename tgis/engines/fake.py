@@ -13,7 +13,7 @@ import msgspec
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
-from tgis.errors import OutOfMemory
+from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, EngineInfo, EngineOptions, TokenFacts
 
 
@@ -23,6 +23,7 @@ class StepModel(msgspec.Struct, frozen=True):
     padded: bool = False
     chunked: bool = False
     weight_limit: int = 1 << 40  # tokens of context
+    largest: int = 1 << 40  # tokens of the largest single request
     prefill_tokens: int = 1 << 20
     step_seconds: float = 0.0
     row_seconds: float = 0.0  # per row that decodes
@@ -30,6 +31,7 @@ class StepModel(msgspec.Struct, frozen=True):
     prefill_token_seconds: float = 0.0  # padding included
     poison_token: int | None = None  # a row that holds it fails, and nobody else
     crash_token: int | None = None  # a step with a row that holds it fails as a whole
+    fatal_token: int | None = None  # a step with a row that holds it is the last one
     memory_tokens: int | None = None  # a step that leaves more tokens of context than this runs out of memory
 
     def seconds(self, plan: Plan) -> float:
@@ -73,7 +75,7 @@ class FakeEngine:
             weight_limit=self._model.weight_limit,
             prefill_tokens=self._model.prefill_tokens,
             chunked=self._model.chunked,
-            largest=self._model.weight_limit,
+            largest=self._model.largest,
         )
 
     def warm_up(self) -> None:
@@ -88,6 +90,8 @@ class FakeEngine:
             self._held[row.id] = row.computed + count
         if any(model.crash_token in row.tokens for row in plan.rows):
             raise RuntimeError("a row holds the token that breaks this step")
+        if any(model.fatal_token in row.tokens for row in plan.rows):
+            raise StartError("a row holds the token that ends this engine")
         if model.memory_tokens is not None and model.area([*self._held.values()]) > model.memory_tokens:
             raise OutOfMemory("more tokens of context than the model's config allows")
         tokens = [row.tokens[row.generated % row.prompt_length] for row in plan.sampled]

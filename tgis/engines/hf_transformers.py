@@ -19,7 +19,7 @@ from tgis.engines.loading import load_causal_lm, pick_device
 from tgis.engines.memory import granted_memory
 from tgis.engines.sampling import Sampler
 from tgis.engines.token_facts import first_input_fact, input_facts
-from tgis.errors import OutOfMemory
+from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling, TokenFacts
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class TransformersEngine:
         except RuntimeError as error:
             if _lacks_memory(error):
                 raise OutOfMemory(f"the device is out of memory in a step of {len(plan.rows)} rows") from error
+            if isinstance(error, torch.AcceleratorError):
+                raise StartError(f"the device is lost: {error}") from error
             raise
 
     def release(self, rows: Rows[Sequence]) -> None:
