@@ -156,10 +156,11 @@ class Worker:
         self._batcher.abandon(failed)
         for row in failed:
             self._link.send(Failed([row.id], FailureKind.ERROR, result.failed[row.id]))
-        work = [(row, count) for row, count in zip(plan.rows, plan.counts, strict=True) if row not in failed]
         kept = [i for i, row in enumerate(plan.sampled) if row not in failed]
         facts = [result.facts[i] for i in kept] if result.facts else []
-        survivors = Plan.of([row for row, _ in work], [count for _, count in work])
+        work = [(row, count) for row, count in zip(plan.rows, plan.counts, strict=True) if row not in failed]
+        rows, counts = [row for row, _ in work], [count for _, count in work]
+        survivors = Plan(rows, counts, [plan.sampled[i] for i in kept], plan.prefill)
         return survivors, StepResult([result.tokens[i] for i in kept], facts, result.inputs)
 
     def _send_step(

@@ -73,5 +73,7 @@ class Plan:
 
     @classmethod
     def whole(cls, rows: list[Sequence]) -> Self:
-        """A step in which each row computes all that it has pending, and gets a token."""
-        return cls.of(rows, [row.pending for row in rows])
+        """A step in which each row, one at least, computes all that it has pending, and gets a token."""
+        counts = [len(row.tokens) - row.computed for row in rows]
+        decode = all(row.computed for row in rows) and max(counts) == 1
+        return cls(rows, counts, rows, prefill=not decode)
