@@ -165,6 +165,7 @@ def test_a_prefill_out_of_memory_is_halved_and_the_running_rows_stay() -> None:
     batcher.submit([request(n) for n in range(1, 5)], 0.0)
     assert batcher.retreat(next_prefill(batcher), out_of_memory=True) == []
     assert (batcher.running, batcher.context_limit) == (1, 1000)
+    assert ids(run_one(batcher)[0].rows) == [0]  # whose stream is not to wait for all attempts
     assert ids(next_prefill(batcher).rows) == [1, 2]
 
 

@@ -114,6 +114,7 @@ class Batcher:
 
         Returns the rows that are refused instead, because they have failed alone.
         """
+        self._pace.failed(plan)
         alone = len(plan.rows) == 1
         if out_of_memory:
             self._shrink(plan)

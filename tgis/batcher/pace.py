@@ -27,6 +27,11 @@ class Pace:
         """A step begins."""
         self._begun = now
 
+    def failed(self, plan: Plan) -> None:
+        """A step has failed: that took time too."""
+        if plan.prefill:
+            self._steps = 0
+
     def ended(self, plan: Plan, now: float) -> None:
         """A step has succeeded."""
         if plan.prefill:
