@@ -196,7 +196,7 @@ def test_what_lack_of_memory_took_comes_back_slowly() -> None:
 
 def test_a_broken_step_is_tried_again_in_halves_until_one_row_is_found() -> None:
     batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(n) for n in range(4)], 0.0)
+    batcher.submit([request(n, max_new=50) for n in range(4)], 0.0)
     tried: list[list[int]] = []
     while batcher.waiting or not tried:
         plan = next_prefill(batcher)
