@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from batches import limits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.weights import Limits
 from tgis.engines.hf_transformers import TransformersEngine
 from tgis.errors import StartError
 from tgis.messages import Details, EngineOptions, Request, Sampling
@@ -90,13 +90,14 @@ def run(model_dir: Path, prompts: list[list[int]], rng: random.Random) -> list[l
     """What the engine generates when the prompts come at random times."""
     engine = TransformersEngine(options(model_dir))
     engine.warm_up()
-    batcher = Batcher(Limits(6, 100_000, 512, 1.0, padded=True), eos_ids=[2])
+    bounds = limits(100_000, max_batch_size=6, prefill_tokens=512)
+    batcher = Batcher(bounds, eos_ids=[2])
     waiting = [Request(n, p, NEW_TOKENS, False, Sampling(), Details()) for n, p in enumerate(prompts)]
     done: dict[int, list[int]] = {}
     while len(done) < len(prompts):
         if waiting and (batcher.idle or rng.random() < 0.4):
             batcher.submit([waiting.pop(0)], 0.0)
-        plan = batcher.plan()
+        plan = batcher.plan(0.0)
         if plan is None:
             continue
         result = engine.step(plan)
@@ -124,6 +125,7 @@ def options(model_dir: Path) -> EngineOptions:
         max_sequence_length=128,
         max_batch_size=6,
         max_prefill_padding=1.0,
+        max_waiting_tokens=0,
         batch_safety_margin=20,
         cuda_memory_fraction=1.0,
         threads=None,

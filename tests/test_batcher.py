@@ -1,58 +1,13 @@
-"""The batcher under a made-up clock and random arrivals: every request ends once, for the right reason."""
+"""The batcher, rule by rule, under a made-up clock."""
 
-from collections.abc import Iterable
-from typing import Any
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
+from batches import EOS, ids, limits, next_prefill, planned, request, run_one
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.batcher.weights import Limits, padding_share, peak_weight, prefill_tokens
-from tgis.messages import Details, Request, Sampling, StopReason
-
-EOS = 99
-Arrival = tuple[int, int, float | None, int, int | None]  # input, output, deadline, arrival, cancel
-
-
-def limits(**changes: Any) -> Limits:
-    values: dict[str, Any] = {
-        "max_batch_size": 4,
-        "weight": 1000,
-        "prefill_tokens": 64,
-        "max_padding": 1.0,
-        "padded": True,
-    }
-    return Limits(**(values | changes))
-
-
-def request(
-    request_id: int,
-    length: int = 3,
-    max_new: int = 5,
-    *,
-    capped: bool = False,
-    deadline: float | None = None,
-    min_new: int = 0,
-) -> Request:
-    sampling = Sampling(min_new_tokens=min_new)
-    tokens = list(range(1, length + 1))
-    return Request(request_id, tokens, max_new, capped, sampling, Details(), deadline)
-
-
-def ids(rows: Iterable[Sequence]) -> list[int]:
-    return [row.id for row in rows]
-
-
-def planned(batcher: Batcher) -> Plan:
-    plan = batcher.plan()
-    assert plan is not None
-    return plan
-
-
-def run_one(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[Plan, list[Sequence]]:
-    plan = planned(batcher)
-    return plan, batcher.commit(plan, [token] * len(plan.rows), now)
+from tgis.batcher.sequence import Sequence
+from tgis.batcher.weights import MemoryModel, check_longest
+from tgis.errors import StartError
+from tgis.messages import Admissions, Request, StopReason
 
 
 def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: float = 0.0) -> Sequence:
@@ -162,11 +117,148 @@ def test_a_request_that_needs_more_than_a_prefill_takes_runs_alone() -> None:
     assert ids(run_one(batcher)[0].rows) == [1]
 
 
-def test_nobody_overtakes_the_first_that_does_not_fit() -> None:
+def test_only_those_queued_within_a_second_overtake_the_first_that_does_not_fit() -> None:
     batcher = Batcher(limits(weight=40), {EOS})
-    batcher.submit([request(1, 3), request(2, 30), request(3, 1)], 0.0)
-    assert ids(planned(batcher).rows) == [1]
+    batcher.submit([request(1, 3), request(2, 30)], 0.0)
+    batcher.submit([request(3, 1)], 1.0)
+    batcher.submit([request(4, 1)], 1.1)
+    assert ids(planned(batcher).rows) == [1, 3]
     assert batcher.waiting == 2
+    assert batcher.take_admissions() == Admissions(queue_jumps=1)
+
+
+def test_rows_that_leave_in_time_make_room_for_one_that_grows() -> None:
+    batcher = Batcher(limits(weight=34, padded=False), {EOS})
+    batcher.submit([request(1, 10, max_new=2), request(2, 5, max_new=23)], 0.0)  # 12 and 28, but never together
+    assert ids(planned(batcher).rows) == [1, 2]
+    assert batcher.take_admissions().granular_additions == 1
+
+
+def test_a_prefill_and_the_batch_share_the_memory() -> None:
+    memory = MemoryModel(weight_limit=100, prefill_linear=2.0)
+    batcher = Batcher(limits(memory=memory, padded=False), {EOS})
+    batcher.submit([request(1, 20, max_new=9)], 0.0)
+    run_one(batcher)
+    batcher.submit([request(2, 40, max_new=1), request(3, 39, max_new=1)], 0.0)  # 22 run, 78 are left
+    assert ids(next_prefill(batcher).rows) == [3]
+    assert batcher.take_admissions() == Admissions(queue_jumps=1, prefill_weight_exceeded=1)
+
+
+def test_a_step_out_of_memory_is_undone_and_the_batch_gets_smaller() -> None:
+    batcher = Batcher(limits(weight=100), {EOS})
+    batcher.submit([request(n, 10, max_new=5) for n in range(4)], 0.0)
+    run_one(batcher)
+    failed = planned(batcher)
+    assert batcher.retreat(failed, out_of_memory=True) == []
+    assert (batcher.running, batcher.waiting) == (0, 4)
+    assert batcher.context_limit == int(44 * 0.9)
+    plan = planned(batcher)
+    assert ids(plan.rows) == [0, 1]  # 2 x 15 fits into 39
+    assert plan.counts == [11, 11]  # the token they had is kept
+    assert [row.generated for row in plan.rows] == [1, 1]
+
+
+def test_a_prefill_out_of_memory_is_halved_and_the_running_rows_stay() -> None:
+    batcher = Batcher(limits(max_batch_size=8), {EOS})
+    batcher.submit([request(0)], 0.0)
+    run_one(batcher)
+    batcher.submit([request(n) for n in range(1, 5)], 0.0)
+    assert batcher.retreat(next_prefill(batcher), out_of_memory=True) == []
+    assert (batcher.running, batcher.context_limit) == (1, 1000)
+    assert ids(run_one(batcher)[0].rows) == [0]  # whose stream is not to wait for all attempts
+    assert ids(next_prefill(batcher).rows) == [1, 2]
+
+
+def test_a_request_that_is_out_of_memory_alone_is_refused() -> None:
+    batcher = Batcher(limits(), {EOS})
+    batcher.submit([request(1), request(2)], 0.0)
+    batcher.retreat(planned(batcher), out_of_memory=True)
+    plan = planned(batcher)
+    assert ids(plan.rows) == [1]
+    (refused,) = batcher.retreat(plan, out_of_memory=True)
+    assert (refused.id, refused.end) == (1, StopReason.ERROR)
+    assert ids(planned(batcher).rows) == [2]
+
+
+def test_what_lack_of_memory_took_comes_back_slowly() -> None:
+    batcher = Batcher(limits(weight=10**6), {EOS})
+    batcher.submit([request(n, 1000, max_new=9000) for n in range(2)], 0.0)
+    batcher.commit(next_prefill(batcher), [7], 0.0)
+    batcher.retreat(planned(batcher), out_of_memory=True)
+    low = batcher.context_limit
+    for _ in range(300):
+        run_one(batcher)
+    assert low < batcher.context_limit < 1.1 * low
+    for _ in range(1700):
+        run_one(batcher)
+    assert 1.1 * low < batcher.context_limit < 2 * low
+
+
+def test_a_broken_step_is_tried_again_in_halves_until_one_row_is_found() -> None:
+    batcher = Batcher(limits(), {EOS})
+    batcher.submit([request(n, max_new=50) for n in range(4)], 0.0)
+    tried: list[list[int]] = []
+    while batcher.waiting or not tried:
+        plan = next_prefill(batcher)
+        tried.append(ids(plan.rows))
+        if 2 in ids(plan.rows):
+            batcher.retreat(plan, out_of_memory=False)
+        else:
+            batcher.commit(plan, [7] * len(plan.sampled), 0.0)
+    assert tried == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2], [3]]
+    assert batcher.running == 3
+
+
+def test_an_accident_costs_nobody() -> None:
+    batcher = Batcher(limits(), {EOS})
+    batcher.submit([request(1)], 0.0)
+    assert batcher.retreat(planned(batcher), out_of_memory=False) == []
+    for _ in range(4):
+        assert run_one(batcher)[1] == []
+    assert ids(run_one(batcher)[1]) == [1]
+
+
+def test_a_row_that_comes_back_may_expire_and_be_cancelled() -> None:
+    batcher = Batcher(limits(), {EOS})
+    batcher.submit([request(1, deadline=5.0), request(2)], 0.0)
+    run_one(batcher)
+    batcher.retreat(planned(batcher), out_of_memory=False)
+    (expired,) = batcher.expire(5.5)
+    assert (expired.id, expired.generated, expired.end) == (1, 1, StopReason.TIME_LIMIT)
+    assert batcher.cancel([2]) == []
+    assert batcher.idle
+
+
+def test_the_snapshot_says_why_a_request_waits() -> None:
+    batcher = Batcher(limits(weight=40), {EOS})
+    batcher.submit([request(1, 3), request(2, 30)], 1.0)
+    run_one(batcher, now=1.0)
+    batcher.submit([request(3, 35)], 1.5)
+    run_one(batcher, now=2.0)
+    seen = batcher.snapshot(3.0)
+    assert [(row["id"], row["waited"]) for row in seen["queue"]] == [(2, 2.0), (3, 1.5)]
+    assert seen["rows"] == [{"id": 1, "input": 3, "generated": 2, "remaining": 3, "computed": 4}]
+    assert seen["context"] == {"now": 5, "limit": 40}
+    assert seen["refusal"] == "the batch would outgrow the memory"
+
+
+def test_a_request_too_long_for_the_memory_stops_the_start() -> None:
+    quadratic = MemoryModel(weight_limit=10_000, prefill_quadratic_1=1.0)
+    check_longest(limits(memory=quadratic), 100)
+    with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 101 does not fit into memory, 100 does: lower it"):
+        check_longest(limits(memory=quadratic), 101)
+    with pytest.raises(StartError, match="1000 does"):
+        check_longest(limits(weight=1000, padded=False), 1001)
+
+
+def test_the_weights_of_tgis() -> None:
+    model = MemoryModel(1000, 2.0, 0.5, 0.25, 3.0, 4.0)
+    assert model.prefill(3, 10, 25, padded=True) == 3 * 10 * 3  # 0.5 + 0.25 x 10 is more than 2
+    assert model.prefill(3, 2, 5, padded=True) == 3 * 2 * 2
+    assert model.prefill(3, 10, 25, padded=False) == 2 * 25
+    assert (model.gradient(padded=True), model.gradient(padded=False)) == (4.0, 4.0)
+    assert MemoryModel(1000, next_token_input=5.0).gradient(padded=True) == 5.0
+    assert model.context_limit(padded=True) == 250
 
 
 def test_cancelled_requests_leave_wherever_they_are() -> None:
@@ -185,62 +277,3 @@ def test_abandoned_rows_are_gone() -> None:
     batcher.abandon(plan.rows[:1])
     assert batcher.running == 1
     assert not batcher.idle
-
-
-def test_measures_of_rows() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(1, 10, max_new=5), request(2, 6, max_new=20)], 0.0)
-    rows = planned(batcher).rows
-    assert peak_weight(rows, padded=True) == 2 * 26
-    assert peak_weight(rows, padded=False) == 15 + 26
-    assert prefill_tokens(rows, padded=True) == 20
-    assert prefill_tokens(rows, padded=False) == 16
-    assert padding_share(rows) == 4 / 20
-    assert padding_share([]) == 0
-
-
-ARRIVALS = st.lists(
-    st.tuples(
-        st.integers(1, 30),  # input
-        st.integers(1, 8),  # output
-        st.sampled_from([None, 3.0, 10.0]),  # deadline
-        st.integers(0, 20),  # arrives at this step
-        st.one_of(st.none(), st.integers(0, 40)),  # cancelled at this step
-    ),
-    max_size=25,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(ARRIVALS, st.booleans(), st.sampled_from([0.0, 0.2, 1.0]))
-def test_every_request_ends_exactly_once_within_the_limits(
-    arrivals: list[Arrival], padded: bool, max_padding: float
-) -> None:
-    bounds = limits(weight=120, prefill_tokens=40, padded=padded, max_padding=max_padding)
-    batcher = Batcher(bounds, {EOS})
-    requests = [request(n, i, o, deadline=d) for n, (i, o, d, _, _) in enumerate(arrivals)]
-    ended: list[Sequence] = []
-    cancelled: set[int] = set()
-    order: list[int] = []
-    for step in range(500):
-        now = step * 0.5
-        batcher.submit([r for r, a in zip(requests, arrivals, strict=True) if a[3] == step], now)
-        gone = {n for n, a in enumerate(arrivals) if a[4] == step and n not in ids(ended)}
-        cancelled |= gone
-        batcher.cancel(gone)
-        ended += batcher.expire(now)
-        plan = batcher.plan()
-        if plan is None:
-            continue
-        if plan.prefill:
-            order += ids(plan.rows)
-        assert batcher.running <= bounds.max_batch_size
-        ended += batcher.commit(plan, [7] * len(plan.rows), now)
-    assert batcher.idle
-    late_cancels = {row.id for row in ended} & cancelled  # cancelled before they were known
-    assert all((arrivals[n][4] or 0) < arrivals[n][3] for n in late_cancels)
-    assert sorted(ids(ended)) == sorted(set(range(len(arrivals))) - (cancelled - late_cancels))
-    arrived = sorted(range(len(arrivals)), key=lambda n: (arrivals[n][3], n))
-    assert order == [n for n in arrived if n in order]  # first come, first served
-    for row in ended:
-        assert row.end is StopReason.TIME_LIMIT or row.generated == row.request.max_new_tokens

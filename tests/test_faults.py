@@ -153,12 +153,73 @@ def test_the_grace_has_an_end(tmp_path: Path) -> None:
             assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
-def test_a_step_that_fails_fails_its_rows_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_request_that_breaks_steps_is_tried_twice_alone_and_then_refused(tmp_path: Path) -> None:
     with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
         assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.INTERNAL
         assert stub.Generate(call("abc", 3)).responses[0].text == "abc"
         assert server.get("/health") == (200, "")
-        assert 'tgi_batch_inference_failure{method="prefill",reason="error"} 1.0' in server.get("/metrics")[1]
+        assert 'tgi_batch_inference_failure{method="prefill",reason="error"} 2.0' in server.get("/metrics")[1]
+
+
+def test_a_request_that_breaks_steps_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+    with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
+        texts = [f"number {n} " for n in range(8)]
+        calls = [stub.Generate.future(call(text, 40)) for text in texts]
+        assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.INTERNAL
+        for text, future in zip(texts, calls, strict=True):
+            assert future.result().responses[0].text == (text * 40)[:40]
+
+
+@pytest.mark.parametrize("kind", [{"padded": True}, {"chunked": True, "prefill_tokens": 16}, {}])
+def test_lack_of_memory_is_nobodys_error(tmp_path: Path, kind: dict[str, Any]) -> None:
+    steps = {"memory_tokens": 150, "step_seconds": 0.002}
+    with start(tmp_path, steps | kind) as server, server.stub() as stub:
+        texts = [f"request number {n} " for n in range(8)]  # of 17 tokens: with 40 more, two fit
+        calls = [stub.GenerateStream(stream_of(call(text, 40, time_limit_millis=0))) for text in texts]
+        for text, stream in zip(texts, calls, strict=True):
+            assert "".join(part.text for part in stream) == (text * 40)[:40]
+        assert refused(lambda: stub.Generate(call("x" * 120, 40))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        metrics = server.get("/metrics")[1]
+        (limit,) = [line for line in metrics.splitlines() if line.startswith("tgi_batch_context_limit ")]
+        assert float(limit.split()[1]) < 300
+
+
+def test_waiting_tokens_are_bounded(tmp_path: Path) -> None:
+    options = {"MAX_QUEUED_TOKENS": 30, "MAX_BATCH_SIZE": 1}
+    with start(tmp_path, SLOW, **options) as server, server.stub() as stub:
+        running = stub.Generate.future(call("a" * 25, 60))
+        time.sleep(0.5)
+        waiting = stub.Generate.future(call("b" * 20, 2))
+        time.sleep(0.2)
+        assert refused(lambda: stub.Generate(call("c" * 11, 2))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(stub.Generate.future(call("d" * 10, 2)).result().responses) == 1
+        assert running.result()
+        assert waiting.result()
+        assert 'tgi_request_failure{err="conc_limit"} 1.0' in server.get("/metrics")[1]
+        assert stub.Generate(call("e" * 31, 2))  # nothing waits: it need not either
+
+
+def test_what_can_never_run_is_refused_at_once(tmp_path: Path) -> None:
+    with start(tmp_path, {"largest": 60}) as server, server.stub() as stub:
+        assert len(stub.Generate(call("a" * 50, 10)).responses[0].text) == 10
+        with pytest.raises(grpc.RpcError, match=r"new tokens .61. are more than fit into memory .60.") as caught:
+            stub.Generate(call("a" * 50, 11))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_an_engine_that_cannot_go_on_ends_the_process(tmp_path: Path) -> None:
+    with start(tmp_path, {"fatal_token": 0}) as server, server.stub() as stub:
+        assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(20) == 1
+    assert "the token that ends this engine" in (tmp_path / "termination").read_text()
+
+
+def test_a_model_whose_longest_request_does_not_fit_does_not_start(tmp_path: Path) -> None:
+    make_fake_model(tmp_path / "model", weight_limit=50)
+    settings = {"MODEL_NAME": tmp_path / "model", "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache"}
+    code, text = run(**settings, MAX_SEQUENCE_LENGTH=51, MAX_NEW_TOKENS=20)
+    assert code == 1
+    assert "MAX_SEQUENCE_LENGTH 51 does not fit into memory, 50 does" in one_line(text)
 
 
 def test_clients_that_vanish_leave_nothing_behind(tmp_path: Path) -> None:

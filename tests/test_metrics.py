@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from tgis.messages import FailureKind, StepStats, StopReason
+from tgis.messages import Admissions, FailureKind, StepStats, StopReason
 from tgis.metrics import Failure, Kind, Metrics
 
 # What dashboards are built on. name: labels with their values
@@ -25,6 +25,10 @@ COUNTERS = {
     "tgi_batch_inference_success": {"method": "prefill next_token"},
     "tgi_batch_inference_failure": {"method": "prefill next_token", "reason": "oom error"},
     "tgi_batch_concatenation_count": {},
+    "tgi_queue_jump": {},
+    "tgi_granular_batch_addition": {},
+    "tgi_prefill_weight_limit_exceeded": {},
+    "tgi_prefill_padding_limit_exceeded": {},
     "tgi_tokenize_request_count": {},
     "tgi_tokenize_request_input_count": {},
 }
@@ -34,6 +38,7 @@ GAUGES = {
     "tgi_batch_input_tokens",
     "tgi_batch_max_remaining_tokens",
     "tgi_batch_weight_utilization",
+    "tgi_batch_context_limit",
     "tgi_engine_up",
 }
 PASS = {"method": "prefill next_token", "makeup": "single_only"}
@@ -90,8 +95,8 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def changed(metrics: Metrics) -> dict[str, float]:
-    """What is not 0, of the untyped twins, the gauges, and the counts and sums of histograms."""
-    skipped = ("_bucket", "_total")
+    """What is not as at the start, of the untyped twins, the gauges, and the counts and sums of histograms."""
+    skipped = ("_bucket", "_total", "_context_limit")
     return {
         " ".join([name, *(label for _, label in sorted(labels))]): number
         for name, series in samples(metrics).items()
@@ -287,7 +292,7 @@ def decode(running: int, tokens: int = 250) -> StepStats:
     )
 
 
-GAUGE_NAMES = sorted(GAUGES - {"tgi_engine_up"})
+GAUGE_NAMES = sorted(GAUGES - {"tgi_engine_up", "tgi_batch_context_limit"})
 
 
 def gauges(metrics: Metrics) -> list[float]:
@@ -304,6 +309,18 @@ def test_gauges_follow_decode_steps_and_fall_to_zero_when_nothing_runs(metrics: 
     metrics.step(decode(running=3), 0.0)
     metrics.idle()
     assert gauges(metrics) == [0, 0, 0, 0, 0]
+
+
+def test_how_rows_joined_and_what_room_there_is(metrics: Metrics) -> None:
+    assert value(metrics, "tgi_batch_context_limit") == 1000
+    for _ in range(2):
+        stats = StepStats(True, 1, 1, 0.1, 0.1, 1, 0, 1, [], [], Admissions(1, 2, 3, 4), weight_limit=900)
+        metrics.step(stats, 0.0)
+    assert value(metrics, "tgi_batch_context_limit") == 900
+    assert value(metrics, "tgi_queue_jump") == 2
+    assert value(metrics, "tgi_granular_batch_addition") == 4
+    assert value(metrics, "tgi_prefill_weight_limit_exceeded") == 6
+    assert value(metrics, "tgi_prefill_padding_limit_exceeded") == 8
 
 
 def test_a_failed_pass_and_an_engine_that_comes_and_goes(metrics: Metrics) -> None:

@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1] / "tgis"
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "messages": set(),
-    "batcher": {"messages"},
+    "batcher": {"errors", "messages"},
     "engines": {"batcher", "messages", "errors"},
     "worker": {"batcher", "engines", "messages", "errors", "logs"},
+    "simulate": {"batcher", "engines", "errors", "messages"},
     "validation": {"errors", "messages"},
     "tokenizer": {"errors", "models"},
     "detokenizer": {"errors", "tokenizer"},
@@ -38,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "convert": {"generation", "messages", "metrics", "pb", "replies", "tokenization", "validation"},
     "service": {"convert", "errors", "generation", "logs", "pb"},
-    "metrics": {"messages"},
+    "families": set(),
+    "metrics": {"families", "messages"},
     "logs": set(),
     "probes": {"errors"},
     "watch": set(),
@@ -82,6 +84,7 @@ def test_arrows_point_one_way(room: str) -> None:
         ("tgis.batcher.batcher", {"torch", "transformers", "grpc", "asyncio", "socket"}),
         ("tgis.worker", {"torch", "transformers", "grpc", "aiohttp"}),
         ("tgis.engines.fake", {"torch", "transformers"}),
+        ("tgis.cli.simulate", {"torch", "transformers", "grpc", "matplotlib"}),
     ],
 )
 def test_a_process_stays_free_of_what_it_does_not_need(module: str, strangers: set[str]) -> None:

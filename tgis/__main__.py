@@ -17,6 +17,7 @@ COMMANDS = {
     "model-info": "tell what a server serves",
     "health": "ask a server whether it is ready; the exit code tells",
     "bench": "measure a running server",
+    "simulate": "run a trace through the batcher, without a model",
 }
 INTERRUPTED = 130  # as shells report SIGINT
 

@@ -97,6 +97,8 @@ class Config:
     max_new_tokens: int = option(LIMITS, integer(1), "most new tokens that a request may ask for", 1024)
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "most inputs in flight; more are refused at once", 512)
+    max_queued_tokens: int = option(
+        LIMITS, integer(0), "most input tokens of waiting requests; 0 is no limit", 0)
     step_timeout_seconds: float = option(
         LIMITS, SECONDS, "seconds without a step, with work at hand, that mean a stuck engine", 120.0)
 
@@ -104,6 +106,8 @@ class Config:
         BATCHES, integer(1, 65536), "most rows that run together", None, shown="64 on CPU, 256 on CUDA")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "most padding that a prefill may have, as a proportion", 0.2)
+    max_waiting_tokens: int = option(
+        BATCHES, integer(0), "most steps that run before waiting requests interrupt for a prefill", 24)
     batch_safety_margin: int = option(BATCHES, integer(0, 100), "percent of memory held back", 20)
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
@@ -178,7 +182,6 @@ UNUSED = tuple(
         "master_port",
         "max_batch_weight",
         "max_prefill_weight",
-        "max_waiting_tokens",
         "prompt_cache_size_mb",
         "max_prompt_prefix_length",
         "otlp_service_name",

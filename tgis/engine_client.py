@@ -59,6 +59,7 @@ class EngineClient:
     def __init__(self) -> None:
         self.observer: StepObserver | None = None
         self._open: dict[int, Inbox] = {}
+        self._queued_tokens = 0
         self._next_id = 0
         self._last_progress = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -92,6 +93,11 @@ class EngineClient:
         """Requests submitted and not ended."""
         return len(self._open)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Input tokens of the open requests that have not been in any step yet."""
+        return self._queued_tokens
+
     def stalled_for(self) -> float:
         """Seconds since the engine last said anything, while something is open; else 0."""
         return time.monotonic() - self._last_progress if self._open else 0.0
@@ -110,6 +116,7 @@ class EngineClient:
         if not self._open:
             self._last_progress = time.monotonic()
         self._open.update((inbox.request.id, inbox) for inbox in inboxes)
+        self._queued_tokens += sum(len(request.tokens) for request in requests)
         self._send(Submit(requests))
         try:
             yield inboxes
@@ -181,8 +188,8 @@ class EngineClient:
         for request_id, inputs in step.inputs.items():
             if inbox := self._open.get(request_id):
                 inbox.input_facts = inputs
-        if step.stats is not None and step.stats.prefill:
-            self._note_joined(step.ids, step.stats)
+        if step.stats is not None:
+            self._note_joined(step.stats)
         for request_id, token, end, fact in zip(step.ids, step.tokens, step.ends, facts, strict=True):
             if inbox := self._open.get(request_id):  # else cancelled meanwhile
                 inbox.put(TokenEvent(token, StopReason(end), fact))
@@ -193,11 +200,12 @@ class EngineClient:
             if not self._open:  # the step was on its way when the last row was cancelled
                 self.observer.idle()
 
-    def _note_joined(self, ids: list[int], stats: StepStats) -> None:
+    def _note_joined(self, stats: StepStats) -> None:
         joined = time.monotonic() - stats.duration
-        for request_id in ids:
+        for request_id in stats.joined:
             if inbox := self._open.get(request_id):
                 inbox.times.joined = joined
+                self._queued_tokens -= len(inbox.request.tokens)
 
     def _end(self, request_id: int, error: RequestError) -> None:
         if inbox := self._open.get(request_id):
@@ -207,6 +215,8 @@ class EngineClient:
     def _forget(self, inbox: Inbox) -> bool:
         """Take it out of the open requests; whether it was one."""
         known = self._open.pop(inbox.request.id, None) is not None
+        if known and not inbox.times.joined:
+            self._queued_tokens -= len(inbox.request.tokens)
         if known and not self._open and self.observer:
             self.observer.idle()
         return known

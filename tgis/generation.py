@@ -26,7 +26,9 @@ class Serving:
 
     limits: Limits
     encoder_decoder: bool
+    largest: int  # tokens of one request, input and output, that fit into memory
     max_inputs: int  # in flight
+    max_queued_tokens: int  # of inputs that wait; 0 is no limit
     log_text: bool
 
 
@@ -134,8 +136,19 @@ class Generator:
             )
             for field, one in zip(call.fields, encoded, strict=True)
         ]
+        self._check_sizes(call, requests)
         account.validated(requests, settings)
         return requests, settings
+
+    def _check_sizes(self, call: Call, requests: list[Request]) -> None:
+        """Refuse what can never run, and what would make the queue too long: all inputs or none."""
+        for field, request in zip(call.fields, requests, strict=True):
+            size, largest = len(request.tokens) + request.max_new_tokens, self.serving.largest
+            if size > largest:
+                raise InvalidRequest(field, f"input and new tokens ({size}) are more than fit into memory ({largest})")
+        most, queued = self.serving.max_queued_tokens, self._client.queued_tokens
+        if most and queued and queued + sum(len(request.tokens) for request in requests) > most:
+            raise Overloaded(f"Model is overloaded: {queued} input tokens are waiting, at most {most} may")
 
 
 async def _all_or_first_error(work: list[Coroutine[None, None, None]]) -> None:

@@ -86,7 +86,18 @@ class EngineInfo(msgspec.Struct, frozen=True):
     padded: bool  # whether a batch costs rows x width, or the sum of lengths
     max_batch_size: int
     weight_limit: int  # tokens of context that fit into memory
-    prefill_tokens: int  # tokens that one prefill pass takes before it only gets slower
+    prefill_tokens: int  # tokens that one pass takes before it only gets slower
+    chunked: bool = False  # whether rows may compute parts of their prompts beside others that decode
+    largest: int = 1 << 40  # tokens of the largest single request that fits into memory
+
+
+class Admissions(msgspec.Struct, array_like=True, gc=False):
+    """How rows came to join steps, and what kept others from it, counted since the last report."""
+
+    queue_jumps: int = 0  # joined before one that had come earlier
+    granular_additions: int = 0  # joined because others will have left in time
+    prefill_weight_exceeded: int = 0  # kept back: the prefill would have become too large
+    prefill_padding_exceeded: int = 0  # kept back: too much of the prefill would have been padding
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -100,7 +111,10 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     running: int  # rows held after the step
     waiting: int  # requests still queued
     remaining: int  # sum over the rows of tokens they may still generate
-    queued_for: list[float]  # seconds that each row of a prefill waited
+    queued_for: list[float]  # seconds that each of the rows waited that were in a step for the first time
+    joined: list[int] = []  # ids of those rows
+    admissions: Admissions = msgspec.field(default_factory=Admissions)
+    weight_limit: int = 0  # tokens of context that a batch may have; less than at the start after lack of memory
 
 
 class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
@@ -113,6 +127,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     max_sequence_length: int
     max_batch_size: int | None  # None: the engine's own default
     max_prefill_padding: float
+    max_waiting_tokens: int
     batch_safety_margin: int  # percent of memory held back
     cuda_memory_fraction: float
     threads: int | None
@@ -143,7 +158,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """What one step produced: parallel columns, one entry per request concerned.
+    """What one step produced: parallel columns, one entry per request that got a token or ended.
 
     A token of -1 is none (the request ended while queued). `facts` is empty when no row asked for any.
     """

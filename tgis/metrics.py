@@ -5,23 +5,12 @@ its two summaries are histograms here. Whatever ends in `duration` is in seconds
 """
 
 import enum
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    ProcessCollector,
-    generate_latest,
-)
-from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from tgis.messages import FailureKind, StepStats, StopReason
+from tgis.families import Families, Labels
+from tgis.messages import Admissions, FailureKind, StepStats, StopReason
 
 
 class Kind(enum.StrEnum):
@@ -44,9 +33,6 @@ class Failure(enum.StrEnum):
     TIMEOUT = "timeout"
 
 
-Labels = Mapping[str, Sequence[str]]  # every label with all of its values
-
-_NONE: Labels = {}
 _KIND: Labels = {"kind": [*Kind]}
 _ERR: Labels = {"err": [*Failure]}
 _ENDS = ["MAX_TOKENS", "EOS_TOKEN", "TIME_LIMIT", "STOP_SEQUENCE", "TOKEN_LIMIT"]
@@ -55,7 +41,6 @@ _METHOD: Labels = {"method": ["prefill", "next_token"]}
 _FAILURE: Labels = {**_METHOD, "reason": [FailureKind.OUT_OF_MEMORY, FailureKind.ERROR]}
 _PASS: Labels = {**_METHOD, "makeup": ["single_only"]}
 
-_DURATIONS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
 
 
@@ -66,10 +51,11 @@ class Metrics:
         self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, weight_limit: int
     ) -> None:
         """The limits, in tokens and rows, decide the buckets, and what a full batch is."""
-        families = _Families()
+        families = Families()
         self._requests = _Requests(families, _shares(max_sequence_length), _shares(max_new_tokens))
         self._batches = _Batches(families, range(1, max_batch_size + 1))
         self._tokenize = _Tokenize(families)
+        self._batches.context_limit.set(weight_limit)
         self._weight_limit = weight_limit
         self._running = 0
         self._registry = CollectorRegistry()
@@ -139,6 +125,10 @@ class Metrics:
             self._prefilled(stats)
         else:  # a prefill tells the tokens of its own rows only
             self._context(stats.tokens)
+        for seconds in stats.queued_for:
+            self._requests.queue.observe(seconds)
+        batches.joined(stats.admissions)
+        batches.context_limit.set(stats.weight_limit)
         self._hold(stats.waiting, stats.running, stats.remaining)
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
@@ -166,8 +156,6 @@ class Metrics:
 
     def _prefilled(self, stats: StepStats) -> None:
         self._batches.next_tokens.observe(stats.tokens)
-        for seconds in stats.queued_for:
-            self._requests.queue.observe(seconds)
         if 0 < self._running < stats.running:  # rows ran before, and not every new one has ended already
             self._batches.concatenation.inc()
 
@@ -195,7 +183,7 @@ def _shares(limit: int) -> list[float]:
 class _Requests:
     """What becomes of calls and their inputs."""
 
-    def __init__(self, add: "_Families", sequence: Sequence[float], new: Sequence[float]) -> None:
+    def __init__(self, add: Families, sequence: Sequence[float], new: Sequence[float]) -> None:
         self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND)
         self.input_count = add.counter("tgi_request_input_count", "Inputs of calls to generate.")
         self.failure = add.counter("tgi_request_failure", "Calls or inputs that failed.", _ERR)
@@ -223,11 +211,16 @@ class _Requests:
 class _Batches:
     """What the engine does and holds, pass by pass."""
 
-    def __init__(self, add: "_Families", sizes: Sequence[float]) -> None:
+    def __init__(self, add: Families, sizes: Sequence[float]) -> None:
         self.count = add.counter("tgi_batch_inference_count", "Passes.", _METHOD)
         self.success = add.counter("tgi_batch_inference_success", "Passes that gave tokens.", _METHOD)
         self.failure = add.counter("tgi_batch_inference_failure", "Passes that failed.", _FAILURE)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Batches that joined another.")
+
+        self.queue_jumps = add.counter("tgi_queue_jump", "Requests that joined before an earlier one.")
+        self.granular = add.counter("tgi_granular_batch_addition", "Joined as others will have left in time.")
+        self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Kept back from a large prefill.")
+        self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Kept back for its padding.")
 
         self.size = add.histogram("tgi_batch_inference_batch_size", "Rows of a pass.", sizes, _METHOD)
         self.next_tokens = add.histogram("tgi_batch_next_tokens", "Tokens of a prefill.", _POWERS_OF_TWO)
@@ -241,57 +234,21 @@ class _Batches:
         self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens of context of the rows.")
         self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "New tokens that rows may get.")
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Context by what memory holds.")
+        self.context_limit = add.gauge("tgi_batch_context_limit", "Tokens of context that a batch may have.")
+
+    def joined(self, counts: Admissions) -> None:
+        """Count how rows came to join."""
+        self.queue_jumps.inc(counts.queue_jumps)
+        self.granular.inc(counts.granular_additions)
+        self.prefill_weight.inc(counts.prefill_weight_exceeded)
+        self.prefill_padding.inc(counts.prefill_padding_exceeded)
 
 
 class _Tokenize:
     """Calls to Tokenize."""
 
-    def __init__(self, add: "_Families") -> None:
+    def __init__(self, add: Families) -> None:
         self.count = add.counter("tgi_tokenize_request_count", "Calls to Tokenize.")
         self.input_count = add.counter("tgi_tokenize_request_input_count", "Inputs of calls to Tokenize.")
         self.tokens = add.histogram("tgi_tokenize_request_tokens", "Tokens of a call.", _POWERS_OF_TWO)
         self.duration = add.duration("tgi_tokenize_request_duration", "From call to reply.")
-
-
-_Wrapper = TypeVar("_Wrapper", bound=MetricWrapperBase)
-
-
-class _Families(Collector):
-    """All families, exported as TGIS does: every counter twice, as `x_total` and, untyped, as `x`."""
-
-    def __init__(self) -> None:
-        self._metrics: list[MetricWrapperBase] = []
-
-    def counter(self, name: str, text: str, labels: Labels = _NONE) -> Counter:
-        return self._add(Counter(name, text, [*labels], registry=None), labels)
-
-    def gauge(self, name: str, text: str) -> Gauge:
-        return self._add(Gauge(name, text, registry=None), _NONE)
-
-    def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Labels = _NONE) -> Histogram:
-        return self._add(Histogram(name, text, [*labels], buckets=buckets, registry=None), labels)
-
-    def duration(self, name: str, text: str, labels: Labels = _NONE) -> Histogram:
-        return self.histogram(name, f"Seconds. {text}", _DURATIONS, labels)
-
-    def _add(self, metric: _Wrapper, labels: Labels) -> _Wrapper:
-        if labels:
-            for values in itertools.product(*labels.values()):
-                metric.labels(*values)  # there from the start, at 0: rates want that
-        self._metrics.append(metric)
-        return metric
-
-    def collect(self) -> Iterator[Metric]:
-        """The families, less their `_created` samples, which TGIS never had."""
-        for metric in self._metrics:
-            for family in metric.collect():
-                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-                yield family
-                if family.type == "counter":
-                    yield _untyped(family)
-
-
-def _untyped(counter: Metric) -> Metric:
-    twin = Metric(counter.name, counter.documentation, "untyped")
-    twin.samples = [sample._replace(name=counter.name) for sample in counter.samples]
-    return twin

@@ -127,8 +127,8 @@ class Row:
     def _text_of(self, event: TokenEvent) -> str:
         """Append one token to the output; the text that becomes final by it."""
         if event.token < 0:
-            self.end, self.expired = event.end, True
-            return ""
+            self.end, self.expired = event.end, self.count == 0
+            return self.assembler.finish()
         self.count += 1
         minimum_reached = self.count >= self.inbox.request.sampling.min_new_tokens
         text = self.assembler.add(self.detokenizer.add(event.token), may_stop=not event.end and minimum_reached)

@@ -106,7 +106,14 @@ class Server:
         """Let calls in."""
         config = self._config
         rows = RowFactory(self._tokenizer, self._decoder, info.encoder_decoder)
-        serving = Serving(self._limits, info.encoder_decoder, config.max_concurrent_requests, config.log_text)
+        serving = Serving(
+            limits=self._limits,
+            encoder_decoder=info.encoder_decoder,
+            largest=info.largest,
+            max_inputs=config.max_concurrent_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            log_text=config.log_text,
+        )
         self._metrics = self._metrics_of(info)
         client.observer = self._metrics
         self._service.generator = Generator(serving, client, self._tokenizer, rows, self._metrics)
@@ -161,6 +168,7 @@ class Server:
             max_sequence_length=self._limits.sequence_length,
             max_batch_size=config.max_batch_size,
             max_prefill_padding=config.max_prefill_padding,
+            max_waiting_tokens=config.max_waiting_tokens,
             batch_safety_margin=config.batch_safety_margin,
             cuda_memory_fraction=config.cuda_process_memory_fraction,
             threads=config.num_threads,

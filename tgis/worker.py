@@ -17,10 +17,10 @@ import time
 from tgis import logs
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.batcher.weights import Limits
+from tgis.batcher.weights import Limits, MemoryModel, check_longest
 from tgis.engines import load_engine
 from tgis.engines.base import Engine, StepResult
-from tgis.errors import OutOfMemory, TgisError
+from tgis.errors import OutOfMemory, StartError, TgisError
 from tgis.messages import (
     Cancel,
     EngineOptions,
@@ -86,8 +86,9 @@ class Worker:
         while self._handle(self._link.receive(wait=self._batcher.idle)):
             expired = self._batcher.expire(time.monotonic())
             if expired:
+                self._engine.release(expired)
                 self._send_step(expired, [-1] * len(expired))
-            plan = self._batcher.plan()
+            plan = self._batcher.plan(time.monotonic())
             if plan is not None:
                 self._step(plan)
 
@@ -109,39 +110,57 @@ class Worker:
         try:
             result = self._engine.step(plan)
         except OutOfMemory as error:
-            self._fail(plan.rows, FailureKind.OUT_OF_MEMORY, str(error), prefill=plan.prefill)
+            self._retreat(plan, FailureKind.OUT_OF_MEMORY, str(error))
+        except StartError:
+            raise  # the engine cannot go on
         except Exception as error:
             log.exception("a step of %d rows failed", len(plan.rows))
-            self._fail(plan.rows, FailureKind.ERROR, f"{type(error).__name__}: {error}", prefill=plan.prefill)
+            self._retreat(plan, FailureKind.ERROR, f"{type(error).__name__}: {error}")
         else:
             self._commit(plan, result, started, time.monotonic())
+
+    def _retreat(self, plan: Plan, kind: FailureKind, message: str) -> None:
+        """Nobody got a token. The rows are tried again, but for those that failed alone."""
+        self._engine.release(plan.rows)
+        refused = self._batcher.retreat(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
+        log.warning("%d rows of a failed step (%s) are tried again", len(plan.rows) - len(refused), kind)
+        self._link.send(Failed([row.id for row in refused], kind, message, plan.prefill))
 
     def _commit(self, plan: Plan, result: StepResult, started: float, computed: float) -> None:
         if result.failed:
             plan, result = self._without_failed(plan, result)
-        tokens = sum(row.pending for row in plan.rows) if plan.prefill else sum(len(r.tokens) for r in plan.rows)
+        context = sum(plan.counts) if plan.prefill else sum(len(row.tokens) for row in plan.rows)
+        joined = [row for row in plan.rows if not row.joined]
         ended = self._batcher.commit(plan, result.tokens, computed)
         self._engine.release(ended)
         stats = StepStats(
             prefill=plan.prefill,
             rows=len(plan.rows),
-            tokens=tokens,
+            tokens=context,
             duration=time.monotonic() - started,
             forward=computed - started,
             running=self._batcher.running,
             waiting=self._batcher.waiting,
             remaining=self._batcher.remaining,
-            queued_for=[started - row.queued_at for row in plan.rows] if plan.prefill else [],
+            queued_for=[started - row.queued_at for row in joined],
+            joined=[row.id for row in joined],
+            admissions=self._batcher.take_admissions(),
+            weight_limit=self._batcher.context_limit,
         )
-        self._send_step(plan.rows, result.tokens, result, stats)
+        self._send_step(plan.sampled, result.tokens, result, stats)
 
     def _without_failed(self, plan: Plan, result: StepResult) -> tuple[Plan, StepResult]:
-        for row in plan.rows:
-            if row.id in result.failed:
-                self._fail([row], FailureKind.ERROR, result.failed[row.id])
-        kept = [i for i, row in enumerate(plan.rows) if row.id not in result.failed]
+        """The step without the rows that the engine could not choose a token for; they get an error."""
+        failed = [row for row in plan.rows if row.id in result.failed]
+        self._engine.release(failed)
+        self._batcher.abandon(failed)
+        for row in failed:
+            self._link.send(Failed([row.id], FailureKind.ERROR, result.failed[row.id]))
+        kept = [i for i, row in enumerate(plan.sampled) if row not in failed]
         facts = [result.facts[i] for i in kept] if result.facts else []
-        survivors = Plan([plan.rows[i] for i in kept], plan.prefill)
+        work = [(row, count) for row, count in zip(plan.rows, plan.counts, strict=True) if row not in failed]
+        rows, counts = [row for row, _ in work], [count for _, count in work]
+        survivors = Plan(rows, counts, [plan.sampled[i] for i in kept], plan.prefill)
         return survivors, StepResult([result.tokens[i] for i in kept], facts, result.inputs)
 
     def _send_step(
@@ -162,27 +181,26 @@ class Worker:
             )
         )
 
-    def _fail(self, rows: list[Sequence], kind: FailureKind, message: str, *, prefill: bool | None = None) -> None:
-        self._engine.release(rows)
-        self._batcher.abandon(rows)
-        self._link.send(Failed([row.id for row in rows], kind, message, prefill))
-
 
 def _limits(options: EngineOptions, engine: Engine) -> Limits:
     info = engine.info
     return Limits(
         max_batch_size=info.max_batch_size,
-        weight=info.weight_limit,
+        memory=MemoryModel.of_tokens(info.weight_limit),
         prefill_tokens=info.prefill_tokens,
         max_padding=options.max_prefill_padding,
         padded=info.padded,
+        chunked=info.chunked,
+        max_waiting_tokens=options.max_waiting_tokens,
     )
 
 
 def _serve(link: Link, options: EngineOptions) -> None:
     engine = load_engine(options)
     engine.warm_up()
-    batcher = Batcher(_limits(options, engine), options.eos_ids)
+    limits = _limits(options, engine)
+    check_longest(limits, options.max_sequence_length)
+    batcher = Batcher(limits, options.eos_ids)
     gc.freeze()  # what has been loaded stays: the collector need not look at it again
     link.send(Ready(engine.info))
     Worker(link, engine, batcher).run()

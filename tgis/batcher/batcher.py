@@ -1,31 +1,41 @@
 """Which requests run in the next step, and when each one ends.
 
 The batcher owns every sequence from submission to its end: the waiting room, the running rows, and all stop
-reasons that need no text. It never reads a clock: `now` is passed in. A step is `plan` then, once the engine
-has computed it, `commit` (or `abandon`).
+reasons that need no text. It never reads a clock: `now` is passed in. A step is `plan`, then `commit` once the
+engine has computed it, or `retreat` if the engine could not.
 """
 
-from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
+from tgis.batcher.allowance import Allowance
+from tgis.batcher.chunks import chunk_budget, share_out
+from tgis.batcher.doors import ChunkDoor, Refusal, WholeDoor, choose, context_now
+from tgis.batcher.pace import Pace
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.batcher.weights import Limits, padding_share, peak_weight, prefill_tokens
-from tgis.messages import Request, StopReason
+from tgis.batcher.trials import Trials
+from tgis.batcher.waiting import WaitingRoom
+from tgis.batcher.weights import Limits
+from tgis.messages import Admissions, Request, StopReason
 
 
 class Batcher:
-    """Continuous batching: rows join and leave at any step, first come first served."""
+    """Continuous batching: rows join and leave at any step."""
 
     def __init__(self, limits: Limits, eos_ids: Collection[int]) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingRoom()
         self._running: list[Sequence] = []
-        self._last_was_prefill = False
+        self._allowance = Allowance(limits)
+        self._pace = Pace(limits.max_waiting_tokens)
+        self._trials = Trials()
+        self._admissions = Admissions()
+        self._refusal = ""
 
     @property
     def waiting(self) -> int:
-        """Requests that no engine has seen yet."""
+        """Requests that are in no step at present."""
         return len(self._waiting)
 
     @property
@@ -43,49 +53,142 @@ class Batcher:
         """Sum over the rows of the tokens they may still generate."""
         return sum(row.remaining for row in self._running)
 
+    @property
+    def context_limit(self) -> int:
+        """Tokens of context that a batch may have at present."""
+        return self._allowance.context
+
     def submit(self, requests: Iterable[Request], now: float) -> None:
         """Queue the inputs of one call, in order."""
-        self._waiting.extend(Sequence(request, now) for request in requests)
+        self._waiting.append(Sequence(request, now) for request in requests)
 
     def cancel(self, ids: Collection[int]) -> list[Sequence]:
         """Forget requests, wherever they are; the rows that the engine must release. Unknown ids are ended ones."""
         gone = frozenset(ids)
-        self._waiting = deque(row for row in self._waiting if row.id not in gone)
-        return self._remove(lambda row: row.id in gone, StopReason.CANCELLED)
+        for row in self._waiting.remove(gone):
+            row.end = StopReason.CANCELLED
+        cancelled = self._remove(lambda row: row.id in gone)
+        for row in cancelled:
+            row.end = StopReason.CANCELLED
+        return cancelled
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the queued requests whose deadline has passed, with TIME_LIMIT and no token."""
-        expired = [row for row in self._waiting if _late(row, now)]
-        if expired:
-            self._waiting = deque(row for row in self._waiting if not _late(row, now))
+        """End what waits, or is in the middle of its prompt, and is late: TIME_LIMIT and no further token.
+
+        The engine must release the rows; those it never had are among them.
+        """
+        expired = self._waiting.expire(now)
+        if self._limits.chunked:
+            expired += self._remove(lambda row: not row.decoding and _late(row, now))
         for row in expired:
             row.end = StopReason.TIME_LIMIT
         return expired
 
-    def plan(self) -> Plan | None:
-        """The next step: a prefill of rows that can join now, else one token for every running row.
-
-        Two prefills never follow each other while rows are running, so that their streams keep moving.
-        """
-        joining = [] if self._last_was_prefill and self._running else self._admit()
-        self._last_was_prefill = bool(joining)
-        if joining:
-            self._running += joining
-            return Plan(joining, prefill=True)
-        return Plan(list(self._running), prefill=False) if self._running else None
+    def plan(self, now: float) -> Plan | None:
+        """The next step; None if nothing can run. Its rows stay as they are until `commit` or `retreat`."""
+        plan = self._plan_chunked() if self._limits.chunked else self._plan_whole(now)
+        self._pace.started(now)
+        return plan
 
     def commit(self, plan: Plan, tokens: list[int], now: float) -> list[Sequence]:
-        """Append the new token of every row of the plan; the rows that ended, which the engine must release."""
-        for row, token in zip(plan.rows, tokens, strict=True):
-            row.computed = len(row.tokens)
+        """Append a new token to each sampled row of the plan; the rows that ended, which the engine must release."""
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            row.computed += count
+            row.joined = True
+        for row, token in zip(plan.sampled, tokens, strict=True):
             row.tokens.append(token)
             row.end = self._end_of(row, now)
+            row.failures = row.trial = 0
+        self._allowance.succeeded()
+        self._pace.ended(plan, now)
         return self._remove(lambda row: row.end is not StopReason.NOT_FINISHED)
 
     def abandon(self, rows: Collection[Sequence]) -> None:
-        """Forget rows whose step failed."""
+        """Forget rows that got an error instead of a token."""
         gone = {id(row) for row in rows}
-        self._remove(lambda row: id(row) in gone, StopReason.ERROR)
+        for row in self._remove(lambda row: id(row) in gone):
+            row.end = StopReason.ERROR
+
+    def retreat(self, plan: Plan, *, out_of_memory: bool) -> list[Sequence]:
+        """A step failed and the engine has released its rows: queue them in front, to be computed anew.
+
+        Returns the rows that are refused instead, because they have failed alone.
+        """
+        self._pace.failed(plan)
+        alone = len(plan.rows) == 1
+        if out_of_memory:
+            self._shrink(plan)
+            refused = plan.rows if alone and len(self._running) == 1 else []
+            groups = [plan.rows]
+        else:
+            refused, groups = self._trials.divide(plan.rows)
+        for row in plan.rows:
+            row.computed = 0
+        self.abandon(refused)
+        again = [row for group in groups for row in group if row.end is StopReason.NOT_FINISHED]
+        back = {id(row) for row in again}
+        self._remove(lambda row: id(row) in back)
+        self._waiting.put_back(again)
+        return refused
+
+    def take_admissions(self) -> Admissions:
+        """What has been counted about joining since this was last asked."""
+        taken, self._admissions = self._admissions, Admissions()
+        return taken
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """What a person wants to know who asks why a request waits; plain values only."""
+        context = context_now(self._running, self._limits.padded)
+        return {
+            "queue": [_described(row) | {"waited": round(now - row.queued_at, 3)} for row in self._waiting],
+            "rows": [_described(row) | {"computed": row.computed} for row in self._running],
+            "context": {"now": context, "limit": self._allowance.context},
+            "prefill_tokens": self._allowance.prefill_tokens,
+            "max_batch_size": self._limits.max_batch_size,
+            "refusal": self._refusal,
+        }
+
+    def _plan_whole(self, now: float) -> Plan | None:
+        """A prefill of rows that can join now, else one token for every running row."""
+        if self._waiting:
+            if not self._slots():
+                self._refusal = Refusal.BATCH_SIZE
+            elif not self._pace.due(len(self._running), now):
+                self._refusal = self._refusal or Refusal.PACE  # a weightier reason stays
+            elif joining := self._join(WholeDoor(self._limits, self._allowance, self._running, self._admissions)):
+                return Plan.whole(joining)
+        return Plan.whole(list(self._running)) if self._running else None
+
+    def _plan_chunked(self) -> Plan | None:
+        """A token for each row that decodes, and within the step's budget chunks of the prompts of others."""
+        trial = self._trial()
+        rows = [row for row in self._running if row.trial == trial]
+        budget = chunk_budget(rows, self._allowance.prefill_tokens)
+        if self._waiting and self._slots() and self._waiting.first.trial == trial:
+            rows += self._join(ChunkDoor(self._allowance, self._running, budget))
+        if not rows:
+            rows = self._running  # a row on trial waits for the memory that these still have
+        return Plan.of(*share_out(rows, budget)) if rows else None
+
+    def _trial(self) -> int:
+        """Rows of which trial run now; 0 for all that are on none."""
+        running = next((row.trial for row in self._running if row.trial), 0)
+        return running or (self._waiting.first.trial if self._waiting else 0)
+
+    def _slots(self) -> int:
+        return self._limits.max_batch_size - len(self._running)
+
+    def _join(self, door: WholeDoor | ChunkDoor) -> list[Sequence]:
+        joining, self._refusal = choose(self._waiting, door, self._slots(), self._admissions)
+        self._waiting.take(joining)
+        self._running += joining
+        return joining
+
+    def _shrink(self, plan: Plan) -> None:
+        if plan.prefill and not self._limits.chunked and len(plan.rows) > 1:
+            self._allowance.shrink_prefill(context_now(plan.rows, self._limits.padded))
+        else:
+            self._allowance.shrink_context(context_now(self._running, self._limits.padded))
 
     def _end_of(self, row: Sequence, now: float) -> StopReason:
         """The order of front-end stopping, but for stop sequences, which need the text."""
@@ -99,33 +202,16 @@ class Batcher:
             return StopReason.TOKEN_LIMIT if row.request.capped else StopReason.MAX_TOKENS
         return StopReason.NOT_FINISHED
 
-    def _admit(self) -> list[Sequence]:
-        """Take from the front of the queue while everything fits; the first that does not waits, and all behind it."""
-        joining: list[Sequence] = []
-        while self._waiting and self._fits([*joining, self._waiting[0]]):
-            joining.append(self._waiting.popleft())
-        return joining
-
-    def _fits(self, joining: list[Sequence]) -> bool:
-        limits = self._limits
-        everyone = self._running + joining
-        if len(everyone) == 1:
-            return True  # validation has bounded a single request
-        return (
-            len(everyone) <= limits.max_batch_size
-            and peak_weight(everyone, limits.padded) <= limits.weight
-            and (len(joining) == 1 or prefill_tokens(joining, limits.padded) <= limits.prefill_tokens)
-            and (not limits.padded or padding_share(joining) <= limits.max_padding)
-        )
-
-    def _remove(self, leaves, reason: StopReason | None = None) -> list[Sequence]:  # type: ignore[no-untyped-def]
+    def _remove(self, leaves: Callable[[Sequence], bool]) -> list[Sequence]:
         gone = [row for row in self._running if leaves(row)]
         if gone:
             self._running = [row for row in self._running if not leaves(row)]
-        for row in gone:
-            row.end = reason or row.end
         return gone
 
 
 def _late(row: Sequence, now: float) -> bool:
     return row.request.deadline is not None and now > row.request.deadline
+
+
+def _described(row: Sequence) -> dict[str, Any]:
+    return {"id": row.id, "input": row.prompt_length, "generated": row.generated, "remaining": row.remaining}

@@ -5,6 +5,7 @@ the engine's KV cache, and a plan says how many more each row computes.
 """
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from tgis.messages import Request, StopReason
 
@@ -17,12 +18,17 @@ class Sequence:
     queued_at: float
     tokens: list[int] = field(init=False)  # prompt, then generated
     prompt_length: int = field(init=False)
+    final_length: int = field(init=False)  # tokens at the most
     computed: int = 0
+    joined: bool = False  # whether it has ever been in a step
+    failures: int = 0  # steps in a row that failed with this row alone
+    trial: int = 0  # after a failed step: only rows of the same trial share its next step; 0 is none
     end: StopReason = StopReason.NOT_FINISHED
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
         self.prompt_length = len(self.tokens)
+        self.final_length = self.prompt_length + self.request.max_new_tokens
 
     @property
     def id(self) -> int:
@@ -37,17 +43,37 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated."""
-        return self.request.max_new_tokens - self.generated
+        return self.final_length - len(self.tokens)
 
     @property
     def pending(self) -> int:
         """Tokens not computed yet; 1 for a row that decodes."""
         return len(self.tokens) - self.computed
 
+    @property
+    def decoding(self) -> bool:
+        """Whether the engine has all of its tokens but the newest."""
+        return self.computed == len(self.tokens) - 1 and self.computed > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: every row computes its pending tokens and gets one new token."""
+    """One step: which rows, how many of its pending tokens each computes, and who gets a new token by it."""
 
     rows: list[Sequence]
-    prefill: bool  # whether the rows are new to the engine
+    counts: list[int]
+    sampled: list[Sequence]  # the rows that have no token pending afterwards
+    prefill: bool  # whether some row does more than decode
+
+    @classmethod
+    def of(cls, rows: list[Sequence], counts: list[int]) -> Self:
+        """A step in which each row computes its count of tokens."""
+        sampled = [row for row, count in zip(rows, counts, strict=True) if count == row.pending]
+        return cls(rows, counts, sampled, prefill=not all(row.decoding for row in rows))
+
+    @classmethod
+    def whole(cls, rows: list[Sequence]) -> Self:
+        """A step in which each row, one at least, computes all that it has pending, and gets a token."""
+        counts = [len(row.tokens) - row.computed for row in rows]
+        decode = all(row.computed for row in rows) and max(counts) == 1
+        return cls(rows, counts, rows, prefill=not decode)

@@ -10,7 +10,7 @@ from tgis.messages import EngineInfo, TokenFacts
 
 @dataclass(slots=True)
 class StepResult:
-    """One new token per row of the plan, in its order, and what was asked about them."""
+    """One new token per sampled row of the plan, in its order, and what was asked about them."""
 
     tokens: list[int]
     facts: list[TokenFacts | None]  # empty when no row asked
@@ -19,7 +19,11 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """An engine holds rows between steps: those of a prefill join, and stay until they are released."""
+    """An engine holds rows between steps: those that it has not computed anything of join, and stay until released.
+
+    A row may come back after its release, with the tokens that it has generated: it joins anew, and all of it is
+    pending. A plan of an engine that does not chunk is all rows held, each with one token pending, or new rows only.
+    """
 
     @property
     def info(self) -> EngineInfo:
@@ -29,7 +33,11 @@ class Engine(Protocol):
         """Run one real pass, so that the first request finds everything ready."""
 
     def step(self, plan: Plan) -> StepResult:
-        """Compute the pending tokens of every row and choose its next one."""
+        """Compute so many pending tokens of every row, and choose the next one of those that have none left.
+
+        When it raises, the rows of the plan are as good as lost; they will be released. OutOfMemory asks for smaller
+        steps, StartError says that no step will ever succeed again.
+        """
 
     def release(self, rows: Rows[Sequence]) -> None:
         """Forget rows; those never seen are ignored."""

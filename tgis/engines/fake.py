@@ -13,17 +13,42 @@ import msgspec
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
+from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, EngineInfo, EngineOptions, TokenFacts
 
 
 class StepModel(msgspec.Struct, frozen=True):
-    """How long a step takes, and what goes wrong in it."""
+    """What sort of engine it is, how long a step takes, and what goes wrong in it."""
 
+    padded: bool = False
+    chunked: bool = False
+    weight_limit: int = 1 << 40  # tokens of context
+    largest: int = 1 << 40  # tokens of the largest single request
+    prefill_tokens: int = 1 << 20
     step_seconds: float = 0.0
-    row_seconds: float = 0.0
-    prefill_token_seconds: float = 0.0
+    row_seconds: float = 0.0  # per row that decodes
+    context_seconds: float = 0.0  # per token of context of rows that decode, padding included
+    prefill_token_seconds: float = 0.0  # padding included
     poison_token: int | None = None  # a row that holds it fails, and nobody else
     crash_token: int | None = None  # a step with a row that holds it fails as a whole
+    fatal_token: int | None = None  # a step with a row that holds it is the last one
+    memory_tokens: int | None = None  # a step that leaves more tokens of context than this runs out of memory
+
+    def seconds(self, plan: Plan) -> float:
+        """How long a step takes."""
+        work = list(zip(plan.rows, plan.counts, strict=True))
+        decoding = [len(row.tokens) for row, _ in work if row.decoding]
+        prefilled = [count for row, count in work if not row.decoding]
+        return (
+            self.step_seconds
+            + self.row_seconds * len(decoding)
+            + self.context_seconds * self.area(decoding)
+            + self.prefill_token_seconds * self.area(prefilled)
+        )
+
+    def area(self, lengths: list[int]) -> int:
+        """Tokens of a batch of rows with these lengths."""
+        return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
 
 
 class FakeEngine:
@@ -31,23 +56,26 @@ class FakeEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         config = json.loads((Path(options.model_path) / "config.json").read_bytes())
-        self._steps = msgspec.convert(config.get("fake", {}), StepModel)
+        self._model = msgspec.convert(config.get("fake", {}), StepModel)
         self._options = options
         self._vocab_size = int(config["vocab_size"])
+        self._held: dict[int, int] = {}  # request id -> computed tokens
 
     @property
     def info(self) -> EngineInfo:
-        """A model without memory limits."""
+        """What the model's config says it is; without memory limits, unless it has some."""
         return EngineInfo(
             model_class="FakeEngine",
             device="none",
             dtype="none",
             vocab_size=self._vocab_size,
             encoder_decoder=False,
-            padded=False,
+            padded=self._model.padded,
             max_batch_size=self._options.max_batch_size or 256,
-            weight_limit=1 << 40,
-            prefill_tokens=1 << 20,
+            weight_limit=self._model.weight_limit,
+            prefill_tokens=self._model.prefill_tokens,
+            chunked=self._model.chunked,
+            largest=self._model.largest,
         )
 
     def warm_up(self) -> None:
@@ -55,30 +83,38 @@ class FakeEngine:
 
     def step(self, plan: Plan) -> StepResult:
         """Wait as long as such a step takes, then repeat the prompts."""
-        model = self._steps
-        computed = sum(row.pending for row in plan.rows) if plan.prefill else 0
-        time.sleep(model.step_seconds + model.row_seconds * len(plan.rows) + model.prefill_token_seconds * computed)
+        model = self._model
+        time.sleep(model.seconds(plan))
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            assert row.computed == self._held.get(row.id, 0), "the batcher and the engine disagree"
+            self._held[row.id] = row.computed + count
         if any(model.crash_token in row.tokens for row in plan.rows):
             raise RuntimeError("a row holds the token that breaks this step")
-        tokens = [row.tokens[row.generated % row.prompt_length] for row in plan.rows]
+        if any(model.fatal_token in row.tokens for row in plan.rows):
+            raise StartError("a row holds the token that ends this engine")
+        if model.memory_tokens is not None and model.area([*self._held.values()]) > model.memory_tokens:
+            raise OutOfMemory("more tokens of context than the model's config allows")
+        tokens = [row.tokens[row.generated % row.prompt_length] for row in plan.sampled]
         return StepResult(
             tokens,
-            facts=[self._facts(row.request.details, t) for row, t in zip(plan.rows, tokens, strict=True)],
-            inputs=self._inputs(plan) if plan.prefill else {},
+            facts=[self._facts(row.request.details, t) for row, t in zip(plan.sampled, tokens, strict=True)],
+            inputs=self._inputs(plan.sampled),
             failed={row.id: "a poisoned row" for row in plan.rows if model.poison_token in row.tokens},
         )
 
     def release(self, rows: Rows[Sequence]) -> None:
-        """Nothing is held."""
+        """Forget how far they were."""
+        for row in rows:
+            self._held.pop(row.id, None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to give back."""
 
-    def _inputs(self, plan: Plan) -> dict[int, list[TokenFacts]]:
+    def _inputs(self, rows: list[Sequence]) -> dict[int, list[TokenFacts]]:
         return {
             row.id: [self._fact(row.request.details, token) for token in row.tokens]
-            for row in plan.rows
-            if row.request.details.inputs
+            for row in rows
+            if row.request.details.inputs and not row.generated
         }
 
     def _facts(self, details: Details, token: int) -> TokenFacts | None:

@@ -5,7 +5,9 @@ layers on the CPU, and sampling over the whole batch. It never downloads and nev
 """
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 
 import torch
 
@@ -17,7 +19,7 @@ from tgis.engines.loading import load_causal_lm, pick_device
 from tgis.engines.memory import granted_memory
 from tgis.engines.sampling import Sampler
 from tgis.engines.token_facts import first_input_fact, input_facts
-from tgis.errors import OutOfMemory
+from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling, TokenFacts
 
 log = logging.getLogger(__name__)
@@ -65,8 +67,8 @@ class TransformersEngine:
         """Generate two tokens for one row; learn what a token of context costs."""
         request = Request(-1, [0] * 8, 2, capped=False, sampling=Sampling(), details=Details())
         row = Sequence(request, queued_at=0.0)
-        for prefill in (True, False):
-            tokens = self.step(Plan([row], prefill)).tokens
+        for _ in range(2):
+            tokens = self.step(Plan.whole([row])).tokens
             row.computed = len(row.tokens)
             row.tokens += tokens
         self.release([row])
@@ -78,8 +80,12 @@ class TransformersEngine:
         """One prefill of the plan's rows, or one token for all rows."""
         try:
             return self._prefill(plan.rows) if plan.prefill else self._decode(plan.rows)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"the device is out of memory in a step of {len(plan.rows)} rows") from error
+        except RuntimeError as error:
+            if _lacks_memory(error):
+                raise OutOfMemory(f"the device is out of memory in a step of {len(plan.rows)} rows") from error
+            if isinstance(error, torch.AcceleratorError):
+                raise StartError(f"the device is lost: {error}") from error
+            raise
 
     def release(self, rows: Rows[Sequence]) -> None:
         """The last row takes the place of each that leaves."""
@@ -97,7 +103,8 @@ class TransformersEngine:
 
     def _prefill(self, joining: list[Sequence]) -> StepResult:
         first = len(self._rows)
-        self._cache.join([row.pending for row in joining])
+        with self._all_or_nothing():
+            self._cache.join([row.pending for row in joining])
         self._rows += joining
         self._changed = True
         newest, inputs = self._forward_prompts(first, joining)
@@ -108,7 +115,12 @@ class TransformersEngine:
         return StepResult(choice.tokens, choice.facts, inputs, _failures(joining, choice.bad))
 
     def _decode(self, rows: list[Sequence]) -> StepResult:
-        assert len(rows) == len(self._rows)
+        if len(self._rows) < len(rows):
+            raise OutOfMemory("the rows were lost when the cache could not grow")
+        with self._all_or_nothing():
+            return self._decode_held(rows)
+
+    def _decode_held(self, rows: list[Sequence]) -> StepResult:
         if self._changed:
             self._sampler.set_rows(self._rows)
             self._context.set_rows(self._rows)
@@ -126,11 +138,22 @@ class TransformersEngine:
             failed=_failures(self._rows, choice.bad),
         )
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A step that stops half way through may leave a cache whose layers disagree: then forget every row."""
+        try:
+            yield
+        except BaseException:
+            self._cache = PaddedCache(self._max_batch_size)
+            self._rows = []
+            self._changed = True
+            raise
+
     def _forward_prompts(self, first: int, rows: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenFacts]]]:
         """Compute prompts in pieces of bounded size: the logits after each row's last token, facts of input tokens."""
         width = max(row.pending for row in rows)
         ids = torch.tensor([[0] * (width - row.pending) + row.tokens[row.computed :] for row in rows])
-        details = [row for row in rows if row.request.details.inputs]
+        details = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before
         inputs = {row.id: [first_input_fact(row.request.details)] for row in details}
         piece = max(1, _PREFILL_TOKENS["cpu" if details else self._device.type] // len(rows))
         for start in range(0, width, piece):
@@ -161,6 +184,10 @@ class TransformersEngine:
             **arguments,
         )
         return output.logits
+
+
+def _lacks_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _failures(rows: list[Sequence], bad: list[int]) -> dict[int, str]:

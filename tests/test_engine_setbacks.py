@@ -1,0 +1,144 @@
+"""The real engine when steps fail: what survives is what each request gives alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.weights import Limits, MemoryModel
+from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.kv_cache import PaddedLayer
+from tgis.errors import OutOfMemory, StartError
+from tgis.messages import Details, EngineOptions, Request, Sampling, TokenFacts
+
+Outcome = dict[int, tuple[list[int], list[TokenFacts]]]  # id -> generated tokens, facts of its input
+
+
+@pytest.fixture(scope="module")
+def engine(glassllm_dir: Path) -> TransformersEngine:
+    options = EngineOptions(
+        engine="hf_transformers",
+        model_path=str(glassllm_dir),
+        dtype="float32",
+        eos_ids=(2,),
+        max_sequence_length=256,
+        max_batch_size=8,
+        max_prefill_padding=0.9,
+        max_waiting_tokens=0,
+        batch_safety_margin=20,
+        cuda_memory_fraction=1.0,
+        threads=1,
+        log_level="info",
+        json_output=False,
+    )
+    loaded = TransformersEngine(options)
+    loaded.warm_up()
+    return loaded
+
+
+def requests() -> list[Request]:
+    kinds = [Sampling(), Sampling(temperature=1.0, seed=5, top_k=9), Sampling(repetition_penalty=1.3)]
+    return [
+        Request(
+            n,
+            [1, *range(40 + n, 44 + 5 * n)],
+            8 + 2 * n,
+            capped=False,
+            sampling=kinds[n % 3],
+            details=Details(inputs=n % 2 == 0, logprobs=True),
+        )
+        for n in range(5)
+    ]
+
+
+def run(engine: TransformersEngine, wanted: list[Request]) -> Outcome:
+    """As the worker does, without the messages."""
+    limits = Limits(8, MemoryModel.of_tokens(10**6), prefill_tokens=100, max_padding=0.9, padded=True)
+    batcher = Batcher(limits, {2})
+    batcher.submit(wanted, 0.0)
+    outcome: Outcome = {}
+    inputs: dict[int, list[TokenFacts]] = {}
+    refused: list[Sequence] = []
+    now = 0.0
+    while plan := batcher.plan(now := now + 1.0):
+        try:
+            result = engine.step(plan)
+        except (OutOfMemory, RuntimeError) as error:
+            engine.release(plan.rows)
+            refused += batcher.retreat(plan, out_of_memory=isinstance(error, OutOfMemory))
+            continue
+        assert not inputs.keys() & result.inputs.keys()
+        inputs |= result.inputs
+        ended = batcher.commit(plan, result.tokens, now)
+        engine.release(ended)
+        outcome |= {row.id: (row.tokens[row.prompt_length :], inputs.get(row.id, [])) for row in ended}
+    assert refused == []
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def alone(engine: TransformersEngine) -> Outcome:
+    return {n: outcome for request in requests() for n, outcome in run(engine, [request]).items()}
+
+
+def check(found: Outcome, expected: Outcome) -> None:
+    assert found.keys() == expected.keys()
+    for n, (tokens, facts) in expected.items():
+        assert found[n][0] == tokens
+        logprobs = [[fact.logprob for fact in some] for some in (found[n][1], facts)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4, nan_ok=True)
+
+
+class Failing:
+    """A function that raises instead, at some of its calls."""
+
+    def __init__(self, function: Any, error: Exception, calls: set[int]) -> None:
+        self.function, self.error, self.calls = function, error, calls
+        self.count = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count in self.calls:
+            raise self.error
+        return self.function(*args, **kwargs)
+
+
+LACK, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
+
+
+@pytest.mark.parametrize(("error", "calls"), [(LACK, {1}), (LACK, {3, 4, 8}), (BUG, {2}), (BUG, {6, 14, 15})])
+def test_a_pass_that_fails_changes_nobodys_result(
+    engine: TransformersEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
+) -> None:
+    monkeypatch.setattr(engine, "_forward", Failing(engine._forward, error, calls))
+    check(run(engine, requests()), alone)
+    assert engine._rows == []
+
+
+@pytest.mark.parametrize("call", [1, 3, 8])
+def test_a_cache_that_cannot_grow_changes_nobodys_result(
+    engine: TransformersEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    moved = Failing(PaddedLayer._moved, torch.OutOfMemoryError("none left"), {call})
+    monkeypatch.setattr(PaddedLayer, "_moved", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
+    check(run(engine, requests()), alone)
+    assert moved.count >= call
+
+
+def test_a_lost_device_is_fatal(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Failing(engine._forward, torch.AcceleratorError("device-side assert"), {1})
+    monkeypatch.setattr(engine, "_forward", lost)
+    row = Sequence(requests()[0], 0.0)
+    with pytest.raises(StartError, match="device is lost"):
+        engine.step(Plan.whole([row]))
+    engine.release([row])
+
+
+def test_rows_that_were_lost_are_asked_for_again(engine: TransformersEngine) -> None:
+    row = Sequence(requests()[0], 0.0)
+    row.computed, row.tokens = len(row.tokens), [*row.tokens, 7]
+    with pytest.raises(OutOfMemory, match="lost"):
+        engine.step(Plan.whole([row]))

@@ -1,0 +1,138 @@
+"""Who may leave the waiting room for the next step, and why the others may not."""
+
+import enum
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from tgis.batcher.allowance import Allowance
+from tgis.batcher.granular import Forecast
+from tgis.batcher.sequence import Sequence
+from tgis.batcher.waiting import OVERTAKERS, OVERTAKING_SECONDS
+from tgis.batcher.weights import Limits, Prefill
+from tgis.messages import Admissions
+
+
+class Refusal(enum.StrEnum):
+    """What keeps a request waiting."""
+
+    BATCH_SIZE = "the batch has its largest size"
+    MEMORY = "the batch would outgrow the memory"
+    PREFILL = "the prefill would become too large"
+    PADDING = "too much of the prefill would be padding"
+    PACE = "running rows are to have some steps first"
+
+
+class Door(Protocol):
+    """The rules by which rows join a batch."""
+
+    def refusal(self, row: Sequence) -> Refusal | None:
+        """Why this row cannot join those already let in; None if it can."""
+
+    def admit(self, row: Sequence) -> None:
+        """Let a row in that was not refused."""
+
+
+def choose(waiting: Iterable[Sequence], door: Door, slots: int, counts: Admissions) -> tuple[list[Sequence], str]:
+    """Rows that join, in order, and why the first of the others could not ('' if all did).
+
+    After the first that is refused only those may join who were queued within a second of it.
+    """
+    chosen: list[Sequence] = []
+    reason = ""
+    cutoff, last = math.inf, math.inf
+    for place, row in enumerate(waiting):
+        if len(chosen) == slots:
+            return chosen, reason or Refusal.BATCH_SIZE
+        if row.queued_at > cutoff or place > last or (chosen and row.trial != chosen[0].trial):
+            break
+        refusal = door.refusal(row)
+        if refusal is None:
+            door.admit(row)
+            chosen.append(row)
+            counts.queue_jumps += cutoff < math.inf
+        elif cutoff == math.inf:
+            reason, cutoff, last = refusal, row.queued_at + OVERTAKING_SECONDS, place + OVERTAKERS
+            if row.trial:
+                break  # nobody overtakes a row on trial
+    return chosen, reason
+
+
+class WholeDoor:
+    """Rows join by a prefill of whole prompts, while the running rows stand still."""
+
+    def __init__(self, limits: Limits, allowance: Allowance, running: list[Sequence], counts: Admissions) -> None:
+        self._limits = limits
+        self._allowance = allowance
+        self._counts = counts
+        lengths = [(len(row.tokens), row.final_length - len(row.tokens)) for row in running]
+        self._forecast = Forecast(lengths, limits.padded, allowance.context)
+        self._room = limits.memory.weight_limit - _weight_now(limits, running)
+        self._prefill = Prefill(limits.padded)
+        self._running = bool(running)
+
+    def refusal(self, row: Sequence) -> Refusal | None:
+        """The batch as the prefill leaves it must stay within memory, the prefill itself within its bounds."""
+        if not self._running and not self._prefill.count:
+            return None  # alone; that it fits is known since the start
+        length = len(row.tokens)
+        if not self._forecast.fits(length + 1, row.final_length - length - 1):
+            return Refusal.MEMORY
+        return self._prefill_refusal(length)
+
+    def admit(self, row: Sequence) -> None:
+        """Count it into the batch and the prefill."""
+        length = len(row.tokens)
+        rest = row.final_length - length
+        self._counts.granular_additions += not self._forecast.fits_at_worst(length + 1, rest - 1)
+        self._forecast.add(length + 1, rest - 1)
+        self._prefill.add(length)
+
+    def _prefill_refusal(self, length: int) -> Refusal | None:
+        wider = self._prefill.with_row(length)
+        weight = self._limits.memory.prefill(wider.count, wider.longest, wider.total, self._limits.padded)
+        if weight > self._room or (wider.count > 1 and wider.tokens > self._allowance.prefill_tokens):
+            self._counts.prefill_weight_exceeded += 1
+            return Refusal.PREFILL
+        if wider.padding > self._limits.max_padding:
+            self._counts.prefill_padding_exceeded += 1
+            return Refusal.PADDING
+        return None
+
+
+class ChunkDoor:
+    """Rows join by chunks beside rows that decode. When a prompt is done is unknown: such rows count in full."""
+
+    def __init__(self, allowance: Allowance, running: list[Sequence], budget: int) -> None:
+        catching = [row for row in running if not row.decoding]
+        decoding = [(len(row.tokens), row.remaining) for row in running if row.decoding]
+        full = sum(row.final_length for row in catching)
+        self._context = allowance.context - full - Forecast(decoding, False, allowance.context).peak()
+        self._budget = budget - sum(row.pending for row in catching[1:])  # the first has its own share
+        self._shared = bool(catching)
+        self._alone = not running
+
+    def refusal(self, row: Sequence) -> Refusal | None:
+        """There must be memory for all of it, and tokens left in the step to start it."""
+        if self._alone:
+            return None  # that it fits is known since the start
+        if row.final_length > self._context:
+            return Refusal.MEMORY
+        return Refusal.PREFILL if self._budget <= 0 else None
+
+    def admit(self, row: Sequence) -> None:
+        """Count it into the batch and the step."""
+        self._alone = False
+        self._context -= row.final_length
+        self._budget -= len(row.tokens) if self._shared else 0
+        self._shared = True
+
+
+def _weight_now(limits: Limits, rows: list[Sequence]) -> int:
+    return int(context_now(rows, limits.padded) * limits.memory.gradient(limits.padded))
+
+
+def context_now(rows: Iterable[Sequence], padded: bool) -> int:
+    """Tokens of context of these rows, padding included."""
+    lengths = [len(row.tokens) for row in rows]
+    return len(lengths) * max(lengths, default=0) if padded else sum(lengths)

@@ -1,0 +1,60 @@
+"""Families of Prometheus metrics, exported as TGIS does. Knows no metric by name."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import Counter, Gauge, Histogram, Metric
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+Labels = Mapping[str, Sequence[str]]  # every label with all of its values
+NO_LABELS: Labels = {}
+DURATIONS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
+
+Wrapper = TypeVar("Wrapper", bound=MetricWrapperBase)
+
+
+class Families(Collector):
+    """All families, exported as TGIS does: every counter twice, as `x_total` and, untyped, as `x`."""
+
+    def __init__(self) -> None:
+        self._metrics: list[MetricWrapperBase] = []
+
+    def counter(self, name: str, text: str, labels: Labels = NO_LABELS) -> Counter:
+        """Add a counter."""
+        return self._add(Counter(name, text, [*labels], registry=None), labels)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """Add a gauge."""
+        return self._add(Gauge(name, text, registry=None), NO_LABELS)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Labels = NO_LABELS) -> Histogram:
+        """Add a histogram."""
+        return self._add(Histogram(name, text, [*labels], buckets=buckets, registry=None), labels)
+
+    def duration(self, name: str, text: str, labels: Labels = NO_LABELS) -> Histogram:
+        """Add a histogram of seconds."""
+        return self.histogram(name, f"Seconds. {text}", DURATIONS, labels)
+
+    def _add(self, metric: Wrapper, labels: Labels) -> Wrapper:
+        if labels:
+            for values in itertools.product(*labels.values()):
+                metric.labels(*values)  # there from the start, at 0: rates want that
+        self._metrics.append(metric)
+        return metric
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, less their `_created` samples, which TGIS never had."""
+        for metric in self._metrics:
+            for family in metric.collect():
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
+                if family.type == "counter":
+                    yield _untyped(family)
+
+
+def _untyped(counter: Metric) -> Metric:
+    twin = Metric(counter.name, counter.documentation, "untyped")
+    twin.samples = [sample._replace(name=counter.name) for sample in counter.samples]
+    return twin
