@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tgis.engines.attention import use_packed_attention
 from tgis.engines.packing import pack_linears
 from tgis.errors import StartError
 from tgis.messages import EngineOptions
@@ -44,6 +45,7 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
     model = _load(options.model_path, config, dtype).eval().to(device)
     if device.type == "cpu":
+        use_packed_attention(model)
         log.info("packed %d linear layers", pack_linears(model))
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     parameters = inspect.signature(model.forward).parameters

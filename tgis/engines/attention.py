@@ -1,0 +1,45 @@
+"""The attention of padded batches: SDPA, with the query heads of a key-value group packed when rows decode.
+
+A row that decodes has one query token, so the heads that share keys and values can stand where query tokens do:
+one pass over the keys instead of one per head, three times as fast on the CPU. transformers does the same only
+where some row is padded.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_NAME = "tgis_padded"
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Let a model that uses SDPA use this instead; any other keeps what it has."""
+    if model.config._attn_implementation != "sdpa":
+        return
+    AttentionInterface.register(_NAME, packed_attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    model.set_attn_implementation(_NAME)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, K, W, D]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # [B, 1, T, W]
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The output, [B, T, H, D]; the signature is that of transformers' attention functions."""
+    batch, heads, tokens, _ = query.shape
+    shared = attention_mask is None or attention_mask.shape[1] == 1
+    if tokens != 1 or heads == key.shape[1] or not shared or others.get("position_bias") is not None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return output, None
+    packed = query.reshape(batch, key.shape[1], -1, query.shape[3])  # [B, K, H / K, D]
+    output = scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(batch, 1, heads, -1), None
