@@ -107,7 +107,7 @@ class World:
 
     def _release(self, rows: list[Sequence]) -> None:
         for row in rows:
-            del self.held[row.id]
+            self.held.pop(row.id, None)  # one that has joined may have had no part of a step yet
 
     def _end(self, rows: list[Sequence]) -> None:
         for row in rows:
