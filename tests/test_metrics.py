@@ -23,12 +23,13 @@ COUNTERS = {
     },
     "tgi_batch_inference_count": {"method": "prefill next_token"},
     "tgi_batch_inference_success": {"method": "prefill next_token"},
-    "tgi_batch_inference_failure": {"method": "prefill next_token", "reason": "oom error"},
+    "tgi_batch_inference_failure": {"method": "prefill next_token", "reason": "oom error connection"},
     "tgi_batch_concatenation_count": {},
     "tgi_queue_jump": {},
     "tgi_granular_batch_addition": {},
     "tgi_prefill_weight_limit_exceeded": {},
     "tgi_prefill_padding_limit_exceeded": {},
+    "tgi_prompt_load_failure": {},
     "tgi_tokenize_request_count": {},
     "tgi_tokenize_request_input_count": {},
 }
@@ -61,6 +62,7 @@ HISTOGRAMS: dict[str, tuple[dict[str, str], int, float, float]] = {
     "tgi_batch_inference_duration": (PASS, 35, 0.00015, 145.6),
     "tgi_batch_inference_forward_duration": (PASS, 35, 0.00015, 145.6),
     "tgi_batch_inference_tokproc_duration": (PASS, 35, 0.00015, 145.6),
+    "tgi_prompt_load_duration": ({}, 35, 0.00015, 145.6),
     "tgi_tokenize_request_tokens": ({}, 14, 64, 524288),
     "tgi_tokenize_request_duration": ({}, 35, 0.00015, 145.6),
 }

@@ -433,7 +433,13 @@ def test_a_draw_walks_the_ids_from_the_lowest(seed: int, vocabulary: int, filter
 @pytest.mark.parametrize("vocabulary", [20, 1000])
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=1.3), Sampling(temperature=1.0, top_k=9), Sampling(temperature=0.7, top_p=0.8)],
+    [
+        Sampling(temperature=1.3),
+        Sampling(temperature=1.0, top_k=9),
+        Sampling(temperature=0.7, top_p=0.8),
+        Sampling(temperature=1.0, typical_p=0.7),
+        Sampling(temperature=0.9, top_k=12, top_p=0.95, typical_p=0.9),
+    ],
 )
 @pytest.mark.parametrize("vary", ["seed", "generated"])
 def test_draws_are_distributed_as_the_probabilities(vocabulary: int, sampling: Sampling, vary: str) -> None:

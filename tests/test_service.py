@@ -336,10 +336,16 @@ def test_a_poisoned_request_fails_alone(stub: Stub) -> None:
         assert other.result().responses[0].text == ("abcdefg" * 100)[:100], n
 
 
-def test_one_bad_input_fails_its_whole_call(stub: Stub) -> None:
-    texts = ["abc", "!", "def"]
-    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts])
+def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) -> None:
+    cancelled = 'tgi_request_failure{err="cancelled"}'
+    before = gauge(server, cancelled)
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in ("abc", "!", "def")])
+    request.params.stopping.max_new_tokens = MAX_NEW
+    started = time.monotonic()
     assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.INTERNAL
+    assert time.monotonic() - started < MAX_NEW * 0.005  # the others would have taken longer
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
+    assert gauge(server, cancelled) - before == 2
 
 
 def test_a_cancelled_stream_frees_its_row(server: Server, stub: Stub) -> None:
@@ -387,8 +393,9 @@ def test_counts_agree_with_what_was_called(server: Server, stub: Stub) -> None:
     stub.Generate(call("abc", 3))
     list(stub.GenerateStream(stream_of(call("abc", 3))))
     failure(lambda: stub.Generate(call("x" * 500)))
+    failure(lambda: stub.Generate(BAD_INPUTS["prefix"][0]))
     after = {name: gauge(server, name) - before[name] for name in COUNTS}
-    assert list(after.values()) == [2, 1, 1, 1, 1]
+    assert list(after.values()) == [3, 1, 2, 1, 1, 1]
 
 
 COUNTS = (
@@ -397,6 +404,7 @@ COUNTS = (
     'tgi_request_failure{err="validation"}',
     'tgi_request_success{kind="single",stop_reason="MAX_TOKENS"}',
     'tgi_request_success{kind="stream",stop_reason="MAX_TOKENS"}',
+    "tgi_prompt_load_failure",
 )
 
 

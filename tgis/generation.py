@@ -122,6 +122,8 @@ class Generator:
         if len(call.texts) < len(call.fields):
             raise InvalidRequest("request", "missing request")
         settings = validate(call.parameters, self.serving.limits)
+        if call.adapter is not None and call.adapter[0] == "prefix_id":
+            self._metrics.prompt_load_failed()
         refuse_adapter(call.adapter)
         encoded = await self._tokenizer.encode(call.texts)
         account.tokenized([len(one.ids) for one in encoded])

@@ -38,7 +38,10 @@ _ERR: Labels = {"err": [*Failure]}
 _ENDS = ["MAX_TOKENS", "EOS_TOKEN", "TIME_LIMIT", "STOP_SEQUENCE", "TOKEN_LIMIT"]
 _SUCCESS: Labels = {"stop_reason": _ENDS, **_KIND}
 _METHOD: Labels = {"method": ["prefill", "next_token"]}
-_FAILURE: Labels = {**_METHOD, "reason": [FailureKind.OUT_OF_MEMORY, FailureKind.ERROR]}
+_FAILURE: Labels = {
+    **_METHOD,
+    "reason": [FailureKind.OUT_OF_MEMORY, FailureKind.ERROR, "connection"],
+}  # the last for dashboards: a lost engine ends the process
 _PASS: Labels = {**_METHOD, "makeup": ["single_only"]}
 
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
@@ -55,6 +58,7 @@ class Metrics:
         self._requests = _Requests(families, _shares(max_sequence_length), _shares(max_new_tokens))
         self._batches = _Batches(families, range(1, max_batch_size + 1))
         self._tokenize = _Tokenize(families)
+        self._prompts = _Prompts(families)
         self._batches.context_limit.set(weight_limit)
         self._weight_limit = weight_limit
         self._running = 0
@@ -150,6 +154,10 @@ class Metrics:
         self._tokenize.tokens.observe(tokens)
         self._tokenize.duration.observe(duration)
 
+    def prompt_load_failed(self) -> None:
+        """A soft prompt was asked for and is not to be had."""
+        self._prompts.failure.inc()
+
     def engine_up(self, up: bool) -> None:
         """The engine process has become ready, or is gone."""
         self._batches.engine_up.set(up)
@@ -242,6 +250,14 @@ class _Batches:
         self.granular.inc(counts.granular_additions)
         self.prefill_weight.inc(counts.prefill_weight_exceeded)
         self.prefill_padding.inc(counts.prefill_padding_exceeded)
+
+
+class _Prompts:
+    """Soft prompts; none can be loaded yet, so every lookup fails."""
+
+    def __init__(self, add: Families) -> None:
+        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts that could not be loaded.")
+        self.duration = add.duration("tgi_prompt_load_duration", "To load a soft prompt.")
 
 
 class _Tokenize:
