@@ -116,8 +116,8 @@ class Health:
         return self._response(request.service)
 
     async def List(  # noqa: N802
-        self, _request: health_pb2.HealthListRequest, _context: Context
-    ) -> health_pb2.HealthListResponse:
+        self, _request: "health_pb2.HealthListRequest", _context: Context
+    ) -> "health_pb2.HealthListResponse":  # unknown to older grpcio-health-checking
         """The state of every service."""
         return health_pb2.HealthListResponse(statuses={name: self._response(name) for name in self._services})
 
