@@ -1,6 +1,8 @@
 """A real server process for tests, and its generated stubs."""
 
+import asyncio
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -9,10 +11,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import grpc
 
@@ -20,6 +22,18 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 _PORTS = re.compile(r"gRPC on port (\d+), health and metrics on port (\d+)")
+
+P = ParamSpec("P")
+
+
+def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test that runs in an event loop of its own."""
+
+    @functools.wraps(test)
+    def in_loop(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return in_loop
 
 
 @dataclass

@@ -1,19 +1,19 @@
 """The gRPC port from outside: real clients, raw HTTP/2 frames, garbage."""
 
 import asyncio
-import functools
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, ParamSpec
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from harness import asynchronous
 
 from tgis import listener as listener_module
 from tgis.errors import StartError
@@ -24,18 +24,6 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-
-P = ParamSpec("P")
-
-
-def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """A test that runs in an event loop of its own."""
-
-    @functools.wraps(test)
-    def in_loop(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return in_loop
 
 
 async def echo(request: bytes, _context: object) -> bytes:

@@ -1,30 +1,17 @@
 """The HTTP port: what probes and Prometheus get, and what hostile clients do not."""
 
 import asyncio
-import functools
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, ParamSpec
 
 import pytest
+from harness import asynchronous
 
 from tgis import probes as probes_module
 from tgis.errors import StartError
 from tgis.probes import Probes
-
-P = ParamSpec("P")
-
-
-def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """A test that runs in an event loop of its own."""
-
-    @functools.wraps(test)
-    def in_loop(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return in_loop
 
 
 def well() -> None:

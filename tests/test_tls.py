@@ -2,22 +2,21 @@
 
 import asyncio
 import datetime
-import functools
 import logging
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
 
 import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from harness import asynchronous
 
 from tgis.errors import StartError
 from tgis.listener import Listener, ListenerOptions
@@ -111,19 +110,6 @@ class Secret:
 @pytest.fixture
 def secret(tmp_path: Path, authority: Pair) -> Secret:
     return Secret(tmp_path, authority)
-
-
-P = ParamSpec("P")
-
-
-def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """A test that runs in an event loop of its own."""
-
-    @functools.wraps(test)
-    def in_loop(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return in_loop
 
 
 async def echo(request: bytes, _context: object) -> bytes:

@@ -18,8 +18,6 @@ MAX_FILE_BYTES = 1 << 20
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 
-Handler = "grpc.RpcMethodHandler[Any, Any]"
-
 
 class Tokens:
     """The tokens of a file, one per line; blank lines and lines that begin with # are none."""

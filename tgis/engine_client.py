@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
+from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.inbox import Inbox, TokenEvent
 from tgis.messages import (
     Cancel,
@@ -87,11 +87,6 @@ class EngineClient:
         """The engine process."""
         assert self._process is not None
         return self._process.pid
-
-    @property
-    def open_requests(self) -> int:
-        """Requests submitted and not ended."""
-        return len(self._open)
 
     @property
     def queued_tokens(self) -> int:
@@ -243,8 +238,6 @@ def _error_of(kind: FailureKind, text: str) -> RequestError:
     match kind:
         case FailureKind.OUT_OF_MEMORY:
             return OutOfMemory(text)
-        case FailureKind.INVALID:
-            return InvalidRequest("requests", text)
         case FailureKind.ERROR:
             return EngineFailure(f"Request failed during generation: {text}")
 

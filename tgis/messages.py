@@ -176,7 +176,6 @@ class FailureKind(enum.StrEnum):
 
     ERROR = "error"
     OUT_OF_MEMORY = "oom"
-    INVALID = "invalid"
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

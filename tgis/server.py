@@ -83,7 +83,7 @@ class Server:
             if info := await self._loaded(client, stop):
                 self._open(listener, client, info, ports)
                 await self._watch(client, stop)
-            await self._close(listener)
+            await self._close(listener, client)
             return self._verdict(client, stop)
         finally:
             await listener.stop(0)
@@ -133,9 +133,11 @@ class Server:
                 client.give_up(self._unhealthy)
             await _first([client.died, stop], timeout=_WATCH_SECONDS)
 
-    async def _close(self, listener: Listener) -> None:
+    async def _close(self, listener: Listener, client: EngineClient) -> None:
         """Take no more calls, let those in flight finish within the grace."""
-        self._unhealthy = "the server is shutting down"
+        self._unhealthy = client.died.result() if client.died.done() else "the server is shutting down"
+        if self._metrics is not None and client.died.done():
+            self._metrics.engine_up(False)
         if self._service.generator is not None:
             self._service.generator.stop_accepting()
         await listener.stop(self._config.shutdown_grace_seconds)
