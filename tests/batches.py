@@ -1,12 +1,13 @@
 """Requests, limits and small runs for tests of the batcher; no clock but a made-up one."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits, MemoryModel
-from tgis.messages import Details, Request, Sampling
+from tgis.messages import Details, EngineOptions, Request, Sampling
 
 EOS = 99
 
@@ -20,6 +21,25 @@ def limits(weight: int = 1000, **changes: Any) -> Limits:
         "max_waiting_tokens": 0,
     }
     return Limits(**(values | changes))
+
+
+def engine_options(model: Path, max_batch_size: int, threads: int | None) -> EngineOptions:
+    """Those of the padded engine in float32, with limits that never matter."""
+    return EngineOptions(
+        engine="hf_transformers",
+        model_path=str(model),
+        dtype="float32",
+        eos_ids=(2,),
+        max_sequence_length=256,
+        max_batch_size=max_batch_size,
+        max_prefill_padding=1.0,
+        max_waiting_tokens=0,
+        batch_safety_margin=20,
+        cuda_memory_fraction=1.0,
+        threads=threads,
+        log_level="info",
+        json_output=False,
+    )
 
 
 def request(

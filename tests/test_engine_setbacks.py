@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import engine_options
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
@@ -12,28 +13,14 @@ from tgis.batcher.weights import Limits, MemoryModel
 from tgis.engines.hf_transformers import TransformersEngine
 from tgis.engines.kv_cache import PaddedLayer
 from tgis.errors import OutOfMemory, StartError
-from tgis.messages import Details, EngineOptions, Request, Sampling, TokenFacts
+from tgis.messages import Details, Request, Sampling, TokenFacts
 
 Outcome = dict[int, tuple[list[int], list[TokenFacts]]]  # id -> generated tokens, facts of its input
 
 
 @pytest.fixture(scope="module")
 def engine(glassllm_dir: Path) -> TransformersEngine:
-    options = EngineOptions(
-        engine="hf_transformers",
-        model_path=str(glassllm_dir),
-        dtype="float32",
-        eos_ids=(2,),
-        max_sequence_length=256,
-        max_batch_size=8,
-        max_prefill_padding=0.9,
-        max_waiting_tokens=0,
-        batch_safety_margin=20,
-        cuda_memory_fraction=1.0,
-        threads=1,
-        log_level="info",
-        json_output=False,
-    )
+    options = engine_options(glassllm_dir, 8, threads=1)
     loaded = TransformersEngine(options)
     loaded.warm_up()
     return loaded
