@@ -11,8 +11,11 @@ from batches import engine_options, limits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.batcher.batcher import Batcher
+from tgis.batcher.weights import Limits
+from tgis.engines.base import Engine
 from tgis.engines.hf_transformers import TransformersEngine
-from tgis.errors import StartError
+from tgis.engines.tgis_native import PagedEngine
+from tgis.errors import StartError, Unsupported
 from tgis.messages import Details, Request, Sampling
 
 VOCABULARY, NEW_TOKENS = 97, 12
@@ -49,10 +52,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+PADDED_ONLY = ("CodeGen", "Bloom", "Falcon", "Mpt")  # their attention does not go through transformers' interface
+
+
 @pytest.fixture(params=ARCHITECTURES)
-def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def architecture(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def model_dir(architecture: str, tmp_path: Path) -> Path:
     """A tiny model with random weights, large enough for clear choices."""
-    config = getattr(transformers, f"{request.param}Config")(**SMALL, **ARCHITECTURES[request.param])
+    config = getattr(transformers, f"{architecture}Config")(**SMALL, **ARCHITECTURES[architecture])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -63,12 +75,30 @@ def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_joining_at_random_equal_solo_runs(model_dir: Path) -> None:
+def test_padded_rows_joining_at_random_equal_solo_runs(model_dir: Path) -> None:
+    check(model_dir, TransformersEngine(engine_options(model_dir, 6, threads=None)), limits(100_000, max_batch_size=6))
+
+
+def test_paged_rows_joining_at_random_equal_solo_runs(architecture: str, model_dir: Path) -> None:
+    """In chunks of any size, with so few blocks that rows are preempted, and with cached prefixes."""
+    options = engine_options(model_dir, 6, threads=None)
+    if architecture in PADDED_ONLY:
+        with pytest.raises(Unsupported):
+            PagedEngine(options)
+        return
+    bounds = limits(80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7)
+    check(model_dir, PagedEngine(options), bounds)
+
+
+def check(model_dir: Path, engine: Engine, bounds: Limits) -> None:
+    """Prompts that come at random times get what transformers gives each alone."""
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 30))] for _ in range(14)]
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    prompts += [prompts[-1][:9] + prompts[0][:9], prompts[-1] + prompts[0]]
     assert_context_matters(reference, prompts)
-    generated = run(model_dir, prompts, rng)
+    engine.warm_up()
+    generated = run(engine, bounds, prompts, rng)
     for prompt, tokens in zip(prompts, generated, strict=True):
         assert_greedy(reference, prompt, tokens)
 
@@ -87,11 +117,8 @@ def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
         TransformersEngine(engine_options(tmp_path, 6, threads=None))
 
 
-def run(model_dir: Path, prompts: list[list[int]], rng: random.Random) -> list[list[int]]:
+def run(engine: Engine, bounds: Limits, prompts: list[list[int]], rng: random.Random) -> list[list[int]]:
     """What the engine generates when the prompts come at random times."""
-    engine = TransformersEngine(engine_options(model_dir, 6, threads=None))
-    engine.warm_up()
-    bounds = limits(100_000, max_batch_size=6, prefill_tokens=512)
     batcher = Batcher(bounds, eos_ids=[2])
     waiting = [Request(n, p, NEW_TOKENS, False, Sampling(), Details()) for n, p in enumerate(prompts)]
     done: dict[int, list[int]] = {}
@@ -101,6 +128,7 @@ def run(model_dir: Path, prompts: list[list[int]], rng: random.Random) -> list[l
         plan = batcher.plan(0.0)
         if plan is None:
             continue
+        engine.release(plan.preempted)
         result = engine.step(plan)
         ended = batcher.commit(plan, result.tokens, 0.0)
         engine.release(ended)

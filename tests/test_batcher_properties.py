@@ -34,6 +34,7 @@ class World:
     ends: dict[int, list[StopReason]] = field(default_factory=dict)
     out_of_memory: set[int] = field(default_factory=set)  # refused for it
     generated: dict[int, int] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)  # of KV blocks: the token there
     trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of plans: id, count
 
     def run(self) -> None:
@@ -68,9 +69,14 @@ class World:
         """What an engine may expect of a plan, and what clients may expect of the order."""
         self.trace.append([(row.id, count) for row, count in zip(plan.rows, plan.counts, strict=True)])
         assert 0 < batcher.running <= self.bounds.max_batch_size
-        assert all(row.computed == self.held.get(row.id, 0) for row in plan.rows)
         assert all(0 < count <= row.pending for row, count in zip(plan.rows, plan.counts, strict=True))
-        if not self.bounds.chunked:
+        if self.bounds.block_size:
+            pager = batcher._pager
+            assert pager is not None
+            pager.pool.check()
+            assert sum(plan.counts) <= self.bounds.prefill_tokens + len(plan.rows) + 16
+        else:
+            assert all(row.computed == self.held.get(row.id, 0) for row in plan.rows)
             old, new = [r for r in plan.rows if r.computed], [r for r in plan.rows if not r.computed]
             assert not new or not old
             assert new or {row.id for row in old} == set(self.held)
@@ -80,8 +86,10 @@ class World:
             assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
 
     def _step(self, batcher: Batcher, plan: Plan, step: int, now: float) -> None:
+        self._release(list(plan.preempted))
         for row, count in zip(plan.rows, plan.counts, strict=True):
             self.held[row.id] = row.computed + count
+            self._write(row, count)
         lacking = self._context([*self.held.values()]) > self.memory
         if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.rows):
             self._release(plan.rows)
@@ -92,8 +100,17 @@ class World:
         ended = batcher.commit(plan, [7] * len(plan.sampled), now)
         self._release(ended)
         self._end(ended)
-        if self.memory == 10**9:
+        if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)
+
+    def _write(self, row: Sequence, count: int) -> None:
+        """Compute tokens into the row's blocks, and read there what the row is made of."""
+        if size := self.bounds.block_size:
+            end = row.computed + count
+            places = [row.blocks[at // size] * size + at % size for at in range(end)]
+            assert max(places) < self.bounds.memory.weight_limit
+            self.slots.update(zip(places[row.computed :], row.tokens[row.computed : end], strict=True))
+            assert [self.slots[place] for place in places] == row.tokens[:end]
 
     def _check_future(self, batcher: Batcher) -> None:
         """Run what is running to its end, without further arrivals, and look at the memory."""
@@ -134,7 +151,8 @@ BOUNDS = st.builds(
     prefill_tokens=st.sampled_from([4, 40]),
     max_padding=st.sampled_from([0.0, 0.2, 1.0]),
     padded=st.just(False),
-    chunked=st.booleans(),
+    block_size=st.sampled_from([0, 1, 4]),
+    prefix_cache=st.booleans(),
     max_waiting_tokens=st.sampled_from([0, 3, 24]),
 ) | st.builds(
     limits,
@@ -192,6 +210,7 @@ def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
     """It needs all the memory there is; the small ones of its first second may pass it, and no others."""
     batcher = Batcher(bounds, {EOS})
     limit = bounds.memory.weight_limit
+    limit -= limit % (bounds.block_size or 1)
     numbers = iter(range(1, 10**6))
     for step in range(1500):
         now = step * 0.3

@@ -170,7 +170,7 @@ def test_a_request_that_breaks_steps_leaves_its_neighbours_alone(tmp_path: Path)
             assert future.result().responses[0].text == (text * 40)[:40]
 
 
-@pytest.mark.parametrize("kind", [{"padded": True}, {"chunked": True, "prefill_tokens": 16}, {}])
+@pytest.mark.parametrize("kind", [{"padded": True}, {"block_size": 4, "prefill_tokens": 16}, {}])
 def test_lack_of_memory_is_nobodys_error(tmp_path: Path, kind: dict[str, Any]) -> None:
     steps = {"memory_tokens": 150, "step_seconds": 0.002}
     with start(tmp_path, steps | kind) as server, server.stub() as stub:

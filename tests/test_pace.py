@@ -42,13 +42,13 @@ def test_running_rows_have_their_share_of_the_time(max_waiting: int, prefill_sec
 
 
 WHOLE = StepModel(step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
-CHUNKS = StepModel(chunked=True, step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
+CHUNKS = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
 NORMAL_STEP = 0.01 + 32 * 0.0002
 STREAMS = [Job(0.0, 20, 400)] * 31 + [Job(1.0, 8000, 10)]
 
 
 def longest_gap(*, chunked: bool) -> float:
-    bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256 if chunked else 1 << 20, chunked=chunked)
+    bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
     return max(Simulation(bounds, CHUNKS if chunked else WHOLE, STREAMS).run().gaps)
 
 
@@ -58,7 +58,7 @@ def test_a_long_prompt_in_chunks_does_not_stall_streams() -> None:
 
 
 def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
-    batcher = Batcher(limits(padded=False, chunked=True, prefill_tokens=4), {EOS})
+    batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
     batcher.submit([request(1, 10, deadline=5.0)], 0.0)
     plan = batcher.plan(0.0)
     assert plan is not None
@@ -69,7 +69,7 @@ def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
 
 
 def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:
-    bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256, chunked=True)
+    bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256, block_size=16)
     jobs = [Job(0.0, 100_000, 2), *[Job(0.5 + n / 10, 100, 5) for n in range(20)]]
     outcome = Simulation(bounds, CHUNKS, jobs).run()
     assert len(outcome.first) == 21

@@ -2,6 +2,7 @@
 
 TgisError
 ├── StartError               the process cannot serve: one line on stderr, exit code 1
+│   ├── Unsupported          the chosen engine cannot run this model; another may
 │   └── OptionError          a bad option, found before anything loads: exit code 2
 └── RequestError             one call fails, nothing else is disturbed
     ├── InvalidRequest       INVALID_ARGUMENT, names the field
@@ -21,6 +22,10 @@ class StartError(TgisError):
     """The service cannot start or go on; the text is the one line that a person reads."""
 
     exit_code = 1
+
+
+class Unsupported(StartError):
+    """The engine cannot run the model."""
 
 
 class OptionError(StartError):

@@ -65,6 +65,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: Sampling
     details: Details
     deadline: float | None = None
+    cache_salt: bytes = b""  # requests share cached prefixes only with those of the same salt
 
 
 class TokenFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -87,7 +88,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_batch_size: int
     weight_limit: int  # tokens of context that fit into memory
     prefill_tokens: int  # tokens that one pass takes before it only gets slower
-    chunked: bool = False  # whether rows may compute parts of their prompts beside others that decode
+    block_size: int = 0  # tokens of a KV block; rows of such engines compute parts of their prompts beside others
+    stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
     largest: int = 1 << 40  # tokens of the largest single request that fits into memory
 
 
@@ -98,6 +100,9 @@ class Admissions(msgspec.Struct, array_like=True, gc=False):
     granular_additions: int = 0  # joined because others will have left in time
     prefill_weight_exceeded: int = 0  # kept back: the prefill would have become too large
     prefill_padding_exceeded: int = 0  # kept back: too much of the prefill would have been padding
+    preemptions: int = 0  # gave their KV blocks to older rows, to be computed anew
+    prefix_queries: int = 0  # tokens of rows whose beginning could have been cached
+    prefix_hits: int = 0  # tokens of those that were
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -133,6 +138,8 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     threads: int | None
     log_level: str
     json_output: bool
+    prefix_cache: bool = True
+    kv_cache_bytes: int | None = None  # None: the engine's own share of the free memory
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -107,6 +107,7 @@ class Worker:
 
     def _step(self, plan: Plan) -> None:
         started = time.monotonic()
+        self._engine.release(plan.preempted)
         try:
             result = self._engine.step(plan)
         except OutOfMemory as error:
@@ -190,7 +191,9 @@ def _limits(options: EngineOptions, engine: Engine) -> Limits:
         prefill_tokens=info.prefill_tokens,
         max_padding=options.max_prefill_padding,
         padded=info.padded,
-        chunked=info.chunked,
+        block_size=info.block_size,
+        prefix_cache=options.prefix_cache,
+        stretch=info.stretch,
         max_waiting_tokens=options.max_waiting_tokens,
     )
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from tgis.batcher.allowance import Allowance
-from tgis.batcher.chunks import chunk_budget, share_out
-from tgis.batcher.doors import ChunkDoor, Refusal, WholeDoor, choose, context_now
+from tgis.batcher.chunks import ChunkPace, share_out
+from tgis.batcher.doors import BlockDoor, Door, Refusal, WholeDoor, choose, context_now
 from tgis.batcher.pace import Pace
+from tgis.batcher.paging import Pager
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.trials import Trials
 from tgis.batcher.waiting import WaitingRoom
@@ -29,6 +30,8 @@ class Batcher:
         self._running: list[Sequence] = []
         self._allowance = Allowance(limits)
         self._pace = Pace(limits.max_waiting_tokens)
+        self._chunk_pace = ChunkPace(limits.prefill_tokens, limits.stretch)
+        self._pager = _pager(limits) if limits.block_size else None
         self._trials = Trials()
         self._admissions = Admissions()
         self._refusal = ""
@@ -78,7 +81,7 @@ class Batcher:
         The engine must release the rows; those it never had are among them.
         """
         expired = self._waiting.expire(now)
-        if self._limits.chunked:
+        if self._pager:
             expired += self._remove(lambda row: not row.decoding and _late(row, now))
         for row in expired:
             row.end = StopReason.TIME_LIMIT
@@ -86,8 +89,9 @@ class Batcher:
 
     def plan(self, now: float) -> Plan | None:
         """The next step; None if nothing can run. Its rows stay as they are until `commit` or `retreat`."""
-        plan = self._plan_chunked() if self._limits.chunked else self._plan_whole(now)
+        plan = self._plan_chunked(self._pager) if self._pager else self._plan_whole(now)
         self._pace.started(now)
+        self._chunk_pace.started(plan, now)
         return plan
 
     def commit(self, plan: Plan, tokens: list[int], now: float) -> list[Sequence]:
@@ -95,12 +99,15 @@ class Batcher:
         for row, count in zip(plan.rows, plan.counts, strict=True):
             row.computed += count
             row.joined = True
+            if self._pager:
+                self._pager.label(row)
         for row, token in zip(plan.sampled, tokens, strict=True):
             row.tokens.append(token)
             row.end = self._end_of(row, now)
             row.failures = row.trial = 0
         self._allowance.succeeded()
         self._pace.ended(plan, now)
+        self._chunk_pace.ended(now)
         return self._remove(lambda row: row.end is not StopReason.NOT_FINISHED)
 
     def abandon(self, rows: Collection[Sequence]) -> None:
@@ -159,16 +166,37 @@ class Batcher:
                 return Plan.whole(joining)
         return Plan.whole(list(self._running)) if self._running else None
 
-    def _plan_chunked(self) -> Plan | None:
+    def _plan_chunked(self, pager: Pager) -> Plan | None:
         """A token for each row that decodes, and within the step's budget chunks of the prompts of others."""
         trial = self._trial()
         rows = [row for row in self._running if row.trial == trial]
-        budget = chunk_budget(rows, self._allowance.prefill_tokens)
+        budget = self._chunk_pace.budget(rows, self._allowance.prefill_tokens)
         if self._waiting and self._slots() and self._waiting.first.trial == trial:
-            rows += self._join(ChunkDoor(self._allowance, self._running, budget))
-        if not rows:
-            rows = self._running  # a row on trial waits for the memory that these still have
-        return Plan.of(*share_out(rows, budget)) if rows else None
+            usable = self._allowance.context // pager.size
+            self._join(BlockDoor(pager, usable, self._running, budget, self._admissions))
+            rows = [row for row in self._running if row.trial == trial]
+        # A row on trial waits for the blocks that the others still have.
+        return self._with_blocks(pager, rows, budget) or self._with_blocks(pager, self._running, budget)
+
+    def _with_blocks(self, pager: Pager, rows: list[Sequence], budget: int) -> Plan | None:
+        """A step of those rows that get the blocks they need: the oldest first, from the youngest where none is left."""
+        work: list[tuple[Sequence, int]] = []
+        preempted: list[Sequence] = []
+        for row, count in zip(*share_out(rows, budget), strict=True):
+            while row not in preempted and not pager.reserve(row, count) and row.age < self._running[-1].age:
+                preempted.append(self._preempt())
+            if row in preempted or pager.missing(row, row.computed + count):
+                break  # all that follow are younger still
+            work.append((row, count))
+        return Plan.of([row for row, _ in work], [count for _, count in work], preempted) if work else None
+
+    def _preempt(self) -> Sequence:
+        """Queue the youngest row again, in front."""
+        row = self._running[-1]
+        self._admissions.preemptions += 1
+        self._remove(lambda other: other is row)
+        self._waiting.put_back([row])
+        return row
 
     def _trial(self) -> int:
         """Rows of which trial run now; 0 for all that are on none."""
@@ -178,16 +206,16 @@ class Batcher:
     def _slots(self) -> int:
         return self._limits.max_batch_size - len(self._running)
 
-    def _join(self, door: WholeDoor | ChunkDoor) -> list[Sequence]:
+    def _join(self, door: Door) -> list[Sequence]:
         joining, self._refusal = choose(self._waiting, door, self._slots(), self._admissions)
         self._waiting.take(joining)
-        self._running += joining
+        self._running = sorted(self._running + joining, key=lambda row: row.age)
         return joining
 
     def _shrink(self, plan: Plan) -> None:
-        if plan.prefill and not self._limits.chunked and len(plan.rows) > 1:
-            self._allowance.shrink_prefill(context_now(plan.rows, self._limits.padded))
-        else:
+        if plan.prefill and len(plan.rows) > 1:
+            self._allowance.shrink_prefill(sum(plan.counts) if self._pager else context_now(plan.rows, self._limits.padded))
+        if not plan.prefill or self._pager or len(plan.rows) == 1:
             self._allowance.shrink_context(context_now(self._running, self._limits.padded))
 
     def _end_of(self, row: Sequence, now: float) -> StopReason:
@@ -206,7 +234,14 @@ class Batcher:
         gone = [row for row in self._running if leaves(row)]
         if gone:
             self._running = [row for row in self._running if not leaves(row)]
+            if self._pager:
+                self._pager.free(gone)
         return gone
+
+
+def _pager(limits: Limits) -> Pager:
+    blocks = limits.memory.context_limit(padded=False) // limits.block_size
+    return Pager(blocks, limits.block_size, prefix_cache=limits.prefix_cache)
 
 
 def _late(row: Sequence, now: float) -> bool:

@@ -1,14 +1,49 @@
 """Sharing the tokens of one step among rows, for engines that compute prompts in chunks beside rows that decode."""
 
-from tgis.batcher.sequence import Sequence
+from tgis.batcher.sequence import Plan, Sequence
 
-_LEAST_SHARE = 8  # one part in so many of a step's tokens is for prompts, however many rows decode
+_LEAST_BESIDE = 16  # tokens of prompts beside rows that decode, however much they slow down
+_FACTS_PER_STEP = 512  # input tokens of a row whose logits are looked at in one step
+_MEMORY = 0.9  # of the time that steps used to take
 
 
-def chunk_budget(rows: list[Sequence], step_tokens: int) -> int:
-    """Tokens of prompts that the next step may compute."""
-    decoding = sum(row.decoding for row in rows)
-    return max(step_tokens - decoding, step_tokens // _LEAST_SHARE, 1)
+class ChunkPace:
+    """How many tokens of prompts run beside rows that decode, so that a step takes at most `stretch` times as long.
+
+    It is learnt from the steps: down at once after one that took too long, up slowly while they are quick.
+    """
+
+    def __init__(self, step_tokens: int, stretch: float) -> None:
+        self._step_tokens = step_tokens
+        self._stretch = stretch
+        self._beside = max(step_tokens // 8, _LEAST_BESIDE)
+        self._begun = 0.0
+        self._decode = 0.0  # seconds of a step without prompts, lately
+        self._decoding = self._prompts = 0  # tokens of the step that runs
+
+    def budget(self, rows: list[Sequence], most: int) -> int:
+        """Tokens of prompts that the next step may compute; `most` in all."""
+        decoding = sum(row.decoding for row in rows)
+        return max(min(most - decoding, self._beside), _LEAST_BESIDE) if decoding else most
+
+    def started(self, plan: Plan | None, now: float) -> None:
+        """A step begins."""
+        self._begun = now
+        if plan is not None:
+            self._decoding = sum(row.decoding for row in plan.rows)
+            self._prompts = sum(plan.counts) - self._decoding
+
+    def ended(self, now: float) -> None:
+        """It has succeeded."""
+        seconds = now - self._begun
+        if not self._prompts:
+            self._decode = _MEMORY * self._decode + (1 - _MEMORY) * seconds if self._decode else seconds
+        elif self._decoding and self._decode:
+            allowed = self._stretch * self._decode
+            if seconds > allowed:
+                self._beside = max(int(self._beside * max(allowed / seconds, 0.5)), _LEAST_BESIDE)
+            elif self._prompts >= self._beside:
+                self._beside = min(self._beside + self._beside // 8 + 1, self._step_tokens)
 
 
 def share_out(rows: list[Sequence], budget: int) -> tuple[list[Sequence], list[int]]:
@@ -22,11 +57,16 @@ def share_out(rows: list[Sequence], budget: int) -> tuple[list[Sequence], list[i
     counts = {row.id: 1 for row in decoding}
     if catching:
         first, *others = catching
-        own = min(first.pending, (budget + 1) // 2)
+        own = min(_pending(first), (budget + 1) // 2)
         left = budget - own
         for row in sorted(others, key=lambda row: row.pending):
-            counts[row.id] = min(row.pending, left)
+            counts[row.id] = min(_pending(row), left)
             left -= counts[row.id]
-        counts[first.id] = min(first.pending, own + left)
+        counts[first.id] = min(_pending(first), own + left)
     working = [row for row in rows if counts[row.id]]
     return working, [counts[row.id] for row in working]
+
+
+def _pending(row: Sequence) -> int:
+    """Tokens that a row can compute in one step."""
+    return min(row.pending, _FACTS_PER_STEP) if row.request.details.inputs else row.pending

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tgis.batcher.allowance import Allowance
 from tgis.batcher.granular import Forecast
+from tgis.batcher.paging import Pager
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting import OVERTAKERS, OVERTAKING_SECONDS
 from tgis.batcher.weights import Limits, Prefill
@@ -21,6 +22,7 @@ class Refusal(enum.StrEnum):
     PREFILL = "the prefill would become too large"
     PADDING = "too much of the prefill would be padding"
     PACE = "running rows are to have some steps first"
+    PREFIX = "the beginning of its prompt is being computed for another request"
 
 
 class Door(Protocol):
@@ -100,31 +102,41 @@ class WholeDoor:
         return None
 
 
-class ChunkDoor:
-    """Rows join by chunks beside rows that decode. When a prompt is done is unknown: such rows count in full."""
+class BlockDoor:
+    """Rows join an engine with KV blocks on what they need now; what they grow by is taken from the youngest."""
 
-    def __init__(self, allowance: Allowance, running: list[Sequence], budget: int) -> None:
+    def __init__(self, pager: Pager, usable: int, running: list[Sequence], budget: int, counts: Admissions) -> None:
+        """At most `usable` blocks are to be in use; each running row may soon need one."""
         catching = [row for row in running if not row.decoding]
-        decoding = [(len(row.tokens), row.remaining) for row in running if row.decoding]
-        full = sum(row.final_length for row in catching)
-        self._context = allowance.context - full - Forecast(decoding, False, allowance.context).peak()
+        promised = sum(pager.missing(row, len(row.tokens) + 1) for row in catching)
+        free = min(pager.pool.available, usable - pager.pool.used)
+        self._pager = pager
+        self._room = free - promised - len(running)
         self._budget = budget - sum(row.pending for row in catching[1:])  # the first has its own share
         self._shared = bool(catching)
         self._alone = not running
+        self._coming = pager.promised(catching)
+        self._counts = counts
 
     def refusal(self, row: Sequence) -> Refusal | None:
-        """There must be memory for all of it, and tokens left in the step to start it."""
+        """There must be blocks for its prompt, and tokens left in the step to start it."""
         if self._alone:
             return None  # that it fits is known since the start
-        if row.final_length > self._context:
+        if self._room <= 0:
             return Refusal.MEMORY
-        return Refusal.PREFILL if self._budget <= 0 else None
+        if self._budget <= 0:
+            return Refusal.PREFILL
+        if self._pager.awaits(row, self._coming):
+            return Refusal.PREFIX
+        return Refusal.MEMORY if self._pager.needed(row) >= self._room else None
 
     def admit(self, row: Sequence) -> None:
         """Count it into the batch and the step."""
         self._alone = False
-        self._context -= row.final_length
-        self._budget -= len(row.tokens) if self._shared else 0
+        self._room -= self._pager.needed(row) + 1
+        self._pager.join(row, self._counts)
+        self._coming |= self._pager.promised([row])
+        self._budget -= row.pending if self._shared else 0
         self._shared = True
 
 

@@ -4,6 +4,7 @@ There is no prefill phase and no decode phase: a sequence has `len(tokens)` toke
 the engine's KV cache, and a plan says how many more each row computes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -24,6 +25,9 @@ class Sequence:
     failures: int = 0  # steps in a row that failed with this row alone
     trial: int = 0  # after a failed step: only rows of the same trial share its next step; 0 is none
     end: StopReason = StopReason.NOT_FINISHED
+    blocks: list[int] = field(default_factory=list)  # of a paged KV cache, in the order of the tokens
+    keys: list[bytes] = field(default_factory=list)  # what names the content of each full block
+    labelled: int = 0  # full blocks that others may find
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -34,6 +38,11 @@ class Sequence:
     def id(self) -> int:
         """The request's id."""
         return self.request.id
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """Sorts the oldest first."""
+        return self.queued_at, self.id
 
     @property
     def generated(self) -> int:
@@ -64,12 +73,14 @@ class Plan:
     counts: list[int]
     sampled: list[Sequence]  # the rows that have no token pending afterwards
     prefill: bool  # whether some row does more than decode
+    preempted: tuple[Sequence, ...] = ()  # rows that lost their blocks to these: the engine must release them first
 
     @classmethod
-    def of(cls, rows: list[Sequence], counts: list[int]) -> Self:
+    def of(cls, rows: list[Sequence], counts: list[int], preempted: Iterable[Sequence] = ()) -> Self:
         """A step in which each row computes its count of tokens."""
         sampled = [row for row, count in zip(rows, counts, strict=True) if count == row.pending]
-        return cls(rows, counts, sampled, prefill=not all(row.decoding for row in rows))
+        prefill = not all(row.decoding for row in rows)
+        return cls(rows, counts, sampled, prefill, tuple(preempted))
 
     @classmethod
     def whole(cls, rows: list[Sequence]) -> Self:

@@ -55,11 +55,13 @@ class Limits:
     prefill_tokens: int  # tokens of one prefill, padding included, or of one step of an engine that chunks
     max_padding: float = 1.0  # share of padding in a prefill; 1 is off
     padded: bool = False  # rectangular batches: rows x longest, not the sum of lengths
-    chunked: bool = False  # rows may compute parts of their prompts beside others that decode
+    block_size: int = 0  # tokens of a KV block; 0 is an engine without, that computes whole prompts
+    prefix_cache: bool = False  # full blocks are found again by rows that begin with the same tokens
+    stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
     max_waiting_tokens: int = 24  # steps that waiting requests may be kept back for the sake of running ones
 
     def __post_init__(self) -> None:
-        assert not (self.padded and self.chunked), "a padded engine cannot mix chunks and decodes"
+        assert not (self.padded and self.block_size), "a padded engine has no blocks"
 
 
 def check_longest(limits: Limits, length: int) -> None:

@@ -56,7 +56,7 @@ def _limits(options: Namespace) -> Limits:
         prefill_tokens=options.prefill_tokens,
         max_padding=options.max_prefill_padding,
         padded=options.engine == "padded",
-        chunked=options.engine == "chunked",
+        block_size=16 if options.engine == "chunked" else 0,
         max_waiting_tokens=options.max_waiting_tokens,
     )
 
@@ -64,7 +64,7 @@ def _limits(options: Namespace) -> Limits:
 def _model(options: Namespace) -> StepModel:
     return StepModel(
         padded=options.engine == "padded",
-        chunked=options.engine == "chunked",
+        block_size=16 if options.engine == "chunked" else 0,
         step_seconds=options.step_ms * _MILLISECONDS,
         row_seconds=options.row_ms * _MILLISECONDS,
         context_seconds=options.context_ms * _MILLISECONDS,

@@ -8,6 +8,7 @@ from tgis.messages import EngineOptions
 _ENGINES = {
     "fake": ("tgis.engines.fake", "FakeEngine"),
     "hf_transformers": ("tgis.engines.hf_transformers", "TransformersEngine"),
+    "tgis_native": ("tgis.engines.tgis_native", "PagedEngine"),
 }
 
 

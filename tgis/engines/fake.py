@@ -21,7 +21,7 @@ class StepModel(msgspec.Struct, frozen=True):
     """What sort of engine it is, how long a step takes, and what goes wrong in it."""
 
     padded: bool = False
-    chunked: bool = False
+    block_size: int = 0  # tokens of a KV block
     weight_limit: int = 1 << 40  # tokens of context
     largest: int = 1 << 40  # tokens of the largest single request
     prefill_tokens: int = 1 << 20
@@ -60,6 +60,7 @@ class FakeEngine:
         self._options = options
         self._vocab_size = int(config["vocab_size"])
         self._held: dict[int, int] = {}  # request id -> computed tokens
+        self._slots: dict[int, int] = {}  # of KV blocks -> the token there
 
     @property
     def info(self) -> EngineInfo:
@@ -74,7 +75,7 @@ class FakeEngine:
             max_batch_size=self._options.max_batch_size or 256,
             weight_limit=self._model.weight_limit,
             prefill_tokens=self._model.prefill_tokens,
-            chunked=self._model.chunked,
+            block_size=self._model.block_size,
             largest=self._model.largest,
         )
 
@@ -86,8 +87,10 @@ class FakeEngine:
         model = self._model
         time.sleep(model.seconds(plan))
         for row, count in zip(plan.rows, plan.counts, strict=True):
-            assert row.computed == self._held.get(row.id, 0), "the batcher and the engine disagree"
+            assert model.block_size or row.computed == self._held.get(row.id, 0), "the batcher and the engine disagree"
             self._held[row.id] = row.computed + count
+            if model.block_size:
+                self._compute(row, count)
         if any(model.crash_token in row.tokens for row in plan.rows):
             raise RuntimeError("a row holds the token that breaks this step")
         if any(model.fatal_token in row.tokens for row in plan.rows):
@@ -109,6 +112,13 @@ class FakeEngine:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _compute(self, row: Sequence, count: int) -> None:
+        """Write tokens to the row's blocks; all that it has there must be its own."""
+        size, end = self._model.block_size, row.computed + count
+        slots = [row.blocks[place // size] * size + place % size for place in range(end)]
+        self._slots.update(zip(slots[row.computed :], row.tokens[row.computed : end], strict=True))
+        assert [self._slots[slot] for slot in slots] == row.tokens[:end], "a block holds another row's tokens"
 
     def _inputs(self, rows: list[Sequence]) -> dict[int, list[TokenFacts]]:
         return {

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 import torch
 
 from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.attention import use_packed_attention
 from tgis.engines.base import StepResult
 from tgis.engines.context import TokenContext
 from tgis.engines.kv_cache import PaddedCache
 from tgis.engines.loading import load_causal_lm, pick_device
-from tgis.engines.memory import granted_memory
+from tgis.engines.memory import device_errors, granted_memory
 from tgis.engines.sampling import Sampler
 from tgis.engines.token_facts import first_input_fact, input_facts
-from tgis.errors import OutOfMemory, StartError
+from tgis.errors import OutOfMemory
 from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling, TokenFacts
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class TransformersEngine:
         torch.set_grad_enabled(False)
         self._device = pick_device(options)
         self._model, self._accepts = load_causal_lm(options, self._device)
+        if self._device.type == "cpu":
+            use_packed_attention(self._model)
         self._max_batch_size = options.max_batch_size or _DEFAULT_BATCH[self._device.type]
         self._eos_ids = options.eos_ids
         self._margin = options.batch_safety_margin
@@ -78,14 +81,8 @@ class TransformersEngine:
 
     def step(self, plan: Plan) -> StepResult:
         """One prefill of the plan's rows, or one token for all rows."""
-        try:
+        with device_errors(f"a step of {len(plan.rows)} rows"):
             return self._prefill(plan.rows) if plan.prefill else self._decode(plan.rows)
-        except RuntimeError as error:
-            if _lacks_memory(error):
-                raise OutOfMemory(f"the device is out of memory in a step of {len(plan.rows)} rows") from error
-            if isinstance(error, torch.AcceleratorError):
-                raise StartError(f"the device is lost: {error}") from error
-            raise
 
     def release(self, rows: Rows[Sequence]) -> None:
         """The last row takes the place of each that leaves."""
@@ -184,10 +181,6 @@ class TransformersEngine:
             **arguments,
         )
         return output.logits
-
-
-def _lacks_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _failures(rows: list[Sequence], bad: list[int]) -> dict[int, str]:

@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tgis.engines.attention import use_packed_attention
 from tgis.engines.packing import pack_linears
 from tgis.errors import StartError
 from tgis.messages import EngineOptions
@@ -36,7 +35,7 @@ def pick_device(options: EngineOptions) -> torch.device:
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, Accepts]:
-    """The model, ready for inference on the device."""
+    """The model, ready for inference on the device, its linear layers packed on the CPU."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     started = time.monotonic()
@@ -45,7 +44,6 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
     model = _load(options.model_path, config, dtype).eval().to(device)
     if device.type == "cpu":
-        use_packed_attention(model)
         log.info("packed %d linear layers", pack_linears(model))
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     parameters = inspect.signature(model.forward).parameters

@@ -1,8 +1,14 @@
-"""How much memory this process may still take: of a CUDA device, or of the machine and its container."""
+"""How much memory this process may still take, of a CUDA device or of the machine and its container; and what it
+is called when a step finds too little.
+"""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from tgis.errors import OutOfMemory, StartError
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,3 +39,16 @@ def _container_available() -> int:
     except FileNotFoundError:
         return 1 << 62
     return 1 << 62 if limit == "max" else int(limit) - used
+
+
+@contextmanager
+def device_errors(what: str) -> Iterator[None]:
+    """Raise OutOfMemory where the device has too little for it, and StartError where the device is lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+            raise OutOfMemory(f"the device is out of memory in {what}") from error
+        if isinstance(error, torch.AcceleratorError):
+            raise StartError(f"the device is lost: {error}") from error
+        raise

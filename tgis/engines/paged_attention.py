@@ -1,0 +1,109 @@
+"""Attention over the paged KV cache, as the attention function of transformers' own models.
+
+It is registered once per engine and finds the batch of the step in the object that it is a method of, since not
+every model passes unknown arguments through. The bodies here are plain PyTorch and run everywhere.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from tgis.engines.paged_cache import Chunk, FlatBatch, PagedCache
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How one layer attends."""
+
+    scale: float
+    window: int | None = None  # tokens that a token sees, itself included
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
+
+
+class PagedAttention:
+    """The attention function of one engine: writes the step's keys and values, then attends."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.batch: FlatBatch | None = None
+        self.cache = PagedCache(0, 1)
+        AttentionInterface.register(name, self)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,  # [1, H, T, D]
+        key: Tensor,  # [1, K, T, D]
+        value: Tensor,  # [1, K, T, E]
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_others: Any,
+    ) -> tuple[Tensor, None]:
+        """The output, [1, T, H, E]; the signature is that of transformers' attention functions."""
+        batch = self.batch
+        assert batch is not None
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
+        layer = self.cache.layer(module.layer_idx, k, v)
+        for stored, new in zip(layer, (k, v), strict=True):
+            stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
+        rules = Rules(scaling or q.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
+        parts = [_singles(batch, q[: batch.singles], layer, rules)] if batch.singles else []
+        parts += [_chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], layer, rules) for chunk in batch.chunks]
+        return torch.cat(parts)[None], None
+
+
+def _singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+    """Rows with one token each, q [B, H, D]: over their blocks, gathered side by side."""
+    count, width = batch.tables.shape
+    k, v = (
+        states.index_select(0, batch.tables.flatten()).unflatten(0, (count, width)).flatten(1, 2).transpose(1, 2)
+        for states in layer
+    )  # [B, K, W, D]
+    mask = batch.masks.get(rules.window)
+    if mask is None:
+        mask = batch.masks[rules.window] = _visible(batch.lengths[:, None] - 1, k.shape[2], rules.window)[:, None]
+    packed = q.unflatten(1, (k.shape[1], -1))  # [B, K, G, D]
+    return _attend(packed, k, v, mask, rules).flatten(1, 2)
+
+
+def _chunk(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+    """One row with several tokens, q [n, H, D]; what is new of it is at hand, what came before is gathered."""
+    count = q.shape[0]
+    if chunk.before:
+        k, v = (states.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.before + count] for states in layer)
+    groups = q.shape[1] // k.shape[1]
+    packed = q.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * n, D]
+    places = torch.arange(chunk.before, chunk.before + count, device=q.device)
+    mask = _visible(places, k.shape[0], rules.window).repeat(groups, 1)
+    output = _attend(packed[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, rules)[0]
+    return output.unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _visible(places: Tensor, width: int, window: int | None) -> Tensor:
+    """Which of `width` tokens a token at each of `places` [..., n] sees: bool [..., n, width]."""
+    tokens = torch.arange(width, device=places.device)
+    seen = tokens <= places[..., None]
+    return seen if window is None else seen & (tokens > places[..., None] - window)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules) -> Tensor:
+    """q [B, K, N, D] over k and v [B, K, W, D], mask broadcast to [B, K, N, W]; N is query heads times tokens."""
+    if rules.softcap is None and rules.sinks is None:
+        return scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=rules.scale)
+    scores = (q @ k.transpose(2, 3)).float() * rules.scale
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if rules.sinks is not None:
+        sinks = rules.sinks.float().unflatten(0, (k.shape[1], -1))  # [K, G]
+        column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, :, :, None]
+        scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v

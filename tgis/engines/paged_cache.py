@@ -1,0 +1,121 @@
+"""The paged KV cache on the device: keys and values of every layer in blocks, and the flat batch of one step.
+
+Which block belongs to whom is the batcher's business; this turns its block numbers into tensors.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tgis.batcher.sequence import Plan, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A row of a step that computes more than one token."""
+
+    tokens: slice  # where they are in the flat batch
+    before: int  # tokens that are in the cache already
+    blocks: Tensor  # int64 [blocks], of all tokens up to the last of this step
+
+
+@dataclass(slots=True)
+class FlatBatch:
+    """One step without padding: a row of tokens, first those of rows with one token each, then the chunks."""
+
+    ids: Tensor  # int64 [tokens]
+    positions: Tensor  # int64 [tokens]
+    slots: Tensor  # int64 [tokens]: block * size + offset, where their keys and values go
+    tables: Tensor  # int64 [single rows, most blocks of one], filled up with 0
+    lengths: Tensor  # int64 [single rows]: tokens of context, the new one included
+    chunks: list[Chunk]
+    kept: Tensor  # int64 [logits]: the tokens whose logits are wanted
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
+
+    @property
+    def singles(self) -> int:
+        """Rows with one token."""
+        return self.lengths.shape[0]
+
+
+def flat_batch(plan: Plan, block_size: int, device: torch.device) -> tuple[FlatBatch, dict[int, slice]]:
+    """The batch of a plan, and where in `kept` the logits of rows are: the last of each sampled row, in the plan's
+    order, then all those of rows that want facts about their input tokens, by request id.
+    """
+    work = sorted(zip(plan.rows, plan.counts, strict=True), key=lambda item: item[1] > 1)
+    single = [row for row, count in work if count == 1]
+    ids = [token for row, count in work for token in row.tokens[row.computed : row.computed + count]]
+    positions = [place for row, count in work for place in range(row.computed, row.computed + count)]
+    slots = [slot for row, count in work for slot in _slots(row, count, block_size)]
+    ends, total = {}, 0
+    for row, count in work:
+        total += count
+        ends[row.id] = total
+    kept = [ends[row.id] - 1 for row in plan.sampled]
+    explained = {}
+    for row, count in work:
+        if row.request.details.inputs and not row.generated:
+            explained[row.id] = slice(len(kept), len(kept) + count)
+            kept += range(ends[row.id] - count, ends[row.id])
+    widest = max((_blocks(row, 1, block_size) for row in single), default=0)
+    tables = [row.blocks[:widest] + [0] * (widest - len(row.blocks)) for row in single]
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    chunks = [
+        Chunk(
+            slice(ends[row.id] - count, ends[row.id]),
+            row.computed,
+            tensor(row.blocks[: _blocks(row, count, block_size)]),
+        )
+        for row, count in work
+        if count > 1
+    ]
+    batch = FlatBatch(
+        tensor(ids),
+        tensor(positions),
+        tensor(slots),
+        torch.tensor(tables, dtype=torch.int64, device=device).reshape(len(single), widest),
+        tensor([row.computed + 1 for row in single]),
+        chunks,
+        tensor(kept),
+    )
+    return batch, explained
+
+
+def _blocks(row: Sequence, count: int, size: int) -> int:
+    return -(-(row.computed + count) // size)
+
+
+def _slots(row: Sequence, count: int, size: int) -> list[int]:
+    places = range(row.computed, row.computed + count)
+    return [row.blocks[place // size] * size + place % size for place in places]
+
+
+class PagedCache:
+    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks = blocks
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Over all layers seen."""
+        return sum(t[0].numel() * t.element_size() for layer in self._layers.values() for t in layer)
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a layer; `key` and `value` [tokens, heads, head size] say of what shape they are."""
+        if index not in self._layers:
+            self._layers[index] = self._empty(key), self._empty(value)
+        return self._layers[index]
+
+    def _empty(self, like: Tensor) -> Tensor:
+        # Zeros: what nobody has written yet is read, and masked, and must be finite. Linux gives them for nothing.
+        return torch.zeros(self._blocks, self.block_size, *like.shape[1:], dtype=like.dtype, device=like.device)

@@ -1,0 +1,186 @@
+"""Engine `tgis_native`: decoder-only models with a paged KV cache, no padding, and prompts computed in chunks.
+
+The model code is transformers' own, its attention replaced by ours. Whether a model can do without its own is
+tried out when it has loaded: both must give the same logits. Rows and blocks are the batcher's.
+"""
+
+import logging
+import time
+from collections.abc import Sequence as Rows
+
+import torch
+
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.base import StepResult
+from tgis.engines.context import TokenContext
+from tgis.engines.loading import load_causal_lm, pick_device
+from tgis.engines.memory import device_errors, granted_memory
+from tgis.engines.paged_attention import PagedAttention
+from tgis.engines.paged_cache import FlatBatch, PagedCache, flat_batch
+from tgis.engines.sampling import Choice, Sampler
+from tgis.engines.token_facts import first_input_fact, input_facts
+from tgis.errors import StartError, Unsupported
+from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling, TokenFacts
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 16  # tokens
+_DEFAULT_BATCH = {"cpu": 64, "cuda": 256}
+_STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts only: more brings no more speed
+_STRETCH = {"cpu": 2.2, "cuda": 8.0}
+_CPU_SHARE = 0.4  # of the free memory, for the KV cache, where no option says how much
+_TRIAL_TOKENS = 40
+_AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; half precision is coarser
+
+
+class PagedEngine:
+    """Keeps nothing of a row between steps but its unfinished facts about input tokens."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Unsupported if the model's attention cannot be replaced."""
+        torch.set_grad_enabled(False)
+        self._options = options
+        self._device = pick_device(options)
+        self._model, self._accepts = load_causal_lm(options, self._device)
+        self._vocab_size = int(self._model.get_output_embeddings().out_features)
+        self._attention = PagedAttention(f"tgis_paged_{id(self)}")
+        self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
+        self._context = TokenContext(self._device)
+        self._sampled: list[Sequence] = []
+        self._inputs: dict[int, list[TokenFacts]] = {}  # request id -> facts so far
+        self._blocks = 0
+        self._try_out()
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the loaded model."""
+        kind = self._device.type
+        return EngineInfo(
+            model_class=type(self._model).__name__,
+            device=str(self._device),
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            vocab_size=self._vocab_size,
+            encoder_decoder=False,
+            padded=False,
+            max_batch_size=self._max_batch_size,
+            weight_limit=self._blocks * BLOCK_SIZE,
+            prefill_tokens=_STEP_TOKENS[kind],
+            block_size=BLOCK_SIZE,
+            stretch=_STRETCH[kind],
+            largest=self._blocks * BLOCK_SIZE,
+        )
+
+    def warm_up(self) -> None:
+        """Size the KV cache by the memory that the largest step leaves, and run a real one."""
+        bytes_per_block = self._attention.cache.bytes_per_block // _trial_blocks()
+        needed = self._max_batch_size * -(-self._options.max_sequence_length // BLOCK_SIZE)
+        self._blocks = min(self._kv_bytes() // bytes_per_block, needed)
+        self._attention.cache = PagedCache(self._blocks, BLOCK_SIZE)
+        log.info(
+            "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all",
+            self._blocks,
+            BLOCK_SIZE,
+            bytes_per_block / BLOCK_SIZE / 1024,
+            self._blocks * bytes_per_block / 2**30,
+        )
+        row = _row(list(range(1, 9)))
+        self.step(Plan.whole([row]))
+        self.release([row])
+
+    def step(self, plan: Plan) -> StepResult:
+        """One pass over the counted tokens of all rows of the plan."""
+        with device_errors(f"a step of {len(plan.rows)} rows and {sum(plan.counts)} tokens"):
+            batch, explained = flat_batch(plan, BLOCK_SIZE, self._device)
+            logits = self._forward(batch)
+            inputs = self._explain(plan, explained, logits)
+            choice = self._choose(plan.sampled, logits[: len(plan.sampled)])
+        failed = {plan.sampled[place].id: "the model's scores are not finite" for place in choice.bad}
+        return StepResult(choice.tokens, choice.facts, inputs, failed)
+
+    def release(self, rows: Rows[Sequence]) -> None:
+        """Forget what was found out about their inputs."""
+        for row in rows:
+            self._inputs.pop(row.id, None)
+
+    def close(self) -> None:
+        """Everything goes with the process."""
+
+    @property
+    def _max_batch_size(self) -> int:
+        return self._options.max_batch_size or _DEFAULT_BATCH[self._device.type]
+
+    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+        """Logits [kept, vocabulary] of the batch."""
+        self._attention.batch = batch
+        arguments = {"logits_to_keep": batch.kept} if self._accepts.logits_to_keep else {}
+        output = self._model(
+            input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, **arguments
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if arguments else logits[batch.kept]
+
+    def _choose(self, rows: list[Sequence], logits: torch.Tensor) -> Choice:
+        if not rows:
+            return Choice([], [], [])
+        if [row.id for row in rows] != [row.id for row in self._sampled]:
+            self._sampled = rows
+            self._sampler.set_rows(rows)
+            self._context.set_rows(rows)
+        else:
+            self._context.append(torch.tensor([row.tokens[-1] for row in rows], device=self._device))
+        return self._sampler.choose(logits, self._context.ids)
+
+    def _explain(self, plan: Plan, explained: dict[int, slice], logits: torch.Tensor) -> dict[int, list[TokenFacts]]:
+        """Facts about the input tokens of rows whose prompts are done."""
+        done = {}
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            if row.id not in explained:
+                continue
+            if not row.computed:
+                self._inputs[row.id] = [first_input_fact(row.request.details)]
+            following = row.tokens[row.computed + 1 : row.computed + count + 1]
+            scores = logits[explained[row.id]][: len(following)]
+            self._inputs[row.id] += input_facts(scores, following, row.request.details)
+            if row.computed + count == len(row.tokens):
+                done[row.id] = self._inputs.pop(row.id)
+        return done
+
+    def _try_out(self) -> None:
+        """Compare the model's own attention with ours, on a prompt in chunks and a last token alone."""
+        self._attention.cache = PagedCache(_trial_blocks(), BLOCK_SIZE)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self._vocab_size, (_TRIAL_TOKENS,), generator=generator).tolist()
+        row = _row(tokens, facts=True)
+        row.blocks = list(range(_trial_blocks()))
+        ids = torch.tensor([tokens], device=self._device)
+        expected = self._model(input_ids=ids, use_cache=False).logits[0].double()
+        self._model.set_attn_implementation(self._attention.name)
+        found = []
+        for count in (17, _TRIAL_TOKENS - 18, 1):
+            batch, explained = flat_batch(Plan([row], [count], [], prefill=True), BLOCK_SIZE, self._device)
+            found.append(self._forward(batch)[explained[row.id]])
+            row.computed += count
+        layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        if len(self._attention.cache) != layers:
+            raise Unsupported(f"{len(self._attention.cache)} of {layers} layers use replaceable attention")
+        difference = ((torch.cat(found).double() - expected).norm() / expected.norm()).item()
+        if not difference <= _AGREEMENT.get(self._model.dtype, 0.03):
+            raise Unsupported(f"paged attention does not give the model's own logits (off by {difference:.1e})")
+
+    def _kv_bytes(self) -> int:
+        if self._options.kv_cache_bytes is not None:
+            return self._options.kv_cache_bytes
+        free = granted_memory(self._device) * (100 - self._options.batch_safety_margin) // 100
+        return int(free * _CPU_SHARE) if self._device.type == "cpu" else free
+
+
+def _trial_blocks() -> int:
+    return -(-_TRIAL_TOKENS // BLOCK_SIZE)
+
+
+def _row(tokens: list[int], *, facts: bool = False) -> Sequence:
+    """A request of nobody's, in the first blocks."""
+    request = Request(-1, tokens, 2, capped=False, sampling=Sampling(), details=Details(inputs=facts))
+    row = Sequence(request, queued_at=0.0)
+    row.blocks = list(range(-(-len(tokens) // BLOCK_SIZE)))
+    return row
