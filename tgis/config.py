@@ -41,7 +41,7 @@ from tgis.tls import Certificates, TlsFiles
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Limits of requests", "Batches and memory", "Text"
 NETWORK, PROCESS, LOGS = "Network", "Process", "Logs"
 
-ENGINE = choice("hf_transformers", "fake", not_yet=("tgis_native", "hf_custom_tp", "hf_optimum_ort", "ibm_fms"))
+ENGINE = choice("auto", "tgis_native", "hf_transformers", "fake", not_yet=("hf_optimum_ort", "ibm_fms"))
 DTYPE = choice("float32", "float16", "bfloat16", not_yet=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
 FRACTION = decimal(0, 1, above=True)
 SECONDS = decimal(0, 86400, above=True)
@@ -81,8 +81,11 @@ class Config:
     model_name: str = required(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
     revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown="main")
     deployment_framework: str = option(
-        MODEL, ENGINE, "engine: hf_transformers, or fake for tests", "hf_transformers",
-        renamed={"hf_accelerate": "hf_transformers"})
+        MODEL, ENGINE, "engine: tgis_native, hf_transformers, auto for the first that can run the model, "
+        "or fake for tests", "auto",
+        renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
+    flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
+    paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
     dtype: str | None = option(
         MODEL, DTYPE, "type of the weights: float32, float16 or bfloat16", None,
         aliases=("dtype_str",), shown="bfloat16 where the device computes in it")
@@ -111,6 +114,11 @@ class Config:
     batch_safety_margin: int = option(BATCHES, integer(0, 100), "percent of memory held back", 20)
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
+    kv_cache_size_mb: int | None = option(
+        BATCHES, integer(1), "memory of the KV cache of tgis_native", None,
+        shown="what the longest batch needs, within what is free")
+    prefix_cache: bool = option(
+        BATCHES, BOOLEAN, "let tgis_native find the beginning of a prompt in its KV cache", True)
     num_threads: int | None = option(
         BATCHES, integer(1, 4096), "CPU threads of the engine", None, shown="all cores")
 
@@ -149,6 +157,11 @@ class Config:
     warnings: tuple[str, ...] = field(default=())  # learnt while parsing, for whoever starts the logs
 
     @property
+    def engine(self) -> str:
+        """The name of the engine to load."""
+        return "tgis_native" if self.flash_attention or self.paged_attention else self.deployment_framework
+
+    @property
     def hub_cache(self) -> Path:
         """The folder with `models--org--name` directories."""
         return self.hf_hub_cache or self.hf_home / "hub"
@@ -166,8 +179,6 @@ REFUSED = (  # unless the value asks for nothing
     Option(not_yet(integer(1), 1), "num_shard", aliases=("num_gpus",)),
     Option(not_yet(TEXT), "quantize"),
     Option(not_yet(BOOLEAN, False), "trust_remote_code"),
-    Option(not_yet(BOOLEAN, False), "flash_attention"),
-    Option(not_yet(BOOLEAN, False), "paged_attention"),
     Option(not_yet(BOOLEAN, False), "pt2_compile"),
     Option(choice("auto", "off", not_yet=("manual",)), "estimate_memory"),
     Option(not_yet(TEXT), "prefix_store_path"),

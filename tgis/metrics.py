@@ -244,12 +244,19 @@ class _Batches:
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Context by what memory holds.")
         self.context_limit = add.gauge("tgi_batch_context_limit", "Tokens of context that a batch may have.")
 
+        self.preemptions = add.counter("tgi_batch_preemption", "Rows that gave their KV blocks to older ones.")
+        self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens that could have been cached.")
+        self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens whose computation the cache saved.")
+
     def joined(self, counts: Admissions) -> None:
         """Count how rows came to join."""
         self.queue_jumps.inc(counts.queue_jumps)
         self.granular.inc(counts.granular_additions)
         self.prefill_weight.inc(counts.prefill_weight_exceeded)
         self.prefill_padding.inc(counts.prefill_padding_exceeded)
+        self.preemptions.inc(counts.preemptions)
+        self.prefix_queries.inc(counts.prefix_queries)
+        self.prefix_hits.inc(counts.prefix_hits)
 
 
 class _Prompts:

@@ -45,7 +45,7 @@ def run(config: Config) -> int:
     for warning in config.warnings:
         log.warning("%s", warning)
     model = find_model(config.model_name, config.revision, str(config.hub_cache))
-    if config.deployment_framework != "fake":
+    if config.engine != "fake":
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)
     return asyncio.run(Server(config, model, tokenizer).serve())
@@ -163,7 +163,7 @@ class Server:
     def _engine_options(self) -> EngineOptions:
         config = self._config
         return EngineOptions(
-            engine=config.deployment_framework,
+            engine=config.engine,
             model_path=str(self._model.path),
             dtype=config.dtype,
             eos_ids=self._eos_ids,
@@ -176,6 +176,8 @@ class Server:
             threads=config.num_threads,
             log_level=config.log_level,
             json_output=config.json_output,
+            prefix_cache=config.prefix_cache,
+            kv_cache_bytes=config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
         )
 
 

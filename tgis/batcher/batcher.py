@@ -179,7 +179,7 @@ class Batcher:
         return self._with_blocks(pager, rows, budget) or self._with_blocks(pager, self._running, budget)
 
     def _with_blocks(self, pager: Pager, rows: list[Sequence], budget: int) -> Plan | None:
-        """A step of those rows that get the blocks they need: the oldest first, from the youngest where none is left."""
+        """A step of those rows that get the blocks they need: the oldest first, if need be from the youngest."""
         work: list[tuple[Sequence, int]] = []
         preempted: list[Sequence] = []
         for row, count in zip(*share_out(rows, budget), strict=True):
@@ -213,10 +213,12 @@ class Batcher:
         return joining
 
     def _shrink(self, plan: Plan) -> None:
+        """A step that computed prompts was too large itself; one that did not had too much context beside it."""
+        padded = self._limits.padded
         if plan.prefill and len(plan.rows) > 1:
-            self._allowance.shrink_prefill(sum(plan.counts) if self._pager else context_now(plan.rows, self._limits.padded))
+            self._allowance.shrink_prefill(sum(plan.counts) if self._pager else context_now(plan.rows, padded))
         if not plan.prefill or self._pager or len(plan.rows) == 1:
-            self._allowance.shrink_context(context_now(self._running, self._limits.padded))
+            self._allowance.shrink_context(context_now(self._running, padded))
 
     def _end_of(self, row: Sequence, now: float) -> StopReason:
         """The order of front-end stopping, but for stop sequences, which need the text."""

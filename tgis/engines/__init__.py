@@ -1,9 +1,13 @@
 """The engines: one class per engine behind `base.Engine`, picked by name and imported only when it is."""
 
+import logging
 from importlib import import_module
 
 from tgis.engines.base import Engine
+from tgis.errors import Unsupported
 from tgis.messages import EngineOptions
+
+log = logging.getLogger(__name__)
 
 _ENGINES = {
     "fake": ("tgis.engines.fake", "FakeEngine"),
@@ -13,7 +17,17 @@ _ENGINES = {
 
 
 def load_engine(options: EngineOptions) -> Engine:
-    """The engine that the options name, its model loaded."""
-    module, name = _ENGINES[options.engine]
-    engine: Engine = getattr(import_module(module), name)(options)
+    """The engine that the options name, its model loaded; `auto` is tgis_native where it can run the model."""
+    if options.engine != "auto":
+        return _load(options.engine, options)
+    try:
+        return _load("tgis_native", options)
+    except Unsupported as error:
+        log.info("the engine is hf_transformers: %s", error)
+        return _load("hf_transformers", options)
+
+
+def _load(name: str, options: EngineOptions) -> Engine:
+    module, class_name = _ENGINES[name]
+    engine: Engine = getattr(import_module(module), class_name)(options)
     return engine

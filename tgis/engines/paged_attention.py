@@ -40,7 +40,7 @@ class PagedAttention:
         query: Tensor,  # [1, H, T, D]
         key: Tensor,  # [1, K, T, D]
         value: Tensor,  # [1, K, T, E]
-        attention_mask: Tensor | None,
+        _attention_mask: Tensor | None,
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
@@ -56,7 +56,9 @@ class PagedAttention:
             stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
         rules = Rules(scaling or q.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
         parts = [_singles(batch, q[: batch.singles], layer, rules)] if batch.singles else []
-        parts += [_chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], layer, rules) for chunk in batch.chunks]
+        parts += [
+            _chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], layer, rules) for chunk in batch.chunks
+        ]
         return torch.cat(parts)[None], None
 
 
