@@ -36,7 +36,7 @@ class FlatBatch:
     @property
     def singles(self) -> int:
         """Rows with one token."""
-        return self.lengths.shape[0]
+        return len(self.lengths)
 
 
 def flat_batch(plan: Plan, block_size: int, device: torch.device) -> tuple[FlatBatch, dict[int, slice]]:
@@ -108,7 +108,7 @@ class PagedCache:
     @property
     def bytes_per_block(self) -> int:
         """Over all layers seen."""
-        return sum(t[0].nbytes for layer in self._layers.values() for t in layer)
+        return sum(int(t[0].nbytes) for layer in self._layers.values() for t in layer)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer; `key` and `value` [tokens, heads, head size] say of what shape they are."""

@@ -74,7 +74,7 @@ class PagedEngine:
 
     def warm_up(self) -> None:
         """Size the KV cache by the memory that the largest step leaves, and run a real one."""
-        bytes_per_block = self._attention.cache.bytes_per_block // _trial_blocks()
+        bytes_per_block = self._attention.cache.bytes_per_block
         needed = self._max_batch_size * -(-self._options.max_sequence_length // BLOCK_SIZE)
         self._blocks = min(self._kv_bytes() // bytes_per_block, needed)
         self._attention.cache = PagedCache(self._blocks, BLOCK_SIZE)
@@ -91,7 +91,8 @@ class PagedEngine:
 
     def step(self, plan: Plan) -> StepResult:
         """One pass over the counted tokens of all rows of the plan."""
-        with device_errors(f"a step of {len(plan.rows)} rows and {sum(plan.counts)} tokens"):
+        what = f"a step of {len(plan.rows)} rows and {sum(plan.counts)} tokens"
+        with device_errors(what), torch.inference_mode():
             batch, explained = flat_batch(plan, BLOCK_SIZE, self._device)
             logits = self._forward(batch)
             inputs = self._explain(plan, explained, logits)
