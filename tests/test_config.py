@@ -19,7 +19,7 @@ TGIS = Path(config.__file__).parent
 SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "model_name": (("a/b", "a/b"), ("/m", "/m")),
     "revision": (("v1", "v1"), ("v2", "v2")),
-    "deployment_framework": (("fake", "fake"), ("hf_accelerate", "hf_transformers")),
+    "deployment_framework": (("tgis_native", "tgis_native"), ("hf_custom_tp", "tgis_native")),
     "flash_attention": (("true", True), ("1", True)),
     "paged_attention": (("true", True), ("1", True)),
     "dtype": (("float32", "float32"), ("bfloat16", "bfloat16")),
@@ -107,7 +107,7 @@ def test_defaults_are_those_of_tgis() -> None:
     assert defaults.max_prefill_padding == 0.2
     assert (defaults.batch_safety_margin, defaults.cuda_process_memory_fraction) == (20, 1.0)
     assert (defaults.default_include_stop_seqs, defaults.output_special_tokens) == (True, False)
-    assert (defaults.deployment_framework, defaults.json_output) == ("hf_transformers", False)
+    assert (defaults.deployment_framework, defaults.json_output) == ("auto", False)
     assert defaults.termination_log == Path("/dev/termination-log")
     assert (defaults.warnings, defaults.tls) == ((), None)
 
@@ -155,7 +155,7 @@ def test_booleans(text: str) -> None:
         ("BIND_ADDRESS", "localhost", "must be an IP address"),
         ("DTYPE", "float8", "must be one of float32, float16, bfloat16"),
         ("DTYPE", "int8", "is not supported yet"),
-        ("DEPLOYMENT_FRAMEWORK", "tgis_native", "is not supported yet"),
+        ("DEPLOYMENT_FRAMEWORK", "hf_optimum_ort", "is not supported yet"),
         ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of auto, tgis_native, hf_transformers, fake"),
         ("MODEL_NAME", "a\x00b", "must be printable text"),
         ("NUM_SHARD", "0", "must be a whole number from 1 to 2147483647"),
@@ -185,8 +185,6 @@ def test_unknown_and_incomplete_flags_are_one_line() -> None:
         ("NUM_GPUS", ["1"], "8"),
         ("QUANTIZE", [], "gptq"),
         ("TRUST_REMOTE_CODE", ["false", "0"], "true"),
-        ("FLASH_ATTENTION", ["False"], "true"),
-        ("PAGED_ATTENTION", ["false"], "true"),
         ("PT2_COMPILE", ["false"], "true"),
         ("ESTIMATE_MEMORY", ["auto", "off"], "manual"),
         ("PREFIX_STORE_PATH", [], "/prompts"),

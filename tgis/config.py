@@ -81,8 +81,7 @@ class Config:
     model_name: str = required(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
     revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown="main")
     deployment_framework: str = option(
-        MODEL, ENGINE, "engine: tgis_native, hf_transformers, auto for the first that can run the model, "
-        "or fake for tests", "auto",
+        MODEL, ENGINE, "tgis_native, hf_transformers, fake, or auto for what can run the model", "auto",
         renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
@@ -116,7 +115,7 @@ class Config:
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
     kv_cache_size_mb: int | None = option(
         BATCHES, integer(1), "memory of the KV cache of tgis_native", None,
-        shown="what the longest batch needs, within what is free")
+        shown="as the longest batch needs, within what is free")
     prefix_cache: bool = option(
         BATCHES, BOOLEAN, "let tgis_native find the beginning of a prompt in its KV cache", True)
     num_threads: int | None = option(

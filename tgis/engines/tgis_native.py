@@ -8,9 +8,6 @@ import logging
 from collections.abc import Sequence as Rows
 
 import torch
-import transformers
-from transformers import AutoConfig
-
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.context import TokenContext
@@ -42,7 +39,6 @@ class PagedEngine:
         torch.set_grad_enabled(False)
         self._options = options
         self._device = pick_device(options)
-        _check_class(options.model_path)
         self._model, self._accepts = load_causal_lm(options, self._device)
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}")
@@ -175,15 +171,6 @@ class PagedEngine:
             return self._options.kv_cache_bytes
         free = granted_memory(self._device) * (100 - self._options.batch_safety_margin) // 100
         return int(free * _CPU_SHARE) if self._device.type == "cpu" else free
-
-
-def _check_class(path: str) -> None:
-    """Unsupported where the model's class says so already, before gigabytes are read for nothing."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    name = (config.architectures or ["unknown"])[0]
-    model_class = getattr(transformers, name, None)
-    if config.is_encoder_decoder or not getattr(model_class, "_supports_attention_backend", False):
-        raise Unsupported(f"the attention of {name} cannot be replaced")
 
 
 def _trial_blocks() -> int:
