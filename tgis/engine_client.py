@@ -46,6 +46,9 @@ class StepObserver(Protocol):
     def step(self, stats: StepStats, processing: float) -> None:
         """A step has succeeded; `processing` is the seconds that its tokens took here."""
 
+    def queued(self, new: int) -> None:
+        """So many requests wait that have never been in a step."""
+
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """A step has failed as a whole."""
 
@@ -59,7 +62,8 @@ class EngineClient:
     def __init__(self) -> None:
         self.observer: StepObserver | None = None
         self._open: dict[int, Inbox] = {}
-        self._queued_tokens = 0
+        self._queued = 0  # open requests that have not been in any step yet
+        self._queued_tokens = 0  # of their inputs
         self._next_id = 0
         self._last_progress = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -111,8 +115,8 @@ class EngineClient:
         if not self._open:
             self._last_progress = time.monotonic()
         self._open.update((inbox.request.id, inbox) for inbox in inboxes)
-        self._queued_tokens += sum(len(request.tokens) for request in requests)
-        self._send(Submit(requests))
+        self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
+        self._send(Submit(requests, time.monotonic()))
         try:
             yield inboxes
         finally:
@@ -200,7 +204,7 @@ class EngineClient:
         for request_id in stats.joined:
             if inbox := self._open.get(request_id):
                 inbox.times.joined = joined
-                self._queued_tokens -= len(inbox.request.tokens)
+                self._count_queued(-1, -len(inbox.request.tokens))
 
     def _end(self, request_id: int, error: RequestError) -> None:
         if inbox := self._open.get(request_id):
@@ -211,10 +215,16 @@ class EngineClient:
         """Take it out of the open requests; whether it was one."""
         known = self._open.pop(inbox.request.id, None) is not None
         if known and not inbox.times.joined:
-            self._queued_tokens -= len(inbox.request.tokens)
+            self._count_queued(-1, -len(inbox.request.tokens))
         if known and not self._open and self.observer:
             self.observer.idle()
         return known
+
+    def _count_queued(self, inputs: int, tokens: int) -> None:
+        self._queued += inputs
+        self._queued_tokens += tokens
+        if self.observer:
+            self.observer.queued(self._queued)
 
     def _send(self, message: ToEngine) -> None:
         assert self._transport is not None

@@ -39,6 +39,11 @@ class Batcher:
         return len(self._waiting)
 
     @property
+    def returned(self) -> int:
+        """Requests among them that have been in a step before."""
+        return self._waiting.returned
+
+    @property
     def running(self) -> int:
         """Rows that the engine holds."""
         return len(self._running)
@@ -49,18 +54,23 @@ class Batcher:
         return not self._waiting and not self._running
 
     @property
-    def remaining(self) -> int:
-        """Sum over the rows of the tokens they may still generate."""
-        return sum(row.remaining for row in self._running)
+    def rows(self) -> list[Sequence]:
+        """The running rows, as they are now; not to be changed."""
+        return self._running
+
+    @property
+    def context(self) -> int:
+        """Tokens of context of the running rows, padding included."""
+        return context_now(self._running, self._limits.padded)
 
     @property
     def context_limit(self) -> int:
         """Tokens of context that a batch may have at present."""
         return self._allowance.context
 
-    def submit(self, requests: Iterable[Request], now: float) -> None:
-        """Queue the inputs of one call, in order."""
-        self._waiting.append(Sequence(request, now) for request in requests)
+    def submit(self, requests: Iterable[Request], at: float) -> None:
+        """Queue the inputs of one call, in order; `at` is when they came, no earlier than those before them."""
+        self._waiting.append(Sequence(request, at) for request in requests)
 
     def cancel(self, ids: Collection[int]) -> list[Sequence]:
         """Forget requests, wherever they are; the rows that the engine must release. Unknown ids are ended ones."""
@@ -94,11 +104,12 @@ class Batcher:
         """Append a new token to each sampled row of the plan; the rows that ended, which the engine must release."""
         for row, count in zip(plan.rows, plan.counts, strict=True):
             row.computed += count
-            row.joined = True
         for row, token in zip(plan.sampled, tokens, strict=True):
             row.tokens.append(token)
             row.end = self._end_of(row, now)
             row.failures = row.trial = 0
+        for row in self._running if plan.prefill else []:
+            row.joined = True
         self._allowance.succeeded()
         self._pace.ended(plan, now)
         return self._remove(lambda row: row.end is not StopReason.NOT_FINISHED)
@@ -138,11 +149,10 @@ class Batcher:
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """What a person wants to know who asks why a request waits; plain values only."""
-        context = context_now(self._running, self._limits.padded)
         return {
             "queue": [_described(row) | {"waited": round(now - row.queued_at, 3)} for row in self._waiting],
             "rows": [_described(row) | {"computed": row.computed} for row in self._running],
-            "context": {"now": context, "limit": self._allowance.context},
+            "context": {"now": self.context, "limit": self._allowance.context},
             "prefill_tokens": self._allowance.prefill_tokens,
             "max_batch_size": self._limits.max_batch_size,
             "refusal": self._refusal,
@@ -165,7 +175,7 @@ class Batcher:
         rows = [row for row in self._running if row.trial == trial]
         budget = chunk_budget(rows, self._allowance.prefill_tokens)
         if self._waiting and self._slots() and self._waiting.first.trial == trial:
-            rows += self._join(ChunkDoor(self._allowance, self._running, budget))
+            rows += self._join(ChunkDoor(self._allowance, self._running, budget, self._admissions))
         if not rows:
             rows = self._running  # a row on trial waits for the memory that these still have
         return Plan.of(*share_out(rows, budget)) if rows else None

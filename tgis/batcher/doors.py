@@ -9,7 +9,7 @@ from tgis.batcher.allowance import Allowance
 from tgis.batcher.granular import Forecast
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting import OVERTAKERS, OVERTAKING_SECONDS
-from tgis.batcher.weights import Limits, Prefill
+from tgis.batcher.weights import Limits, Prefill, area
 from tgis.messages import Admissions
 
 
@@ -69,12 +69,12 @@ class WholeDoor:
         self._forecast = Forecast(lengths, limits.padded, allowance.context)
         self._room = limits.memory.weight_limit - _weight_now(limits, running)
         self._prefill = Prefill(limits.padded)
-        self._running = bool(running)
+        self._alone = not running
 
     def refusal(self, row: Sequence) -> Refusal | None:
         """The batch as the prefill leaves it must stay within memory, the prefill itself within its bounds."""
-        if not self._running and not self._prefill.count:
-            return None  # alone; that it fits is known since the start
+        if self._alone:
+            return None  # that it fits is known since the start
         length = len(row.tokens)
         if not self._forecast.fits(length + 1, row.final_length - length - 1):
             return Refusal.MEMORY
@@ -84,7 +84,8 @@ class WholeDoor:
         """Count it into the batch and the prefill."""
         length = len(row.tokens)
         rest = row.final_length - length
-        self._counts.granular_additions += not self._forecast.fits_at_worst(length + 1, rest - 1)
+        self._counts.granular_additions += not (self._alone or self._forecast.fits_at_worst(length + 1, rest - 1))
+        self._alone = False
         self._forecast.add(length + 1, rest - 1)
         self._prefill.add(length)
 
@@ -103,11 +104,13 @@ class WholeDoor:
 class ChunkDoor:
     """Rows join by chunks beside rows that decode. When a prompt is done is unknown: such rows count in full."""
 
-    def __init__(self, allowance: Allowance, running: list[Sequence], budget: int) -> None:
+    def __init__(self, allowance: Allowance, running: list[Sequence], budget: int, counts: Admissions) -> None:
         catching = [row for row in running if not row.decoding]
         decoding = [(len(row.tokens), row.remaining) for row in running if row.decoding]
         full = sum(row.final_length for row in catching)
+        self._counts = counts
         self._context = allowance.context - full - Forecast(decoding, False, allowance.context).peak()
+        self._worst = allowance.context - sum(row.final_length for row in running)
         self._budget = budget - sum(row.pending for row in catching[1:])  # the first has its own share
         self._shared = bool(catching)
         self._alone = not running
@@ -118,11 +121,16 @@ class ChunkDoor:
             return None  # that it fits is known since the start
         if row.final_length > self._context:
             return Refusal.MEMORY
-        return Refusal.PREFILL if self._budget <= 0 else None
+        if self._budget <= 0:
+            self._counts.prefill_weight_exceeded += 1
+            return Refusal.PREFILL
+        return None
 
     def admit(self, row: Sequence) -> None:
         """Count it into the batch and the step."""
+        self._counts.granular_additions += not self._alone and row.final_length > self._worst
         self._alone = False
+        self._worst -= row.final_length
         self._context -= row.final_length
         self._budget -= len(row.tokens) if self._shared else 0
         self._shared = True
@@ -134,5 +142,4 @@ def _weight_now(limits: Limits, rows: list[Sequence]) -> int:
 
 def context_now(rows: Iterable[Sequence], padded: bool) -> int:
     """Tokens of context of these rows, padding included."""
-    lengths = [len(row.tokens) for row in rows]
-    return len(lengths) * max(lengths, default=0) if padded else sum(lengths)
+    return area([len(row.tokens) for row in rows], padded)
