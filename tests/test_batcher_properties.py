@@ -10,6 +10,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits
 from tgis.messages import StopReason
+from tgis.snapshot import RowState
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class World:
             expired = batcher.expire(now)
             self._release([row for row in expired if row.id in self.held])
             self._end(expired)
-            queue = batcher.snapshot(now)["queue"]
+            queue = batcher.snapshot(now, 1000).queue
             plan = batcher.plan(now)
             if plan is None:
                 assert batcher.idle
@@ -64,7 +65,7 @@ class World:
                 self.ends[number] = [StopReason.CANCELLED]
                 self._release(batcher.cancel([number]))
 
-    def _check(self, plan: Plan, batcher: Batcher, queue: list[dict[str, float]]) -> None:
+    def _check(self, plan: Plan, batcher: Batcher, queue: list[RowState]) -> None:
         """What an engine may expect of a plan, and what clients may expect of the order."""
         self.trace.append([(row.id, count) for row, count in zip(plan.rows, plan.counts, strict=True)])
         assert 0 < batcher.running <= self.bounds.max_batch_size
@@ -74,8 +75,8 @@ class World:
             old, new = [r for r in plan.rows if r.computed], [r for r in plan.rows if not r.computed]
             assert not new or not old
             assert new or {row.id for row in old} == set(self.held)
-        left = {row["id"] for row in batcher.snapshot(0.0)["queue"]}
-        waited = {row["id"]: row["waited"] for row in queue}
+        left = {row.id for row in batcher.snapshot(0.0, 1000).queue}
+        waited = {row.id: row.seconds for row in queue}
         for joined in waited.keys() - left:
             assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
 
@@ -97,7 +98,7 @@ class World:
 
     def _check_future(self, batcher: Batcher) -> None:
         """Run what is running to its end, without further arrivals, and look at the memory."""
-        rows = [[row["input"] + row["generated"], row["remaining"]] for row in batcher.snapshot(0.0)["rows"]]
+        rows = [[row.input + row.generated, row.remaining] for row in batcher.snapshot(0.0, 1000).rows]
         while len(rows) > 1:  # one alone is always allowed
             assert self._context([length for length, _ in rows]) <= self.bounds.memory.weight_limit
             rows = [[length + 1, rest - 1] for length, rest in rows if rest > 0]

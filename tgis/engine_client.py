@@ -14,6 +14,7 @@ from typing import Protocol
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.inbox import Inbox, TokenEvent
+from tgis.inspection import Inspection
 from tgis.messages import (
     Cancel,
     EngineInfo,
@@ -23,6 +24,7 @@ from tgis.messages import (
     Fatal,
     FrameReader,
     FromEngine,
+    Inspect,
     Ready,
     Request,
     Shutdown,
@@ -33,6 +35,7 @@ from tgis.messages import (
     ToEngine,
     pack,
 )
+from tgis.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
+        self._inspection = Inspection(lambda: self._send(Inspect()))
         self._cause = ""
         self._gone = False
         self._farewell: asyncio.Future[None] | None = None
@@ -96,6 +100,12 @@ class EngineClient:
     def queued_tokens(self) -> int:
         """Input tokens of the open requests that have not been in any step yet."""
         return self._queued_tokens
+
+    async def inspect(self) -> Snapshot:
+        """What runs and waits; Unavailable while nobody can say."""
+        if self._gone or not self.ready.done():
+            raise Unavailable(self._cause or "the model is still loading")
+        return await self._inspection.snapshot()
 
     def stalled_for(self) -> float:
         """Seconds since the engine last said anything, while something is open; else 0."""
@@ -151,6 +161,9 @@ class EngineClient:
 
     def receive(self, message: FromEngine) -> None:
         """Act on one message of the engine."""
+        if isinstance(message, Snapshot):  # no progress: an engine that only talks is stuck
+            self._inspection.answer(message)
+            return
         self._last_progress = time.monotonic()
         match message:
             case Step():
@@ -169,6 +182,7 @@ class EngineClient:
         """The engine process is gone: fail what is open, then find out why."""
         self._gone = True
         self._cause = self._cause or _ENDED
+        self._inspection.end(self._cause)
         for request_id in list(self._open):
             self._end(request_id, Unavailable(self._cause))
         self._farewell = asyncio.ensure_future(self._report_death())

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tgis.snapshot import Snapshot
+
 MAX_FRAME_BYTES = 1 << 30  # far above any honest message: a broken length must not allocate the machine
 _LENGTH = struct.Struct("<I")
 
@@ -151,6 +153,10 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     ids: list[int]
 
 
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """Send a Snapshot, between two steps."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave now."""
 
@@ -197,8 +203,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Submit | Cancel | Shutdown
-FromEngine = Ready | Step | Failed | Fatal
+ToEngine = EngineOptions | Submit | Cancel | Inspect | Shutdown
+FromEngine = Ready | Step | Failed | Snapshot | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -30,6 +30,7 @@ from tgis.messages import (
     Fatal,
     FrameReader,
     FromEngine,
+    Inspect,
     Ready,
     Shutdown,
     Step,
@@ -42,6 +43,7 @@ from tgis.messages import (
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18
+_SHOWN_ROWS = 100  # in a snapshot, of those that run and of those that wait
 
 
 class Link:
@@ -100,6 +102,8 @@ class Worker:
                     self._batcher.submit(requests, at)
                 case Cancel(ids):
                     self._engine.release(self._batcher.cancel(ids))
+                case Inspect():
+                    self._link.send(self._batcher.snapshot(time.monotonic(), _SHOWN_ROWS))
                 case Shutdown():
                     return False
                 case _:

@@ -6,17 +6,18 @@ engine has computed it, or `retreat` if the engine could not.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from itertools import islice
 
 from tgis.batcher.allowance import Allowance
 from tgis.batcher.chunks import chunk_budget, share_out
-from tgis.batcher.doors import ChunkDoor, Refusal, WholeDoor, choose, context_now
+from tgis.batcher.doors import ChunkDoor, WholeDoor, choose, context_now, context_peak
 from tgis.batcher.pace import Pace
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.trials import Trials
 from tgis.batcher.waiting import WaitingRoom
 from tgis.batcher.weights import Limits
 from tgis.messages import Admissions, Request, StopReason
+from tgis.snapshot import Refusal, RowState, Snapshot
 
 
 class Batcher:
@@ -31,7 +32,8 @@ class Batcher:
         self._pace = Pace(limits.max_waiting_tokens)
         self._trials = Trials()
         self._admissions = Admissions()
-        self._refusal = ""
+        self._refusal: Refusal | None = None  # of the first that waits
+        self._last_refusal: tuple[Refusal, float] | None = None  # and when
 
     @property
     def waiting(self) -> int:
@@ -77,6 +79,7 @@ class Batcher:
         gone = frozenset(ids)
         for row in self._waiting.remove(gone):
             row.end = StopReason.CANCELLED
+            self._refusal = None  # it may have been this one's
         cancelled = self._remove(lambda row: row.id in gone)
         for row in cancelled:
             row.end = StopReason.CANCELLED
@@ -88,6 +91,8 @@ class Batcher:
         The engine must release the rows; those it never had are among them.
         """
         expired = self._waiting.expire(now)
+        if expired:
+            self._refusal = None  # it may have been one of theirs
         if self._limits.chunked:
             expired += self._remove(lambda row: not row.decoding and _late(row, now))
         for row in expired:
@@ -98,6 +103,8 @@ class Batcher:
         """The next step; None if nothing can run. Its rows stay as they are until `commit` or `retreat`."""
         plan = self._plan_chunked() if self._limits.chunked else self._plan_whole(now)
         self._pace.started(now)
+        if self._refusal is not None:
+            self._last_refusal = self._refusal, now
         return plan
 
     def commit(self, plan: Plan, tokens: list[int], now: float) -> list[Sequence]:
@@ -147,16 +154,30 @@ class Batcher:
         taken, self._admissions = self._admissions, Admissions()
         return taken
 
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """What a person wants to know who asks why a request waits; plain values only."""
-        return {
-            "queue": [_described(row) | {"waited": round(now - row.queued_at, 3)} for row in self._waiting],
-            "rows": [_described(row) | {"computed": row.computed} for row in self._running],
-            "context": {"now": self.context, "limit": self._allowance.context},
-            "prefill_tokens": self._allowance.prefill_tokens,
-            "max_batch_size": self._limits.max_batch_size,
-            "refusal": self._refusal,
-        }
+    def snapshot(self, now: float, most: int) -> Snapshot:
+        """What a person wants to know who asks why a request waits; at the most so many rows of each sort."""
+        limits, allowance = self._limits, self._allowance
+        last, when = self._last_refusal or (None, now)
+        return Snapshot(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            refusal=self._refusal,
+            last_refusal=last,
+            last_refused=round(now - when, 3) if last else None,
+            context=self.context,
+            context_peak=context_peak(self._running, limits.padded),
+            context_limit=allowance.context,
+            context_most=allowance.most_context,
+            prefill_limit=allowance.prefill_tokens,
+            prefill_most=allowance.most_prefill,
+            max_batch_size=limits.max_batch_size,
+            max_prefill_padding=limits.max_padding,
+            max_waiting_tokens=limits.max_waiting_tokens,
+            padded=limits.padded,
+            chunked=limits.chunked,
+            rows=[_state(row, now) for row in islice(self._running, most)],
+            queue=[_state(row, now) for row in islice(self._waiting, most)],
+        )
 
     def _plan_whole(self, now: float) -> Plan | None:
         """A prefill of rows that can join now, else one token for every running row."""
@@ -174,11 +195,20 @@ class Batcher:
         trial = self._trial()
         rows = [row for row in self._running if row.trial == trial]
         budget = chunk_budget(rows, self._allowance.prefill_tokens)
-        if self._waiting and self._slots() and self._waiting.first.trial == trial:
-            rows += self._join(ChunkDoor(self._allowance, self._running, budget, self._admissions))
+        if self._waiting:
+            rows += self._join_trial(trial, budget)
         if not rows:
             rows = self._running  # a row on trial waits for the memory that these still have
         return Plan.of(*share_out(rows, budget)) if rows else None
+
+    def _join_trial(self, trial: int, budget: int) -> list[Sequence]:
+        if not self._slots():
+            self._refusal = Refusal.BATCH_SIZE
+        elif self._waiting.first.trial != trial:
+            self._refusal = Refusal.TRIAL
+        else:
+            return self._join(ChunkDoor(self._allowance, self._running, budget, self._admissions))
+        return []
 
     def _trial(self) -> int:
         """Rows of which trial run now; 0 for all that are on none."""
@@ -223,5 +253,6 @@ def _late(row: Sequence, now: float) -> bool:
     return row.request.deadline is not None and now > row.request.deadline
 
 
-def _described(row: Sequence) -> dict[str, Any]:
-    return {"id": row.id, "input": row.prompt_length, "generated": row.generated, "remaining": row.remaining}
+def _state(row: Sequence, now: float) -> RowState:
+    seconds = round(now - row.queued_at, 3)
+    return RowState(row.id, seconds, row.prompt_length, row.computed, row.generated, row.remaining)

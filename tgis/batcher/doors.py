@@ -1,6 +1,5 @@
 """Who may leave the waiting room for the next step, and why the others may not."""
 
-import enum
 import math
 from collections.abc import Iterable
 from typing import Protocol
@@ -11,16 +10,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting import OVERTAKERS, OVERTAKING_SECONDS
 from tgis.batcher.weights import Limits, Prefill, area
 from tgis.messages import Admissions
-
-
-class Refusal(enum.StrEnum):
-    """What keeps a request waiting."""
-
-    BATCH_SIZE = "the batch has its largest size"
-    MEMORY = "the batch would outgrow the memory"
-    PREFILL = "the prefill would become too large"
-    PADDING = "too much of the prefill would be padding"
-    PACE = "running rows are to have some steps first"
+from tgis.snapshot import Refusal
 
 
 class Door(Protocol):
@@ -33,18 +23,22 @@ class Door(Protocol):
         """Let a row in that was not refused."""
 
 
-def choose(waiting: Iterable[Sequence], door: Door, slots: int, counts: Admissions) -> tuple[list[Sequence], str]:
-    """Rows that join, in order, and why the first of the others could not ('' if all did).
+def choose(
+    waiting: Iterable[Sequence], door: Door, slots: int, counts: Admissions
+) -> tuple[list[Sequence], Refusal | None]:
+    """Rows that join, in order, and why the first of the others could not, if there are any.
 
     After the first that is refused only those may join who were queued within a second of it.
     """
     chosen: list[Sequence] = []
-    reason = ""
+    reason: Refusal | None = None
     cutoff, last = math.inf, math.inf
     for place, row in enumerate(waiting):
         if len(chosen) == slots:
             return chosen, reason or Refusal.BATCH_SIZE
-        if row.queued_at > cutoff or place > last or (chosen and row.trial != chosen[0].trial):
+        if chosen and row.trial != chosen[0].trial:
+            return chosen, reason or Refusal.TRIAL
+        if row.queued_at > cutoff or place > last:
             break
         refusal = door.refusal(row)
         if refusal is None:
@@ -106,10 +100,8 @@ class ChunkDoor:
 
     def __init__(self, allowance: Allowance, running: list[Sequence], budget: int, counts: Admissions) -> None:
         catching = [row for row in running if not row.decoding]
-        decoding = [(len(row.tokens), row.remaining) for row in running if row.decoding]
-        full = sum(row.final_length for row in catching)
         self._counts = counts
-        self._context = allowance.context - full - Forecast(decoding, False, allowance.context).peak()
+        self._context = allowance.context - context_peak(running, False)
         self._worst = allowance.context - sum(row.final_length for row in running)
         self._budget = budget - sum(row.pending for row in catching[1:])  # the first has its own share
         self._shared = bool(catching)
@@ -138,6 +130,13 @@ class ChunkDoor:
 
 def _weight_now(limits: Limits, rows: list[Sequence]) -> int:
     return int(context_now(rows, limits.padded) * limits.memory.gradient(limits.padded))
+
+
+def context_peak(rows: list[Sequence], padded: bool) -> int:
+    """The most tokens of context that these rows will come to, padding included; those not decoding yet in full."""
+    catching = sum(row.final_length for row in rows if not row.decoding)
+    decoding = [(len(row.tokens), row.remaining) for row in rows if row.decoding]
+    return catching + Forecast(decoding, padded, 0).peak()
 
 
 def context_now(rows: Iterable[Sequence], padded: bool) -> int:
