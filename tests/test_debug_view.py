@@ -105,7 +105,7 @@ def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
     ("changes", "said"),
     [
         ({}, "Nothing waits, and nothing had to since the start."),
-        ({"waiting": 1, "queue": [ROW]}, "The first in the queue has just come: the next step decides."),
+        ({"waiting": 1, "queue": [ROW]}, "The next step decides about the first in the queue."),
         (
             {"last_refusal": Refusal.PACE, "last_refused": 3.25},
             "Nothing waits. 3.2 s ago a request had to: running rows are to have some steps first.",

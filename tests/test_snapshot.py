@@ -78,6 +78,16 @@ def test_a_refusal_does_not_outlive_its_request() -> None:
     assert (seen.refusal, seen.last_refusal, seen.last_refused) == (None, Refusal.MEMORY, 4.0)
 
 
+def test_a_refusal_is_not_that_of_rows_which_come_back() -> None:
+    batcher = Batcher(limits(max_batch_size=2), {EOS})
+    batcher.submit([request(n) for n in range(3)], 0.0)
+    run_one(batcher)
+    assert batcher.snapshot(0.0, most=9).refusal is Refusal.BATCH_SIZE
+    batcher.retreat(planned(batcher), out_of_memory=False)
+    seen = batcher.snapshot(0.0, most=9)
+    assert ([row.id for row in seen.queue], seen.refusal) == ([0, 1, 2], None)
+
+
 def test_so_many_rows_are_shown_and_all_are_counted() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n) for n in range(1000)], 0.0)

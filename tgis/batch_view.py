@@ -84,7 +84,7 @@ def _why(snapshot: Snapshot) -> list[str]:
             _ADVICE[snapshot.refusal],
         ]
     if snapshot.waiting:
-        return ["The first in the queue has just come: the next step decides."]
+        return ["The next step decides about the first in the queue."]
     if snapshot.last_refusal and snapshot.last_refused is not None:
         return [
             f"Nothing waits. {snapshot.last_refused:,.1f} s ago a request had to: {snapshot.last_refusal}.",

@@ -147,6 +147,7 @@ class Batcher:
         back = {id(row) for row in again}
         self._remove(lambda row: id(row) in back)
         self._waiting.put_back(again)
+        self._refusal = None  # it was of those behind them
         return refused
 
     def take_admissions(self) -> Admissions:
