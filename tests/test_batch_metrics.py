@@ -73,7 +73,8 @@ def run(directory: Path, turns: list[Turn], **kind: Any) -> Script:
     """A worker with the engine that repeats its prompts, through these turns."""
     metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
     script = Script(turns, metrics)
-    steps = {name: kind[name] for name in ("padded", "chunked") if name in kind}
+    memory_tokens = kind.pop("memory_tokens", None)
+    steps = {name: kind[name] for name in ("padded", "chunked") if name in kind} | {"memory_tokens": memory_tokens}
     engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4, None))
     Worker(cast("Link", script), engine, Batcher(limits(**kind), {EOS})).run()
     return script
@@ -128,12 +129,13 @@ def test_steps_that_mix_chunks_and_decode(tmp_path: Path) -> None:
 
 def test_a_request_with_a_place_in_the_batch_is_not_in_the_queue(tmp_path: Path) -> None:
     """The step's tokens are shared by two prompts: the third row gets none of them yet."""
-    turns: list[Turn] = [[submit(request(1, 50, 4), request(2, 2, 4), request(3, 9, 4))]]
+    turns: list[Turn] = [[submit(request(1, 50, 4), request(2, 2, 4), request(3, 9, 4))], []]
     script = run(tmp_path, turns, padded=False, chunked=True, prefill_tokens=4)
     assert script.seen == [
         After(3, 50 + 3 + 9, 4 + 3 + 4, prefilled=2, prompt_tokens=2 + 2, left_the_queue=3),
+        After(3, 50 + 4 + 9, 4 + 2 + 4, prefilled=2, decoded=1, prompt_tokens=2 + 1, concatenated=1),
     ]
-    assert script.stats[0].joined == [1, 2, 3]
+    assert [stats.joined for stats in script.stats] == [[1, 2, 3], []]
 
 
 @pytest.mark.parametrize(
@@ -172,17 +174,12 @@ def test_waiting_is_counted_from_the_call_also_during_a_long_step(tmp_path: Path
     assert [int(seconds) // 100 for stats in script.stats for seconds in stats.queued_for] == [5, 2]
 
 
-def test_rows_of_a_failed_step_wait_again() -> None:
-    batcher = Batcher(limits(max_batch_size=2), {EOS})
-    batcher.submit([request(n) for n in range(4)], 0.0)
-    plan = batcher.plan(0.0)
-    assert plan is not None
-    batcher.commit(plan, [7, 7], 0.0)
-    assert batcher.returned == 0
-    plan = batcher.plan(0.0)
-    assert plan is not None
-    batcher.retreat(plan, out_of_memory=False)
-    assert (batcher.returned, batcher.waiting) == (2, 4)  # the other two have never run
+def test_rows_of_a_failed_step_wait_again(tmp_path: Path) -> None:
+    """The third step of two rows runs out of memory; then one of them is computed again alone."""
+    turns: list[Turn] = [[submit(*[request(n, 3, 9) for n in range(4)])], [], [], []]
+    script = run(tmp_path, turns, padded=False, max_batch_size=2, memory_tokens=9)
+    assert [stats.returned for stats in script.stats] == [0, 0, 1]  # the other two have never run
+    assert script.seen[-1] == After(1, 6, 6, prefilled=1, prompt_tokens=5)
 
 
 def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, int, int, int]:
