@@ -229,19 +229,6 @@ def test_a_row_that_comes_back_may_expire_and_be_cancelled() -> None:
     assert batcher.idle
 
 
-def test_the_snapshot_says_why_a_request_waits() -> None:
-    batcher = Batcher(limits(weight=40), {EOS})
-    batcher.submit([request(1, 3), request(2, 30)], 1.0)
-    run_one(batcher, now=1.0)
-    batcher.submit([request(3, 35)], 1.5)
-    run_one(batcher, now=2.0)
-    seen = batcher.snapshot(3.0)
-    assert [(row["id"], row["waited"]) for row in seen["queue"]] == [(2, 2.0), (3, 1.5)]
-    assert seen["rows"] == [{"id": 1, "input": 3, "generated": 2, "remaining": 3, "computed": 4}]
-    assert seen["context"] == {"now": 5, "limit": 40}
-    assert seen["refusal"] == "the batch would outgrow the memory"
-
-
 def test_a_request_too_long_for_the_memory_stops_the_start() -> None:
     quadratic = MemoryModel(weight_limit=10_000, prefill_quadratic_1=1.0)
     check_longest(limits(memory=quadratic), 100)

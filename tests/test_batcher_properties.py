@@ -10,6 +10,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits
 from tgis.messages import StopReason
+from tgis.snapshot import RowState
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class World:
             expired = batcher.expire(now)
             self._release([row for row in expired if row.id in self.held])
             self._end(expired)
-            queue = batcher.snapshot(now)["queue"]
+            queue = batcher.snapshot(now, 1000).queue
             plan = batcher.plan(now)
             if plan is None:
                 assert batcher.idle
@@ -65,7 +66,7 @@ class World:
                 self.ends[number] = [StopReason.CANCELLED]
                 self._release(batcher.cancel([number]))
 
-    def _check(self, plan: Plan, batcher: Batcher, queue: list[dict[str, float]]) -> None:
+    def _check(self, plan: Plan, batcher: Batcher, queue: list[RowState]) -> None:
         """What an engine may expect of a plan, and what clients may expect of the order."""
         self.trace.append([(row.id, count) for row, count in zip(plan.rows, plan.counts, strict=True)])
         assert 0 < batcher.running <= self.bounds.max_batch_size
@@ -80,8 +81,8 @@ class World:
             old, new = [r for r in plan.rows if r.computed], [r for r in plan.rows if not r.computed]
             assert not new or not old
             assert new or {row.id for row in old} == set(self.held)
-        left = {row["id"] for row in batcher.snapshot(0.0)["queue"]}
-        waited = {row["id"]: row["waited"] for row in queue}
+        left = {row.id for row in batcher.snapshot(0.0, 1000).queue}
+        waited = {row.id: row.seconds for row in queue}
         for joined in waited.keys() - left:
             assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
 
@@ -90,7 +91,9 @@ class World:
         for row, count in zip(plan.rows, plan.counts, strict=True):
             self.held[row.id] = row.computed + count
             self._write(row, count)
-        lacking = self._context([*self.held.values()]) > self.memory
+        pager = batcher._pager
+        context = pager.pool.used * pager.size if pager else self._context([*self.held.values()])
+        lacking = context > self.memory
         if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.rows):
             self._release(plan.rows)
             refused = batcher.retreat(plan, out_of_memory=lacking)
@@ -114,7 +117,7 @@ class World:
 
     def _check_future(self, batcher: Batcher) -> None:
         """Run what is running to its end, without further arrivals, and look at the memory."""
-        rows = [[row["input"] + row["generated"], row["remaining"]] for row in batcher.snapshot(0.0)["rows"]]
+        rows = [[row.input + row.generated, row.remaining] for row in batcher.snapshot(0.0, 1000).rows]
         while len(rows) > 1:  # one alone is always allowed
             assert self._context([length for length, _ in rows]) <= self.bounds.memory.weight_limit
             rows = [[length + 1, rest - 1] for length, rest in rows if rest > 0]
@@ -190,7 +193,7 @@ def test_lack_of_memory_and_accidents_lose_nobody(
     world.run()
     assert {number: len(ends) for number, ends in world.ends.items()} == dict.fromkeys(range(len(arrivals)), 1)
     for number in world.out_of_memory:
-        assert arrivals[number].length + arrivals[number].new - 1 > memory
+        assert arrivals[number].length + arrivals[number].new - 1 + bounds.block_size > memory
 
 
 @settings(max_examples=30, deadline=None)

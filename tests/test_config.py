@@ -44,6 +44,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "bind_address": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
     "grpc_port": (("0", 0), ("65535", 65535)),
     "port": (("0", 0), ("8080", 8080)),
+    "debug_batch": (("true", True), ("1", True)),
     "tls_cert_path": (("cert", Path("cert")), ("cert2", Path("cert2"))),
     "tls_key_path": (("key", Path("key")), ("key2", Path("key2"))),
     "tls_client_ca_cert_path": (("ca", Path("ca")), ("ca2", Path("ca2"))),

@@ -3,9 +3,8 @@
 import itertools
 import re
 
+import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,6 +28,9 @@ COUNTERS = {
     "tgi_granular_batch_addition": {},
     "tgi_prefill_weight_limit_exceeded": {},
     "tgi_prefill_padding_limit_exceeded": {},
+    "tgi_batch_preemption": {},
+    "tgi_prefix_cache_query_tokens": {},
+    "tgi_prefix_cache_hit_tokens": {},
     "tgi_prompt_load_failure": {},
     "tgi_tokenize_request_count": {},
     "tgi_tokenize_request_input_count": {},
@@ -246,19 +248,39 @@ def test_each_input_of_a_batch_is_observed(metrics: Metrics) -> None:
     }
 
 
+PREFILL = StepStats(
+    prefill=True,
+    prefilled=2,
+    decoded=0,
+    prompt_tokens=70,
+    duration=0.5,
+    forward=0.25,
+    running=5,
+    context=250,
+    remaining=40,
+    concatenated=True,
+    returned=1,
+    queued_for=[1.0, 2.0],
+)
+DECODE = StepStats(
+    prefill=False,
+    prefilled=0,
+    decoded=3,
+    prompt_tokens=0,
+    duration=0.5,
+    forward=0.25,
+    running=3,
+    context=250,
+    remaining=27,
+    concatenated=False,
+    returned=0,
+    queued_for=[],
+)
+
+
 def test_a_prefill(metrics: Metrics) -> None:
-    stats = StepStats(
-        prefill=True,
-        rows=2,
-        tokens=70,
-        duration=0.5,
-        forward=0.25,
-        running=2,
-        waiting=3,
-        remaining=40,
-        queued_for=[1.0, 2.0],
-    )
-    metrics.step(stats, 0.125)
+    metrics.queued(2)
+    metrics.step(PREFILL, 0.125)
     assert changed(metrics) == {
         "tgi_batch_inference_count prefill": 1,
         "tgi_batch_inference_success prefill": 1,
@@ -270,28 +292,28 @@ def test_a_prefill(metrics: Metrics) -> None:
         "tgi_batch_inference_forward_duration_sum single_only prefill": 0.25,
         "tgi_batch_inference_tokproc_duration_count single_only prefill": 1,
         "tgi_batch_inference_tokproc_duration_sum single_only prefill": 0.125,
+        "tgi_batch_concatenation_count": 1,
         "tgi_batch_next_tokens_count": 1,
         "tgi_batch_next_tokens_sum": 70,
         "tgi_request_queue_duration_count": 2,
         "tgi_request_queue_duration_sum": 3.0,
         "tgi_queue_size": 3,
-        "tgi_batch_current_size": 2,
+        "tgi_batch_current_size": 5,
+        "tgi_batch_input_tokens": 250,
+        "tgi_batch_weight_utilization": 0.25,
         "tgi_batch_max_remaining_tokens": 40,
     }
 
 
-def decode(running: int, tokens: int = 250) -> StepStats:
-    return StepStats(
-        prefill=False,
-        rows=3,
-        tokens=tokens,
-        duration=0.5,
-        forward=0.25,
-        running=running,
-        waiting=0,
-        remaining=9 * running,
-        queued_for=[],
-    )
+def test_a_pass_that_mixes_chunks_of_prompts_and_decode_is_one_prefill(metrics: Metrics) -> None:
+    metrics.step(msgspec.structs.replace(PREFILL, decoded=3), 0.125)
+    for name in ("count", "success", "duration_count", "batch_size_count"):
+        labels = {"makeup": "single_only"} if "duration" in name else {}
+        assert value(metrics, f"tgi_batch_inference_{name}", method="prefill", **labels) == 1
+    for name in ("count", "success"):
+        assert value(metrics, f"tgi_batch_inference_{name}", method="next_token") == 0
+    assert value(metrics, "tgi_batch_inference_batch_size_sum", method="prefill") == 2
+    assert value(metrics, "tgi_batch_inference_batch_size_sum", method="next_token") == 3
 
 
 GAUGE_NAMES = sorted(GAUGES - {"tgi_engine_up", "tgi_batch_context_limit"})
@@ -301,22 +323,33 @@ def gauges(metrics: Metrics) -> list[float]:
     return [value(metrics, name) for name in GAUGE_NAMES]
 
 
-def test_gauges_follow_decode_steps_and_fall_to_zero_when_nothing_runs(metrics: Metrics) -> None:
+def test_gauges_follow_steps_and_fall_to_zero_when_nothing_is_left(metrics: Metrics) -> None:
     assert GAUGE_NAMES[0:2] == ["tgi_batch_current_size", "tgi_batch_input_tokens"]
-    metrics.step(decode(running=3), 0.0)
+    metrics.step(DECODE, 0.0)
     assert gauges(metrics) == [3, 250, 27, 0.25, 0]
     assert value(metrics, "tgi_batch_inference_success", method="next_token") == 1
-    metrics.step(decode(running=0), 0.0)
+    metrics.step(msgspec.structs.replace(DECODE, running=0, context=0, remaining=0), 0.0)
     assert gauges(metrics) == [0, 0, 0, 0, 0]
-    metrics.step(decode(running=3), 0.0)
+    metrics.step(PREFILL, 0.0)
     metrics.idle()
     assert gauges(metrics) == [0, 0, 0, 0, 0]
+
+
+def test_the_queue_is_what_has_never_run_and_what_waits_again(metrics: Metrics) -> None:
+    metrics.queued(4)
+    assert value(metrics, "tgi_queue_size") == 4  # without a step: the engine may be busy for long
+    metrics.step(msgspec.structs.replace(DECODE, returned=2), 0.0)
+    assert value(metrics, "tgi_queue_size") == 6
+    metrics.queued(1)
+    assert value(metrics, "tgi_queue_size") == 3
+    metrics.step(DECODE, 0.0)
+    assert value(metrics, "tgi_queue_size") == 1
 
 
 def test_how_rows_joined_and_what_room_there_is(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
-        stats = StepStats(True, 1, 1, 0.1, 0.1, 1, 0, 1, [], [], Admissions(1, 2, 3, 4), weight_limit=900)
+        stats = msgspec.structs.replace(PREFILL, admissions=Admissions(1, 2, 3, 4), weight_limit=900)
         metrics.step(stats, 0.0)
     assert value(metrics, "tgi_batch_context_limit") == 900
     assert value(metrics, "tgi_queue_jump") == 2
@@ -349,19 +382,3 @@ def test_calls_to_tokenize(metrics: Metrics) -> None:
         "tgi_tokenize_request_duration_count": 1,
         "tgi_tokenize_request_duration_sum": 0.5,
     }
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4), st.integers(0, 4)), max_size=12))
-def test_a_batch_is_concatenated_when_new_rows_stay_beside_old_ones(
-    steps: list[tuple[bool, int, int]],
-) -> None:
-    metrics, running, expected = make_metrics(), 0, 0
-    for prefill, new, ending in steps:
-        if prefill:
-            staying = new - min(new, ending)
-            expected += running > 0 and staying > 0
-            running += staying
-        else:
-            running -= min(running, ending)
-        metrics.step(StepStats(prefill, new, 10, 0.1, 0.1, running, 0, running, []), 0.0)
-    assert value(metrics, "tgi_batch_concatenation_count") == expected

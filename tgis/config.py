@@ -130,6 +130,8 @@ class Config:
     bind_address: str = option(NETWORK, ADDRESS, "address of both ports", "0.0.0.0")  # noqa: S104 - it is a server
     grpc_port: int = option(NETWORK, PORT, "port for gRPC; 0 takes a free one", 8033, short="-g")
     port: int = option(NETWORK, PORT, "port for /health and /metrics; 0 takes a free one", 3000, short="-p")
+    debug_batch: bool = option(
+        NETWORK, BOOLEAN, "answer /debug/batch on the HTTP port: what runs, what waits and why", False)
     tls_cert_path: Path | None = option(NETWORK, PATH, "PEM certificate of the gRPC port", None)
     tls_key_path: Path | None = option(NETWORK, PATH, "PEM key of the certificate", None)
     tls_client_ca_cert_path: Path | None = option(

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.inbox import Inbox, TokenEvent
+from tgis.inspection import Inspection
 from tgis.messages import (
     Cancel,
     EngineInfo,
@@ -23,6 +24,7 @@ from tgis.messages import (
     Fatal,
     FrameReader,
     FromEngine,
+    Inspect,
     Ready,
     Request,
     Shutdown,
@@ -33,6 +35,7 @@ from tgis.messages import (
     ToEngine,
     pack,
 )
+from tgis.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,9 @@ class StepObserver(Protocol):
 
     def step(self, stats: StepStats, processing: float) -> None:
         """A step has succeeded; `processing` is the seconds that its tokens took here."""
+
+    def queued(self, new: int) -> None:
+        """So many requests wait that have never been in a step."""
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """A step has failed as a whole."""
@@ -59,12 +65,14 @@ class EngineClient:
     def __init__(self) -> None:
         self.observer: StepObserver | None = None
         self._open: dict[int, Inbox] = {}
-        self._queued_tokens = 0
+        self._queued = 0  # open requests that have not been in any step yet
+        self._queued_tokens = 0  # of their inputs
         self._next_id = 0
         self._last_progress = time.monotonic()
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
+        self._inspection = Inspection(lambda: self._send(Inspect()))
         self._cause = ""
         self._gone = False
         self._farewell: asyncio.Future[None] | None = None
@@ -93,6 +101,12 @@ class EngineClient:
         """Input tokens of the open requests that have not been in any step yet."""
         return self._queued_tokens
 
+    async def inspect(self) -> Snapshot:
+        """What runs and waits; Unavailable while nobody can say."""
+        if self._gone or not self.ready.done():
+            raise Unavailable(self._cause or "the model is still loading")
+        return await self._inspection.snapshot()
+
     def stalled_for(self) -> float:
         """Seconds since the engine last said anything, while something is open; else 0."""
         return time.monotonic() - self._last_progress if self._open else 0.0
@@ -111,8 +125,8 @@ class EngineClient:
         if not self._open:
             self._last_progress = time.monotonic()
         self._open.update((inbox.request.id, inbox) for inbox in inboxes)
-        self._queued_tokens += sum(len(request.tokens) for request in requests)
-        self._send(Submit(requests))
+        self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
+        self._send(Submit(requests, time.monotonic()))
         try:
             yield inboxes
         finally:
@@ -147,6 +161,9 @@ class EngineClient:
 
     def receive(self, message: FromEngine) -> None:
         """Act on one message of the engine."""
+        if isinstance(message, Snapshot):  # no progress: an engine that only talks is stuck
+            self._inspection.answer(message)
+            return
         self._last_progress = time.monotonic()
         match message:
             case Step():
@@ -165,6 +182,7 @@ class EngineClient:
         """The engine process is gone: fail what is open, then find out why."""
         self._gone = True
         self._cause = self._cause or _ENDED
+        self._inspection.end(self._cause)
         for request_id in list(self._open):
             self._end(request_id, Unavailable(self._cause))
         self._farewell = asyncio.ensure_future(self._report_death())
@@ -200,7 +218,7 @@ class EngineClient:
         for request_id in stats.joined:
             if inbox := self._open.get(request_id):
                 inbox.times.joined = joined
-                self._queued_tokens -= len(inbox.request.tokens)
+                self._count_queued(-1, -len(inbox.request.tokens))
 
     def _end(self, request_id: int, error: RequestError) -> None:
         if inbox := self._open.get(request_id):
@@ -211,10 +229,16 @@ class EngineClient:
         """Take it out of the open requests; whether it was one."""
         known = self._open.pop(inbox.request.id, None) is not None
         if known and not inbox.times.joined:
-            self._queued_tokens -= len(inbox.request.tokens)
+            self._count_queued(-1, -len(inbox.request.tokens))
         if known and not self._open and self.observer:
             self.observer.idle()
         return known
+
+    def _count_queued(self, inputs: int, tokens: int) -> None:
+        self._queued += inputs
+        self._queued_tokens += tokens
+        if self.observer:
+            self.observer.queued(self._queued)
 
     def _send(self, message: ToEngine) -> None:
         assert self._transport is not None

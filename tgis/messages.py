@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tgis.snapshot import Snapshot
+
 MAX_FRAME_BYTES = 1 << 30  # far above any honest message: a broken length must not allocate the machine
 _LENGTH = struct.Struct("<I")
 
@@ -108,15 +110,18 @@ class Admissions(msgspec.Struct, array_like=True, gc=False):
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step was, for the metrics."""
 
-    prefill: bool
-    rows: int  # rows of this pass
-    tokens: int  # prefill: tokens computed; decode: tokens of context in the batch
+    prefill: bool  # whether some row did more than decode
+    prefilled: int  # such rows
+    decoded: int  # the other rows of the pass
+    prompt_tokens: int  # computed of rows that did more than decode, padding included
     duration: float  # seconds, from plan to message
     forward: float  # seconds inside the engine
     running: int  # rows held after the step
-    waiting: int  # requests still queued
-    remaining: int  # sum over the rows of tokens they may still generate
-    queued_for: list[float]  # seconds that each of the rows waited that were in a step for the first time
+    context: int  # tokens of these rows, padding included
+    remaining: int  # sum over these rows of tokens they may still generate
+    concatenated: bool  # whether rows came to the engine beside others, and stayed
+    returned: int  # requests that wait again, after a failed step
+    queued_for: list[float]  # seconds that each of the rows waited that were in a batch for the first time
     joined: list[int] = []  # ids of those rows
     admissions: Admissions = msgspec.field(default_factory=Admissions)
     weight_limit: int = 0  # tokens of context that a batch may have; less than at the start after lack of memory
@@ -146,12 +151,17 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """The inputs of one call, queued together."""
 
     requests: list[Request]
+    at: float  # `time.monotonic()`: a long step must not hide how long they wait
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Requests that nobody waits for any more; unknown ids are none of anybody's business."""
 
     ids: list[int]
+
+
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """Send a Snapshot, between two steps."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -200,8 +210,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Submit | Cancel | Shutdown
-FromEngine = Ready | Step | Failed | Fatal
+ToEngine = EngineOptions | Submit | Cancel | Inspect | Shutdown
+FromEngine = Ready | Step | Failed | Snapshot | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 

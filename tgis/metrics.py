@@ -61,7 +61,8 @@ class Metrics:
         self._prompts = _Prompts(families)
         self._batches.context_limit.set(weight_limit)
         self._weight_limit = weight_limit
-        self._running = 0
+        self._new = 0  # requests that have never been in a step
+        self._returned = 0  # requests that wait again
         self._registry = CollectorRegistry()
         self._registry.register(families)
         ProcessCollector(registry=self._registry)
@@ -121,19 +122,27 @@ class Metrics:
         batches, method = self._batches, _method(stats.prefill)
         batches.count.labels(method).inc()
         batches.success.labels(method).inc()
-        batches.size.labels(method).observe(stats.rows)
         batches.duration.labels(method, "single_only").observe(stats.duration)
         batches.forward.labels(method, "single_only").observe(stats.forward)
         batches.tokproc.labels(method, "single_only").observe(processing)
         if stats.prefill:
-            self._prefilled(stats)
-        else:  # a prefill tells the tokens of its own rows only
-            self._context(stats.tokens)
+            batches.next_tokens.observe(stats.prompt_tokens)
+            batches.size.labels("prefill").observe(stats.prefilled)
+        if stats.decoded:  # in a prefill too, where the engine mixes them
+            batches.size.labels("next_token").observe(stats.decoded)
+        batches.concatenation.inc(stats.concatenated)
         for seconds in stats.queued_for:
             self._requests.queue.observe(seconds)
         batches.joined(stats.admissions)
         batches.context_limit.set(stats.weight_limit)
-        self._hold(stats.waiting, stats.running, stats.remaining)
+        self._hold(stats.running, stats.context, stats.remaining)
+        self._returned = stats.returned
+        self.queued(self._new)
+
+    def queued(self, new: int) -> None:
+        """So many requests wait that have never been in a step."""
+        self._new = new
+        self._batches.queue_size.set(new + self._returned)
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """A pass has failed as a whole."""
@@ -143,6 +152,8 @@ class Metrics:
     def idle(self) -> None:
         """No request is left: what cancels and failures took away without a pass is gone too."""
         self._hold(0, 0, 0)
+        self._returned = 0
+        self.queued(0)
 
     def tokenize_started(self, inputs: int) -> None:
         """A call to Tokenize has come."""
@@ -162,22 +173,11 @@ class Metrics:
         """The engine process has become ready, or is gone."""
         self._batches.engine_up.set(up)
 
-    def _prefilled(self, stats: StepStats) -> None:
-        self._batches.next_tokens.observe(stats.tokens)
-        if 0 < self._running < stats.running:  # rows ran before, and not every new one has ended already
-            self._batches.concatenation.inc()
-
-    def _hold(self, waiting: int, running: int, remaining: int) -> None:
-        self._running = running
-        self._batches.queue_size.set(waiting)
+    def _hold(self, running: int, context: int, remaining: int) -> None:
         self._batches.current_size.set(running)
+        self._batches.input_tokens.set(context)
+        self._batches.weight_utilization.set(context / self._weight_limit)
         self._batches.remaining_tokens.set(remaining)
-        if not running:
-            self._context(0)
-
-    def _context(self, tokens: int) -> None:
-        self._batches.input_tokens.set(tokens)
-        self._batches.weight_utilization.set(tokens / self._weight_limit)
 
 
 def _method(prefill: bool) -> str:
@@ -230,8 +230,8 @@ class _Batches:
         self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Kept back from a large prefill.")
         self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Kept back for its padding.")
 
-        self.size = add.histogram("tgi_batch_inference_batch_size", "Rows of a pass.", sizes, _METHOD)
-        self.next_tokens = add.histogram("tgi_batch_next_tokens", "Tokens of a prefill.", _POWERS_OF_TWO)
+        self.size = add.histogram("tgi_batch_inference_batch_size", "Rows that prefill, or decode.", sizes, _METHOD)
+        self.next_tokens = add.histogram("tgi_batch_next_tokens", "Tokens of prompts, with padding.", _POWERS_OF_TWO)
         self.duration = add.duration("tgi_batch_inference_duration", "From plan to tokens.", _PASS)
         self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _PASS)
         self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "From tokens to text.", _PASS)
@@ -239,7 +239,7 @@ class _Batches:
         self.engine_up = add.gauge("tgi_engine_up", "Whether the engine is ready.")
         self.queue_size = add.gauge("tgi_queue_size", "Requests that wait.")
         self.current_size = add.gauge("tgi_batch_current_size", "Rows that run.")
-        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens of context of the rows.")
+        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens of context, with padding.")
         self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "New tokens that rows may get.")
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Context by what memory holds.")
         self.context_limit = add.gauge("tgi_batch_context_limit", "Tokens of context that a batch may have.")

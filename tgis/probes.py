@@ -1,29 +1,44 @@
-"""The HTTP port: `/health` for probes and `/metrics` for Prometheus, and nothing else.
+"""The HTTP port: `/health` for probes, `/metrics` for Prometheus, `/debug/batch` for a person, and nothing else.
 
-Both answer from memory: neither waits for the engine or for a queue.
+The first two answer from memory: neither waits for the engine or for a queue. The third is there on demand only.
 """
 
+import functools
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from tgis.errors import StartError
+from tgis.batch_view import as_json, as_page, as_problem
+from tgis.errors import StartError, Unavailable
+from tgis.snapshot import Snapshot
 
 IDLE_SECONDS = 75.0  # for a request to come in whole, too
 BODY_SECONDS = 1.0  # for a client to stop sending a body that nobody wants
 STOP_SECONDS = 1.0
 MAX_LINE_BYTES = 4096
+VIEW_HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 _log = logging.getLogger(__name__)
 
 
 class Probes:
-    """Owns the HTTP server; `healthy` returns what is wrong or None, `scrape` the metrics as text."""
+    """Owns the HTTP server; `healthy` returns what is wrong or None, `scrape` the metrics as text.
 
-    def __init__(self, host: str, port: int, healthy: Callable[[], str | None], scrape: Callable[[], bytes]) -> None:
+    `inspect` tells what the batch is or raises Unavailable, soon; without it there is no view of the batch.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        healthy: Callable[[], str | None],
+        scrape: Callable[[], bytes],
+        inspect: Callable[[], Awaitable[Snapshot]] | None = None,
+    ) -> None:
         self._host = host
         self._port = port
         self._healthy = healthy
@@ -31,6 +46,8 @@ class Probes:
         application = web.Application()
         application.router.add_get("/health", self._health, allow_head=False)
         application.router.add_get("/metrics", self._metrics, allow_head=False)
+        if inspect is not None:
+            application.router.add_get("/debug/batch", functools.partial(_batch, inspect), allow_head=False)
         _log.addFilter(_is_ours)
         self._runner = web.AppRunner(
             application,
@@ -65,6 +82,18 @@ class Probes:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._scrape(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+async def _batch(inspect: Callable[[], Awaitable[Snapshot]], request: web.Request) -> web.Response:
+    """A page for browsers, JSON for everybody else."""
+    page = "text/html" in request.headers.get("Accept", "")
+    status, kind = 200, "text/html" if page else "application/json"
+    try:
+        snapshot = await inspect()
+        text = as_page(snapshot) if page else as_json(snapshot)
+    except Unavailable as error:
+        status, text = 503, as_problem(str(error)) if page else json.dumps({"error": str(error)})
+    return web.Response(text=text, status=status, content_type=kind, headers=VIEW_HEADERS)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

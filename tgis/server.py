@@ -74,8 +74,8 @@ class Server:
         """The whole life; StartError for what cannot start."""
         stop = _stop_signal()
         listener = Listener([self._service.handler()], _listener_options(self._config))
-        probes = Probes(self._config.bind_address, self._config.port, lambda: self._unhealthy, self._scrape)
         client = EngineClient()
+        probes = self._probes(client)
         try:
             ports = listener.bind(), await probes.start()
             await listener.start()
@@ -141,6 +141,11 @@ class Server:
         if self._service.generator is not None:
             self._service.generator.stop_accepting()
         await listener.stop(self._config.shutdown_grace_seconds)
+
+    def _probes(self, client: EngineClient) -> Probes:
+        config = self._config
+        inspect = client.inspect if config.debug_batch else None
+        return Probes(config.bind_address, config.port, lambda: self._unhealthy, self._scrape, inspect)
 
     def _scrape(self) -> bytes:
         return self._metrics.scrape() if self._metrics else b""
@@ -231,5 +236,5 @@ def _how_to_call(config: Config, grpc_port: int, http_port: int) -> list[str]:
         f"gRPC on port {grpc_port}, health and metrics on port {http_port}; try:",
         f'    tgis generate --target localhost:{grpc_port} "Once upon a time"',
         f"    grpcurl {tls}-d '{body}' localhost:{grpc_port} fmaas.GenerationService/Generate",
-        f"    curl localhost:{http_port}/health",
+        f"    curl localhost:{http_port}/{'debug/batch' if config.debug_batch else 'health'}",
     ]

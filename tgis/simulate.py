@@ -16,7 +16,7 @@ from typing import Any
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.batcher.weights import Limits
+from tgis.batcher.weights import Limits, area
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
 from tgis.messages import Details, Request, Sampling
@@ -121,15 +121,15 @@ class Simulation:
         self.outcome.samples.append(Sample(self._now, self._batcher.waiting, self._batcher.running))
 
     def _count(self, plan: Plan) -> None:
-        outcome, area = self.outcome, self._model.area
+        outcome = self.outcome
         decoding = [len(row.tokens) for row in plan.rows if row.decoding]
-        chunks = [count for row, count in zip(plan.rows, plan.counts, strict=True) if not row.decoding]
+        chunks = plan.prompt_counts
         outcome.decodes += bool(decoding)
         outcome.row_steps += len(decoding)
         outcome.prefills += bool(chunks)
         for total, lengths in ((outcome.decoded, decoding), (outcome.prefilled, chunks)):
             total[0] += sum(lengths)
-            total[1] += area(lengths)
+            total[1] += area(lengths, self._model.padded)
 
     def _end(self, row: Sequence) -> None:
         arrival, times = self._tokens.pop(row.id)

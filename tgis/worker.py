@@ -16,6 +16,7 @@ import time
 
 from tgis import logs
 from tgis.batcher.batcher import Batcher
+from tgis.batcher.report import Report
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits, MemoryModel, check_longest
 from tgis.engines import load_engine
@@ -29,6 +30,7 @@ from tgis.messages import (
     Fatal,
     FrameReader,
     FromEngine,
+    Inspect,
     Ready,
     Shutdown,
     Step,
@@ -41,6 +43,7 @@ from tgis.messages import (
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18
+_SHOWN_ROWS = 100  # in a snapshot, of those that run and of those that wait
 
 
 class Link:
@@ -95,10 +98,12 @@ class Worker:
     def _handle(self, messages: list[ToEngine]) -> bool:
         for message in messages:
             match message:
-                case Submit(requests):
-                    self._batcher.submit(requests, time.monotonic())
+                case Submit(requests, at):
+                    self._batcher.submit(requests, at)
                 case Cancel(ids):
                     self._engine.release(self._batcher.cancel(ids))
+                case Inspect():
+                    self._link.send(self._batcher.snapshot(time.monotonic(), _SHOWN_ROWS))
                 case Shutdown():
                     return False
                 case _:
@@ -128,27 +133,12 @@ class Worker:
         self._link.send(Failed([row.id for row in refused], kind, message, plan.prefill))
 
     def _commit(self, plan: Plan, result: StepResult, started: float, computed: float) -> None:
+        report = Report(plan, self._batcher, padded=self._engine.info.padded, started=started)
         if result.failed:
             plan, result = self._without_failed(plan, result)
-        context = sum(plan.counts) if plan.prefill else sum(len(row.tokens) for row in plan.rows)
-        joined = [row for row in plan.rows if not row.joined]
         ended = self._batcher.commit(plan, result.tokens, computed)
         self._engine.release(ended)
-        stats = StepStats(
-            prefill=plan.prefill,
-            rows=len(plan.rows),
-            tokens=context,
-            duration=time.monotonic() - started,
-            forward=computed - started,
-            running=self._batcher.running,
-            waiting=self._batcher.waiting,
-            remaining=self._batcher.remaining,
-            queued_for=[started - row.queued_at for row in joined],
-            joined=[row.id for row in joined],
-            admissions=self._batcher.take_admissions(),
-            weight_limit=self._batcher.context_limit,
-        )
-        self._send_step(plan.sampled, result.tokens, result, stats)
+        self._send_step(plan.sampled, result.tokens, result, report.stats(computed, time.monotonic()))
 
     def _without_failed(self, plan: Plan, result: StepResult) -> tuple[Plan, StepResult]:
         """The step without the rows that the engine could not choose a token for; they get an error."""

@@ -14,10 +14,10 @@ class Allowance:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._most_context = limits.memory.context_limit(limits.padded)
-        self._most_prefill = limits.prefill_tokens
-        self.context = self._most_context
-        self.prefill_tokens = self._most_prefill
+        self.most_context = limits.memory.context_limit(limits.padded)
+        self.most_prefill = limits.prefill_tokens
+        self.context = self.most_context
+        self.prefill_tokens = self.most_prefill
         self._good_steps = 0
 
     def shrink_prefill(self, tokens: int) -> None:
@@ -34,8 +34,8 @@ class Allowance:
         """A step has succeeded."""
         self._good_steps += 1
         if self._good_steps % _RECOVERY_STEPS == 0:
-            self.context = _raised(self.context, self._most_context)
-            self.prefill_tokens = _raised(self.prefill_tokens, self._most_prefill)
+            self.context = _raised(self.context, self.most_context)
+            self.prefill_tokens = _raised(self.prefill_tokens, self.most_prefill)
 
 
 def _raised(value: int, most: int) -> int:

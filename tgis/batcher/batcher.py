@@ -6,11 +6,11 @@ engine has computed it, or `retreat` if the engine could not.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from itertools import islice
 
 from tgis.batcher.allowance import Allowance
 from tgis.batcher.chunks import ChunkPace, share_out
-from tgis.batcher.doors import BlockDoor, Door, Refusal, WholeDoor, choose, context_now
+from tgis.batcher.doors import BlockDoor, Door, WholeDoor, choose, context_now, context_peak
 from tgis.batcher.pace import Pace
 from tgis.batcher.paging import Pager
 from tgis.batcher.sequence import Plan, Sequence
@@ -18,6 +18,7 @@ from tgis.batcher.trials import Trials
 from tgis.batcher.waiting import WaitingRoom
 from tgis.batcher.weights import Limits
 from tgis.messages import Admissions, Request, StopReason
+from tgis.snapshot import Refusal, RowState, Snapshot
 
 
 class Batcher:
@@ -34,12 +35,18 @@ class Batcher:
         self._pager = _pager(limits) if limits.block_size else None
         self._trials = Trials()
         self._admissions = Admissions()
-        self._refusal = ""
+        self._refusal: Refusal | None = None  # of the first that waits
+        self._last_refusal: tuple[Refusal, float] | None = None  # and when
 
     @property
     def waiting(self) -> int:
         """Requests that are in no step at present."""
         return len(self._waiting)
+
+    @property
+    def returned(self) -> int:
+        """Requests among them that have been in a step before."""
+        return self._waiting.returned
 
     @property
     def running(self) -> int:
@@ -52,24 +59,30 @@ class Batcher:
         return not self._waiting and not self._running
 
     @property
-    def remaining(self) -> int:
-        """Sum over the rows of the tokens they may still generate."""
-        return sum(row.remaining for row in self._running)
+    def rows(self) -> list[Sequence]:
+        """The running rows, as they are now; not to be changed."""
+        return self._running
+
+    @property
+    def context(self) -> int:
+        """Tokens of context of the running rows, padding included."""
+        return context_now(self._running, self._limits.padded)
 
     @property
     def context_limit(self) -> int:
         """Tokens of context that a batch may have at present."""
         return self._allowance.context
 
-    def submit(self, requests: Iterable[Request], now: float) -> None:
-        """Queue the inputs of one call, in order."""
-        self._waiting.append(Sequence(request, now) for request in requests)
+    def submit(self, requests: Iterable[Request], at: float) -> None:
+        """Queue the inputs of one call, in order; `at` is when they came, no earlier than those before them."""
+        self._waiting.append(Sequence(request, at) for request in requests)
 
     def cancel(self, ids: Collection[int]) -> list[Sequence]:
         """Forget requests, wherever they are; the rows that the engine must release. Unknown ids are ended ones."""
         gone = frozenset(ids)
         for row in self._waiting.remove(gone):
             row.end = StopReason.CANCELLED
+            self._refusal = None  # it may have been this one's
         cancelled = self._remove(lambda row: row.id in gone)
         for row in cancelled:
             row.end = StopReason.CANCELLED
@@ -81,6 +94,8 @@ class Batcher:
         The engine must release the rows; those it never had are among them.
         """
         expired = self._waiting.expire(now)
+        if expired:
+            self._refusal = None  # it may have been one of theirs
         if self._pager:
             expired += self._remove(lambda row: not row.decoding and _late(row, now))
         for row in expired:
@@ -92,19 +107,22 @@ class Batcher:
         plan = self._plan_chunked(self._pager) if self._pager else self._plan_whole(now)
         self._pace.started(now)
         self._chunk_pace.started(plan, now)
+        if self._refusal is not None:
+            self._last_refusal = self._refusal, now
         return plan
 
     def commit(self, plan: Plan, tokens: list[int], now: float) -> list[Sequence]:
         """Append a new token to each sampled row of the plan; the rows that ended, which the engine must release."""
         for row, count in zip(plan.rows, plan.counts, strict=True):
             row.computed += count
-            row.joined = True
             if self._pager:
                 self._pager.label(row)
         for row, token in zip(plan.sampled, tokens, strict=True):
             row.tokens.append(token)
             row.end = self._end_of(row, now)
             row.failures = row.trial = 0
+        for row in self._running:
+            row.joined = True
         self._allowance.succeeded()
         self._pace.ended(plan, now)
         self._chunk_pace.ended(now)
@@ -136,6 +154,7 @@ class Batcher:
         back = {id(row) for row in again}
         self._remove(lambda row: id(row) in back)
         self._waiting.put_back(again)
+        self._refusal = None  # it was of those behind them
         return refused
 
     def take_admissions(self) -> Admissions:
@@ -143,17 +162,30 @@ class Batcher:
         taken, self._admissions = self._admissions, Admissions()
         return taken
 
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """What a person wants to know who asks why a request waits; plain values only."""
-        context = context_now(self._running, self._limits.padded)
-        return {
-            "queue": [_described(row) | {"waited": round(now - row.queued_at, 3)} for row in self._waiting],
-            "rows": [_described(row) | {"computed": row.computed} for row in self._running],
-            "context": {"now": context, "limit": self._allowance.context},
-            "prefill_tokens": self._allowance.prefill_tokens,
-            "max_batch_size": self._limits.max_batch_size,
-            "refusal": self._refusal,
-        }
+    def snapshot(self, now: float, most: int) -> Snapshot:
+        """What a person wants to know who asks why a request waits; at the most so many rows of each sort."""
+        limits, allowance = self._limits, self._allowance
+        last, when = self._last_refusal or (None, now)
+        return Snapshot(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            refusal=self._refusal,
+            last_refusal=last,
+            last_refused=round(now - when, 3) if last else None,
+            context=self.context,
+            context_peak=context_peak(self._running, limits.padded),
+            context_limit=allowance.context,
+            context_most=allowance.most_context,
+            prefill_limit=allowance.prefill_tokens,
+            prefill_most=allowance.most_prefill,
+            max_batch_size=limits.max_batch_size,
+            max_prefill_padding=limits.max_padding,
+            max_waiting_tokens=limits.max_waiting_tokens,
+            padded=limits.padded,
+            chunked=limits.block_size > 0,
+            rows=[_state(row, now) for row in islice(self._running, most)],
+            queue=[_state(row, now) for row in islice(self._waiting, most)],
+        )
 
     def _plan_whole(self, now: float) -> Plan | None:
         """A prefill of rows that can join now, else one token for every running row."""
@@ -171,12 +203,20 @@ class Batcher:
         trial = self._trial()
         rows = [row for row in self._running if row.trial == trial]
         budget = self._chunk_pace.budget(rows, self._allowance.prefill_tokens)
-        if self._waiting and self._slots() and self._waiting.first.trial == trial:
-            usable = self._allowance.context // pager.size
-            self._join(BlockDoor(pager, usable, self._running, budget, self._admissions))
+        if self._waiting:
+            self._join_trial(pager, trial, budget)
             rows = [row for row in self._running if row.trial == trial]
         # A row on trial waits for the blocks that the others still have.
         return self._with_blocks(pager, rows, budget) or self._with_blocks(pager, self._running, budget)
+
+    def _join_trial(self, pager: Pager, trial: int, budget: int) -> None:
+        if not self._slots():
+            self._refusal = Refusal.BATCH_SIZE
+        elif self._waiting.first.trial != trial:
+            self._refusal = Refusal.TRIAL
+        else:
+            usable = self._allowance.context // pager.size
+            self._join(BlockDoor(pager, usable, self._running, budget, self._admissions))
 
     def _with_blocks(self, pager: Pager, rows: list[Sequence], budget: int) -> Plan | None:
         """A step of those rows that get the blocks they need: the oldest first, if need be from the youngest."""
@@ -217,7 +257,9 @@ class Batcher:
         padded = self._limits.padded
         if plan.prefill and len(plan.rows) > 1:
             self._allowance.shrink_prefill(sum(plan.counts) if self._pager else context_now(plan.rows, padded))
-        if not plan.prefill or self._pager or len(plan.rows) == 1:
+        if self._pager:
+            self._allowance.shrink_context(self._pager.pool.used * self._pager.size)
+        elif not plan.prefill or len(plan.rows) == 1:
             self._allowance.shrink_context(context_now(self._running, padded))
 
     def _end_of(self, row: Sequence, now: float) -> StopReason:
@@ -250,5 +292,6 @@ def _late(row: Sequence, now: float) -> bool:
     return row.request.deadline is not None and now > row.request.deadline
 
 
-def _described(row: Sequence) -> dict[str, Any]:
-    return {"id": row.id, "input": row.prompt_length, "generated": row.generated, "remaining": row.remaining}
+def _state(row: Sequence, now: float) -> RowState:
+    seconds = round(now - row.queued_at, 3)
+    return RowState(row.id, seconds, row.prompt_length, row.computed, row.generated, row.remaining)

@@ -3,6 +3,7 @@
 from tgis.batcher.sequence import Plan, Sequence
 
 _LEAST_BESIDE = 16  # tokens of prompts beside rows that decode, however much they slow down
+_LEAST_SHARE = 8  # one part in so many of a step's tokens is for prompts, however many rows decode
 _FACTS_PER_STEP = 512  # input tokens of a row whose logits are looked at in one step
 _MEMORY = 0.9  # of the time that steps used to take
 
@@ -24,7 +25,7 @@ class ChunkPace:
     def budget(self, rows: list[Sequence], most: int) -> int:
         """Tokens of prompts that the next step may compute; `most` in all."""
         decoding = sum(row.decoding for row in rows)
-        return max(min(most - decoding, self._beside), _LEAST_BESIDE) if decoding else most
+        return max(min(most - decoding, self._beside), most // _LEAST_SHARE, 1) if decoding else most
 
     def started(self, plan: Plan | None, now: float) -> None:
         """A step begins."""

@@ -1,6 +1,5 @@
 """Who may leave the waiting room for the next step, and why the others may not."""
 
-import enum
 import math
 from collections.abc import Iterable
 from typing import Protocol
@@ -10,19 +9,9 @@ from tgis.batcher.granular import Forecast
 from tgis.batcher.paging import Pager
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting import OVERTAKERS, OVERTAKING_SECONDS
-from tgis.batcher.weights import Limits, Prefill
+from tgis.batcher.weights import Limits, Prefill, area
 from tgis.messages import Admissions
-
-
-class Refusal(enum.StrEnum):
-    """What keeps a request waiting."""
-
-    BATCH_SIZE = "the batch has its largest size"
-    MEMORY = "the batch would outgrow the memory"
-    PREFILL = "the prefill would become too large"
-    PADDING = "too much of the prefill would be padding"
-    PACE = "running rows are to have some steps first"
-    PREFIX = "the beginning of its prompt is being computed for another request"
+from tgis.snapshot import Refusal
 
 
 class Door(Protocol):
@@ -35,18 +24,22 @@ class Door(Protocol):
         """Let a row in that was not refused."""
 
 
-def choose(waiting: Iterable[Sequence], door: Door, slots: int, counts: Admissions) -> tuple[list[Sequence], str]:
-    """Rows that join, in order, and why the first of the others could not ('' if all did).
+def choose(
+    waiting: Iterable[Sequence], door: Door, slots: int, counts: Admissions
+) -> tuple[list[Sequence], Refusal | None]:
+    """Rows that join, in order, and why the first of the others could not, if there are any.
 
     After the first that is refused only those may join who were queued within a second of it.
     """
     chosen: list[Sequence] = []
-    reason = ""
+    reason: Refusal | None = None
     cutoff, last = math.inf, math.inf
     for place, row in enumerate(waiting):
         if len(chosen) == slots:
             return chosen, reason or Refusal.BATCH_SIZE
-        if row.queued_at > cutoff or place > last or (chosen and row.trial != chosen[0].trial):
+        if chosen and row.trial != chosen[0].trial:
+            return chosen, reason or Refusal.TRIAL
+        if row.queued_at > cutoff or place > last:
             break
         refusal = door.refusal(row)
         if refusal is None:
@@ -71,12 +64,12 @@ class WholeDoor:
         self._forecast = Forecast(lengths, limits.padded, allowance.context)
         self._room = limits.memory.weight_limit - _weight_now(limits, running)
         self._prefill = Prefill(limits.padded)
-        self._running = bool(running)
+        self._alone = not running
 
     def refusal(self, row: Sequence) -> Refusal | None:
         """The batch as the prefill leaves it must stay within memory, the prefill itself within its bounds."""
-        if not self._running and not self._prefill.count:
-            return None  # alone; that it fits is known since the start
+        if self._alone:
+            return None  # that it fits is known since the start
         length = len(row.tokens)
         if not self._forecast.fits(length + 1, row.final_length - length - 1):
             return Refusal.MEMORY
@@ -86,7 +79,8 @@ class WholeDoor:
         """Count it into the batch and the prefill."""
         length = len(row.tokens)
         rest = row.final_length - length
-        self._counts.granular_additions += not self._forecast.fits_at_worst(length + 1, rest - 1)
+        self._counts.granular_additions += not (self._alone or self._forecast.fits_at_worst(length + 1, rest - 1))
+        self._alone = False
         self._forecast.add(length + 1, rest - 1)
         self._prefill.add(length)
 
@@ -112,6 +106,7 @@ class BlockDoor:
         free = min(pager.pool.available, usable - pager.pool.used)
         self._pager = pager
         self._room = free - promised - len(running)
+        self._worst = usable - sum(pager.blocks_for(row.final_length) for row in running)
         self._budget = budget - sum(row.pending for row in catching[1:])  # the first has its own share
         self._shared = bool(catching)
         self._alone = not running
@@ -125,6 +120,7 @@ class BlockDoor:
         if self._room <= 0:
             return Refusal.MEMORY
         if self._budget <= 0:
+            self._counts.prefill_weight_exceeded += 1
             return Refusal.PREFILL
         if self._pager.awaits(row, self._coming):
             return Refusal.PREFIX
@@ -132,7 +128,9 @@ class BlockDoor:
 
     def admit(self, row: Sequence) -> None:
         """Count it into the batch and the step."""
+        self._counts.granular_additions += not self._alone and self._pager.blocks_for(row.final_length) > self._worst
         self._alone = False
+        self._worst -= self._pager.blocks_for(row.final_length)
         self._room -= self._pager.needed(row) + 1
         self._pager.join(row, self._counts)
         self._coming |= self._pager.promised([row])
@@ -144,7 +142,13 @@ def _weight_now(limits: Limits, rows: list[Sequence]) -> int:
     return int(context_now(rows, limits.padded) * limits.memory.gradient(limits.padded))
 
 
+def context_peak(rows: list[Sequence], padded: bool) -> int:
+    """The most tokens of context that these rows will come to, padding included; those not decoding yet in full."""
+    catching = sum(row.final_length for row in rows if not row.decoding)
+    decoding = [(len(row.tokens), row.remaining) for row in rows if row.decoding]
+    return catching + Forecast(decoding, padded, 0).peak()
+
+
 def context_now(rows: Iterable[Sequence], padded: bool) -> int:
     """Tokens of context of these rows, padding included."""
-    lengths = [len(row.tokens) for row in rows]
-    return len(lengths) * max(lengths, default=0) if padded else sum(lengths)
+    return area([len(row.tokens) for row in rows], padded)

@@ -21,7 +21,7 @@ class Sequence:
     prompt_length: int = field(init=False)
     final_length: int = field(init=False)  # tokens at the most
     computed: int = 0
-    joined: bool = False  # whether it has ever been in a step
+    joined: bool = False  # whether it has ever been in the batch of a step that succeeded
     failures: int = 0  # steps in a row that failed with this row alone
     trial: int = 0  # after a failed step: only rows of the same trial share its next step; 0 is none
     end: StopReason = StopReason.NOT_FINISHED
@@ -74,6 +74,13 @@ class Plan:
     sampled: list[Sequence]  # the rows that have no token pending afterwards
     prefill: bool  # whether some row does more than decode
     preempted: tuple[Sequence, ...] = ()  # rows that lost their blocks to these: the engine must release them first
+
+    @property
+    def prompt_counts(self) -> list[int]:
+        """How many tokens each row computes that does more than decode; not to be asked after the step."""
+        if not self.prefill:
+            return []
+        return [count for row, count in zip(self.rows, self.counts, strict=True) if not row.decoding]
 
     @classmethod
     def of(cls, rows: list[Sequence], counts: list[int], preempted: Iterable[Sequence] = ()) -> Self:

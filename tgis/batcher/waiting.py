@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator
+from itertools import takewhile
 
 from tgis.batcher.sequence import Sequence
 
@@ -32,6 +33,11 @@ class WaitingRoom:
     def first(self) -> Sequence:
         """The next in line."""
         return self._rows[0]
+
+    @property
+    def returned(self) -> int:
+        """How many have been in a step before."""
+        return sum(1 for _ in takewhile(lambda row: row.joined, self._rows))
 
     def append(self, rows: Iterable[Sequence]) -> None:
         """Queue new rows."""

@@ -4,6 +4,7 @@ A weight is in the unit of the memory model's coefficients: bytes, or percent, o
 padded engine are rectangles; those of others weigh the sum of their rows.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Self
 
@@ -87,6 +88,11 @@ def longest_request(limits: Limits, at_most: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+def area(lengths: Collection[int], padded: bool) -> int:
+    """Tokens of a batch of rows with these lengths, padding included."""
+    return len(lengths) * max(lengths, default=0) if padded else sum(lengths)
 
 
 class Prefill:

@@ -37,7 +37,7 @@ def _running(room: int, *, padded: bool, size: int, max_padding: float = 1.0) ->
     while batcher.waiting:
         _step(batcher)
     _step(batcher)
-    lengths = [(row["input"] + row["generated"], row["remaining"]) for row in batcher.snapshot(0.0)["rows"]]
+    lengths = [(len(row.tokens), row.remaining) for row in batcher.rows]
     batcher._allowance.context = Forecast(lengths, padded, 0).peak() + room
     return batcher
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.weights import area
 from tgis.engines.base import StepResult
 from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, EngineInfo, EngineOptions, TokenFacts
@@ -36,19 +37,13 @@ class StepModel(msgspec.Struct, frozen=True):
 
     def seconds(self, plan: Plan) -> float:
         """How long a step takes."""
-        work = list(zip(plan.rows, plan.counts, strict=True))
-        decoding = [len(row.tokens) for row, _ in work if row.decoding]
-        prefilled = [count for row, count in work if not row.decoding]
+        decoding = [len(row.tokens) for row in plan.rows if row.decoding]
         return (
             self.step_seconds
             + self.row_seconds * len(decoding)
-            + self.context_seconds * self.area(decoding)
-            + self.prefill_token_seconds * self.area(prefilled)
+            + self.context_seconds * area(decoding, self.padded)
+            + self.prefill_token_seconds * area(plan.prompt_counts, self.padded)
         )
-
-    def area(self, lengths: list[int]) -> int:
-        """Tokens of a batch of rows with these lengths."""
-        return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
 
 
 class FakeEngine:
@@ -95,7 +90,7 @@ class FakeEngine:
             raise RuntimeError("a row holds the token that breaks this step")
         if any(model.fatal_token in row.tokens for row in plan.rows):
             raise StartError("a row holds the token that ends this engine")
-        if model.memory_tokens is not None and model.area([*self._held.values()]) > model.memory_tokens:
+        if model.memory_tokens is not None and area([*self._held.values()], model.padded) > model.memory_tokens:
             raise OutOfMemory("more tokens of context than the model's config allows")
         tokens = [row.tokens[row.generated % row.prompt_length] for row in plan.sampled]
         return StepResult(
