@@ -15,16 +15,16 @@ UNLIMITED = 1 << 40
 
 _ADVICE = {
     Refusal.BATCH_SIZE: "Raise MAX_BATCH_SIZE if memory and the time per token allow; else add a replica.",
-    Refusal.MEMORY: "Without KV blocks a request counts with all the tokens it may still get. Ask for fewer new tokens, "
-    "or lower MAX_NEW_TOKENS or BATCH_SAFETY_MARGIN, choose a smaller DTYPE, or add memory or a replica.",
+    Refusal.MEMORY: "Without KV blocks a request counts with all the tokens it may still get. Let clients ask for "
+    "fewer, or lower MAX_NEW_TOKENS or BATCH_SAFETY_MARGIN, choose a smaller DTYPE, or add memory or a replica.",
     Refusal.PREFILL: "A step takes only so many tokens of prompts; the request joins one of the next. If this is so "
     "for long: shorter inputs (truncate_input_tokens) or a replica.",
     Refusal.PADDING: "Prompts of similar length are computed together. With a higher MAX_PREFILL_PADDING requests "
     "join sooner, and more of the work is padding.",
     Refusal.PACE: "After a prefill, running rows get steps for half the time that it took, at the most "
     "MAX_WAITING_TOKENS. With a lower value requests join sooner, and streams pause more often.",
-    Refusal.PREFIX: "Another request begins with the same text; this one joins when that part is computed, and need not "
-    "compute it again. PREFIX_CACHE=false turns this off.",
+    Refusal.PREFIX: "Another request begins with the same text; this one joins when that part is computed, to use it "
+    "too. PREFIX_CACHE=false turns this off.",
     Refusal.TRIAL: "A step has failed. Its rows are computed again in groups, to find the one that breaks it; the log "
     "says what happened.",
 }

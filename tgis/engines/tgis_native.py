@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence as Rows
 
 import torch
+
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.context import TokenContext
