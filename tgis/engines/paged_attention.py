@@ -59,7 +59,7 @@ class PagedAttention:
         parts += [
             _chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], layer, rules) for chunk in batch.chunks
         ]
-        return torch.cat(parts)[None], None
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
 def _singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
@@ -71,7 +71,8 @@ def _singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: R
     )  # [B, K, W, D]
     mask = batch.masks.get(rules.window)
     if mask is None:
-        mask = batch.masks[rules.window] = _visible(batch.lengths[:, None] - 1, k.shape[2], rules.window)[:, None]
+        places = batch.lengths[:, None] - 1
+        mask = batch.masks[rules.window] = _mask(places, k.shape[2], rules.window, q.dtype)[:, None]
     packed = q.unflatten(1, (k.shape[1], -1))  # [B, K, G, D]
     return _attend(packed, k, v, mask, rules).flatten(1, 2)
 
@@ -83,27 +84,31 @@ def _chunk(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, T
         k, v = (states.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.before + count] for states in layer)
     groups = q.shape[1] // k.shape[1]
     packed = q.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * n, D]
-    places = torch.arange(chunk.before, chunk.before + count, device=q.device)
-    mask = _visible(places, k.shape[0], rules.window).repeat(groups, 1)
+    mask = chunk.masks.get(rules.window)
+    if mask is None:
+        places = torch.arange(chunk.before, chunk.before + count, device=q.device)
+        mask = chunk.masks[rules.window] = _mask(places, k.shape[0], rules.window, q.dtype).repeat(groups, 1)
     output = _attend(packed[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, rules)[0]
     return output.unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _visible(places: Tensor, width: int, window: int | None) -> Tensor:
-    """Which of `width` tokens a token at each of `places` [..., n] sees: bool [..., n, width]."""
+def _mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of `width` tokens for one at each of `places` [..., n]: 0 or -inf [..., n, width]."""
     tokens = torch.arange(width, device=places.device)
     seen = tokens <= places[..., None]
-    return seen if window is None else seen & (tokens > places[..., None] - window)
+    if window is not None:
+        seen &= tokens > places[..., None] - window
+    return torch.zeros(seen.shape, dtype=dtype, device=places.device).masked_fill_(~seen, float("-inf"))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules) -> Tensor:
-    """q [B, K, N, D] over k and v [B, K, W, D], mask broadcast to [B, K, N, W]; N is query heads times tokens."""
+    """q [B, K, N, D] over k and v [B, K, W, D], mask added to [B, K, N, W]; N is query heads times tokens."""
     if rules.softcap is None and rules.sinks is None:
         return scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=rules.scale)
     scores = (q @ k.transpose(2, 3)).float() * rules.scale
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores + mask
     if rules.sinks is not None:
         sinks = rules.sinks.float().unflatten(0, (k.shape[1], -1))  # [K, G]
         column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, :, :, None]

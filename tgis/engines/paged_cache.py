@@ -11,13 +11,14 @@ from torch import Tensor
 from tgis.batcher.sequence import Plan, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """A row of a step that computes more than one token."""
 
     tokens: slice  # where they are in the flat batch
     before: int  # tokens that are in the cache already
     blocks: Tensor  # int64 [blocks], of all tokens up to the last of this step
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
 
 @dataclass(slots=True)
