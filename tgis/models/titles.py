@@ -33,11 +33,10 @@ CONFIG = {
     "dtype": "float32",
 } | IDS
 TOKENIZER_CONFIG = {
-    "tokenizer_class": "T5TokenizerFast",
+    "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is; T5's class splits at spaces in its own way
     "eos_token": "</s>",
     "pad_token": "<pad>",
     "unk_token": "<unk>",
-    "extra_ids": 100,
     "model_max_length": 512,
 }
 
