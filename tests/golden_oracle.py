@@ -47,7 +47,7 @@ def answer(model: Model, case: Case) -> Json:
             found = pb.BatchedTokenizeResponse(responses=[_tokenized(model, one.text, message) for one in inputs])
         case pb.ModelInfoRequest():
             found = pb.ModelInfoResponse(
-                model_kind=int(model.encoder_decoder),
+                model_kind=pb.ModelInfoResponse.ModelKind.Name(model.encoder_decoder),
                 max_sequence_length=model.sequence_length,
                 max_new_tokens=model.new_tokens,
             )

@@ -82,9 +82,10 @@ def _wanted(case: Case) -> Json:
 
 def _wanted_of_stream(case: Case, request: pb.SingleGenerationRequest) -> Json:
     """A stream leaves it to the client to part the input of an encoder from the output."""
+    wanted: Json
     (wanted,) = _wanted(case)["responses"]
     if not (servers()[case.server].encoder_decoder and request.params.response.input_text):
-        return dict(wanted)
+        return wanted
     text = request.request.text
     return wanted | {"text": text + wanted["text"].removeprefix(text + "\n\n")}
 

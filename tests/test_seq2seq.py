@@ -91,7 +91,7 @@ def test_rows_that_come_back_go_on_as_if_nothing_had_been(
 ) -> None:
     """What they have of their outputs is computed anew at once, here in pieces that are shorter than that."""
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 16)
-    directory = make_model(name, tmp_path, forced_eos_token_id=None)
+    directory = make_model(name, tmp_path, forced_eos_token_id=None, forced_bos_token_id=7)
     engine, rng = load(directory), random.Random(5)
     rows = [Sequence(request, 0.0) for request in requests()]
     away, returns = list(rows), 0
