@@ -26,7 +26,7 @@ class TokenContext:
         wanted = any(row.request.sampling.repetition_penalty != 1.0 for row in rows)
         tokens = [self._tokens_of(row) for row in rows] if wanted else []
         self._lengths = [len(some) for some in tokens]
-        width = max(self._lengths, default=-_ROOM) + _ROOM
+        width = max(self._lengths) + _ROOM if wanted else 0
         filled = [some + some[:1] * (width - len(some)) for some in tokens]
         self.ids = torch.tensor(filled, dtype=torch.int64, device=self._device).view(len(rows), width)
 
