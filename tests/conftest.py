@@ -35,6 +35,16 @@ def glassllm_dir(cache_dir: Path) -> Path:
     return _demo_model("glassllm", cache_dir)
 
 
+@pytest.fixture(scope="session")
+def detransliterator_dir(cache_dir: Path) -> Path:
+    return _demo_model("detransliterator", cache_dir)
+
+
+@pytest.fixture(scope="session")
+def titles_dir(cache_dir: Path) -> Path:
+    return _demo_model("titles", cache_dir)
+
+
 def _demo_model(name: str, cache: Path) -> Path:
     """In a child, so that neither the memory nor the warnings of a conversion are those of the tests."""
     command = [sys.executable, "-m", "tgis.models.demo", name, "--out", str(cache)]

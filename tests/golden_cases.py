@@ -30,6 +30,7 @@ class ServerSpec:
     model: str
     options: Json
     files: dict[str, Json] = field(default_factory=dict)  # what is different in JSON files of the model
+    encoder_decoder: bool = False
 
     def model_directory(self, original: Path, scratch: Path) -> Path:
         """The model with its changes, in `scratch` if there are any."""

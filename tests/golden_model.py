@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from golden_cases import Json
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DynamicCache,
+    EncoderDecoderCache,
+)
 
 
 class Model:
@@ -13,10 +20,13 @@ class Model:
 
     def __init__(self, directory: Path, options: Json) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.encoder_decoder: bool = AutoConfig.from_pretrained(directory).is_encoder_decoder
+        family = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
+        self.network: Any = family.from_pretrained(directory, dtype=torch.float32).eval()
         eos = self.network.generation_config.eos_token_id
         self.eos_ids: list[int] = eos if isinstance(eos, list) else [eos]
-        self.bos_id = next(iter(self.encode("")), None)
+        first, bare = self.encode("A")[0], self.tokenizer("A", add_special_tokens=False).input_ids[0]
+        self.bos_id = None if first == bare else first
         self.sequence_length = int(options["MAX_SEQUENCE_LENGTH"])
         self.new_tokens = min(int(options["MAX_NEW_TOKENS"]), self.sequence_length - 1)
         self.include = options.get("DEFAULT_INCLUDE_STOP_SEQS", "true") == "true"
@@ -41,3 +51,25 @@ class Model:
             ids = ids[:-1]
         text: str = self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=not self.show_special)
         return text
+
+
+class Decoding:
+    """The forward passes over one input and its output."""
+
+    def __init__(self, model: Model, ids: list[int]) -> None:
+        self._network = model.network
+        self._past: Any = DynamicCache()
+        self._argument = "input_ids"
+        self._encoded = {}
+        self.begin = ids  # what the output goes on from
+        if model.encoder_decoder:
+            self._past = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            self._argument = "decoder_input_ids"
+            self._encoded = {"encoder_outputs": self._network.get_encoder()(torch.tensor([ids]))}
+            self.begin = [self._network.generation_config.decoder_start_token_id]
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Those after each of the next ids, [T, V] float64."""
+        inputs = {self._argument: torch.tensor([ids])} | self._encoded
+        logits: torch.Tensor = self._network(**inputs, past_key_values=self._past, use_cache=True).logits[0]
+        return logits.double()

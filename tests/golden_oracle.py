@@ -46,7 +46,11 @@ def answer(model: Model, case: Case) -> Json:
         case pb.BatchedTokenizeRequest(requests=inputs):
             found = pb.BatchedTokenizeResponse(responses=[_tokenized(model, one.text, message) for one in inputs])
         case pb.ModelInfoRequest():
-            found = pb.ModelInfoResponse(max_sequence_length=model.sequence_length, max_new_tokens=model.new_tokens)
+            found = pb.ModelInfoResponse(
+                model_kind=pb.ModelInfoResponse.ModelKind.Name(model.encoder_decoder),
+                max_sequence_length=model.sequence_length,
+                max_new_tokens=model.new_tokens,
+            )
     answer: Json = json_format.MessageToDict(found)
     return answer
 

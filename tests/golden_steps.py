@@ -8,9 +8,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from golden_model import Model
+from golden_model import Decoding, Model
 from transformers import (
-    DynamicCache,
     ExponentialDecayLengthPenalty,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -40,12 +39,14 @@ class Text:
         self.model, self.include = model, include
         self.stops = [stop.encode() for stop in stops]
         self.output = b""
+        self.ids: list[int] = []
         self.pending: list[int] = []
         self.byte_level = type(model.tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
         self.placeholder = model.tokenizer("A", add_special_tokens=False).input_ids[:1]
 
     def add(self, token: int) -> int:
         """The number of bytes added."""
+        self.ids.append(token)
         self.pending.append(token)
         text = self._decoded()
         if text.endswith(REPLACEMENT):
@@ -57,6 +58,8 @@ class Text:
     def _decoded(self) -> str:
         if self.byte_level:
             return self.model.decode(self.pending)
+        if self.model.encoder_decoder:
+            return self.model.decode(self.ids)[len(self.output.decode()) :]
         before = self.model.decode(self.placeholder)
         text = self.model.decode(self.placeholder + self.pending)
         assert text.startswith(before)
@@ -82,7 +85,6 @@ class Run:
         self.model, self.params = model, params
         self.ids = model.truncated(model.encode(text), params.truncate_input_tokens)
         self.inputs = len(self.ids)
-        self.past = DynamicCache()
         self.response = pb.GenerationResponse(input_token_count=self.inputs)
         neutral = params.sampling.temperature or not params.sampling.HasField("temperature")
         self.samples = params.method == pb.SAMPLE and bool(neutral)
@@ -91,27 +93,30 @@ class Run:
                 raise UnsettledError("the seed is drawn")
             self.response.seed = params.sampling.seed
         with torch.inference_mode():
+            self.decoding = Decoding(model, self.ids)
+            self.context = list(self.decoding.begin)
             self._run(text)
 
     def _run(self, text: str) -> None:
         stopping, options = self.params.stopping, self.params.response
         include = stopping.include_stop_sequence if stopping.HasField("include_stop_sequence") else self.model.include
         output = Text(self.model, list(stopping.stop_sequences), include)
-        logits = self._forward(self.ids)  # [T, V]
+        logits = self.decoding.logits(self.context)  # [T, V]
         if options.input_tokens:
             self.response.input_tokens.extend(self._input_infos(logits))
         while not self.response.stop_reason:
             token, info = self._choose(logits[-1])
-            self.ids.append(token)
+            self.context.append(token)
             self.response.generated_token_count += 1
             if options.generated_tokens:
                 self.response.tokens.append(info)
             self._end(token, output, output.add(token))
             if not self.response.stop_reason:
-                logits = self._forward([token])
+                logits = self.decoding.logits([token])
         stopped = self.response.stop_reason == pb.STOP_SEQUENCE
         generated = output.output.decode() if stopped else output.whole()
-        self.response.text = text + generated if options.input_text else generated
+        echo = text + "\n\n" * self.model.encoder_decoder if options.input_text else ""
+        self.response.text = echo + generated
 
     def _end(self, token: int, output: Text, added: int) -> None:
         stopping = self.params.stopping
@@ -127,15 +132,11 @@ class Run:
             self.response.stop_reason = pb.STOP_SEQUENCE
             self.response.stop_sequence = stop
 
-    def _forward(self, ids: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = self.model.network(torch.tensor([ids]), past_key_values=self.past).logits[0]
-        return logits.double()
-
     def _choose(self, logits: torch.Tensor) -> tuple[int, pb.TokenInfo]:
         """The next token. logits: [V]"""
 
         def scores(logits: torch.Tensor) -> torch.Tensor:
-            processed: torch.Tensor = self._processors()(torch.tensor([self.ids]), logits[None].clone())
+            processed: torch.Tensor = self._processors()(torch.tensor([self.context]), logits[None].clone())
             return processed[0]
 
         def choice(logits: torch.Tensor) -> int:
@@ -153,14 +154,14 @@ class Run:
 
     def _processors(self) -> LogitsProcessorList:
         """What the request asks for, in TGIS's order."""
-        params, eos = self.params, self.model.eos_ids
+        params, eos, begin = self.params, self.model.eos_ids, len(self.decoding.begin)
         generated = self.response.generated_token_count
         penalty = params.decoding.length_penalty
         found: list[Any] = []
         if generated < params.stopping.min_new_tokens:
-            found.append(MinNewTokensLengthLogitsProcessor(self.inputs, params.stopping.min_new_tokens, eos))
+            found.append(MinNewTokensLengthLogitsProcessor(begin, params.stopping.min_new_tokens, eos))
         elif params.decoding.HasField("length_penalty"):
-            found.append(ExponentialDecayLengthPenalty((penalty.start_index, penalty.decay_factor), eos, self.inputs))
+            found.append(ExponentialDecayLengthPenalty((penalty.start_index, penalty.decay_factor), eos, begin))
         if repetition := params.decoding.repetition_penalty:
             found.append(RepetitionPenaltyLogitsProcessor(repetition))
         if self.samples:
@@ -178,12 +179,11 @@ class Run:
             yield TypicalLogitsWarper(sampling.typical_p)
 
     def _input_infos(self, logits: torch.Tensor) -> Iterator[pb.TokenInfo]:
-        """logits: [T, V]"""
-        first = pb.TokenInfo(text=self.model.names(self.ids[:1])[0])
-        if self.params.response.token_logprobs:
-            first.logprob = float("nan")
-        yield first
-        for token, row in zip(self.ids[1:], logits[:-1], strict=True):
+        """logits: [T, V]; an encoder's input has none."""
+        unpredicted = len(self.ids) if self.model.encoder_decoder else 1
+        for name in self.model.names(self.ids[:unpredicted]):
+            yield pb.TokenInfo(text=name, logprob=float("nan") if self.params.response.token_logprobs else 0)
+        for token, row in zip(self.ids[unpredicted:], logits[:-1], strict=True):
             yield self._info(token, torch.clone, row)
 
     def _info(self, token: int, scores: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> pb.TokenInfo:

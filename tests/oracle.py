@@ -17,8 +17,13 @@ from typing import Any
 import msgspec
 import oracle_prompts
 
-PROMPTS = {"smollm2": oracle_prompts.SMOLLM2, "glassllm": oracle_prompts.GLASSLLM}
-MAX_NEW_TOKENS = {"smollm2": 64, "glassllm": 32}
+PROMPTS = {
+    "smollm2": oracle_prompts.SMOLLM2,
+    "glassllm": oracle_prompts.GLASSLLM,
+    "detransliterator": oracle_prompts.DETRANSLITERATOR,
+    "titles": oracle_prompts.TITLES,
+}
+MAX_NEW_TOKENS = {"smollm2": 64, "glassllm": 32, "detransliterator": 48, "titles": 24}
 CANDIDATES = 10
 TOLERANCE = 2e-4  # of log-probabilities: oneDNN's packed float32 products alone are off by up to 1e-4
 NEAR_TIE = 1e-3
@@ -41,7 +46,7 @@ class Answer:
 
     prompt: str
     input_tokens: list[str]
-    input_places: list[Place]  # of every input token but the first
+    input_places: list[Place]  # of every input token but the first; none of an encoder's
     generated: list[Place]
     texts: list[str]  # texts[n] is the output of the first n generated tokens
     stop_reason: str
@@ -64,7 +69,7 @@ def answers(name: str, model: Path, cache: Path, recompute: bool = False) -> dic
 def _key(model: Path) -> str:
     """sha256 of the files and the versions that decide what comes out."""
     files = [Path(__file__), Path(oracle_prompts.__file__), *sorted(model.glob("*.safetensors"))]
-    files += [model / file for file in ("tokenizer.json", "config.json", "generation_config.json")]
+    files += [model / f"{name}.json" for name in ("tokenizer", "tokenizer_config", "config", "generation_config")]
     lines = [f"{package} {version(package)}" for package in ("torch", "transformers", "tokenizers")]
     for file in files:
         with file.open("rb") as opened:
@@ -77,18 +82,21 @@ class Oracle:
 
     def __init__(self, directory: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
         torch.set_num_threads(1)  # beside other work, threads that wait for each other are slower than one
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.config = AutoConfig.from_pretrained(directory)
+        family = AutoModelForSeq2SeqLM if self.config.is_encoder_decoder else AutoModelForCausalLM
+        self.model: Any = family.from_pretrained(directory, dtype=torch.float32)
         self.model.eval()
 
     def answer(self, prompt: str, max_new_tokens: int) -> Answer:
         import torch
 
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids  # [1, T]
-        room = self.model.config.max_position_embeddings - ids.shape[1]
+        places = getattr(self.config, "max_position_embeddings", None) or self.config.n_positions
+        room = places - ids.shape[1]
         with torch.inference_mode():
             out = self.model.generate(
                 ids,
@@ -98,15 +106,19 @@ class Oracle:
                 output_scores=True,
                 return_dict_in_generate=True,
             )
-            forward = self.model(out.sequences).logits[0, :-1]  # [T + new - 1, V]
+            if self.config.is_encoder_decoder:
+                first = 0
+                forward = self.model(ids, decoder_input_ids=out.sequences[:, :-1]).logits[0]  # [new, V]
+            else:
+                first = ids.shape[1] - 1
+                forward = self.model(out.sequences).logits[0, :-1]  # [T + new - 1, V]
         scores = torch.cat(out.scores)  # [new, V]
-        first = ids.shape[1] - 1
         torch.testing.assert_close(forward[first:], scores, atol=1e-3, rtol=0)
         input_ids, new_ids = ids[0].tolist(), out.sequences[0, first + 1 :].tolist()
         return Answer(
             prompt=prompt,
             input_tokens=self._names(input_ids),
-            input_places=self._places(forward[:first], input_ids[1:]),
+            input_places=self._places(forward[:first], input_ids[1 : first + 1]),
             generated=self._places(scores, new_ids),
             texts=[self._text(new_ids[:n]) for n in range(len(new_ids) + 1)],
             stop_reason=self._stop_reason(new_ids[-1], room < max_new_tokens),
@@ -138,7 +150,12 @@ class Oracle:
         ]
 
     def _text(self, ids: list[int]) -> str:
-        """What follows, so that a space before the first word stays; a cut character at the end is left out."""
+        """What follows, so that a space before the first word stays; a cut character at the end is left out.
+
+        What an encoder-decoder writes follows nothing.
+        """
+        if self.config.is_encoder_decoder:
+            return self._decode(ids).rstrip("\ufffd")
         before = self.tokenizer("A", add_special_tokens=False).input_ids[:1]
         start, whole = self._decode(before), self._decode(before + ids)
         assert whole.startswith(start)

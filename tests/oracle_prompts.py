@@ -75,3 +75,79 @@ GLASSLLM = {
     "up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by her. There was nothing "
     "so very remarkable in that;",
 }
+
+# Latin script to N'Ko; most are lines of the package's own test data.
+DETRANSLITERATOR = {
+    "name": "musa dunbuya",
+    "greeting": "i ni ce",
+    "empty": "",
+    "space": " ",
+    "one_letter": "a",
+    "capitals": "MUSA Dunbuya, I NI SƆGƆMA",
+    "english": "The quick brown fox jumps over the lazy dog",
+    "digits": "1960 san, 22 sɛtanburu kalo",
+    "unknown": "日本 🎉 ß {x} @home",
+    "quotes": "“ayi,” a kan, ‹ n tɛ taa ›",
+    "newlines": "musa\n\ndunbuya\n",
+    "spaces": "   i   ni   ce   ",
+    "repeated": "la la la la la la la la la la",
+    "no_spaces": "mandenkakanmandenkakanmandenkakan",
+    "special_inside": "musa </s> <pad> dunbuya <src_eos>",
+    "tones": "à fɔ́ kó àle lé màhìnàla dí, ņ bádá l’à mà, ņ dòn bádá ņ sɛ̀nbɛ́ à lá",
+    "tones_short": "ò da gasontɔ́ àlú mà lè.",
+    "tones_question": "à n’ibùràhimá, ò mɛn kà dafali kɛ́؟.",
+    "tones_long": "sila yé lɔ̀ lá mɔ̀gɔ̀ lú lé mà mɛn nù yé mɔ᷅gɔ᷅ lú tɔ̀ɲɛ̀gɛ̀ lá , à n’àlù yé jànda kɛ́ lá dùgùkolo kàn "
+    "tùɲa tànà lá, jàgànkàtà diminnɛn y’ò lú lè yé.",
+    "verse_1": "1. ala tɔgɔ la, mahinala le hinala le.",
+    "verse_2": "2. tando ala ye , jagaba lu magari le.",
+    "verse_5": "5. an ɲ’ile le bato la , an ɲ’ile le matara la.",
+    "verse_8": "8. alu kaliyamɛnɛntɔ ye kililila magɛn kan, banbaa lu y’a fɔ kan ko bi ye lon gɛlɛn di koi.",
+    "verse_32": "32. ba an se d’o la, ņba sebaga ɲima lu le ( ņnu di ).",
+    "verse_42": "8. o kɔ a k a madon , ka ban k a fanmajii.",
+    "verse_69": "69. mɛn nu konin kɛnɛn laņnayabaa di ka ɲima lu kɛ , hinaņte di kaninmaya kɛ o lu tɛ.",
+    "verse_82": "82. lugutu fana ( ce da ), a k a fɔ a mirindi ye tuma mɛn ko alu , alu ye na la koronɲa le di nin , "
+    "mɔgɔ si ma kɔgɔn alu ɲɛ nin ma jagaba lu dɔ.",
+    "verse_91": "91. san di fansan ka kɛ da lu di.",
+    "verse_321": "321. ferawun kan o dɔ ko alu bada l’a la le ba k a tɛdɛ ņ ma diɲɛ alu ye؟، jaga alu na gananɲa ɲin "
+    "ne dɔsada la dugu kɔnɔ , s’alu di dugu donko lu labɔ a kɔnɔ ( subagaya la )، konin alu di n a lɔn sɛn.",
+    "verse_401": "401. a fɔ ko hɛn alu mɔɔ lu , n’alu kɛ da filanfilan dɔ ņ na namun nin dɔ , ņne tɛn alu ta bato fen "
+    "nu bato la k ala to feu، ņ konin ye ala le bato la o mɛn y’alu somayɛlɛman na، ņ don lɔnɛn ne ko ņ ɲe kɛ "
+    "laņnayabaa lu do di.",
+}
+
+TITLES = {
+    "empty": "",
+    "space": " ",
+    "one_word": "Refactor",
+    "one_letter": "x",
+    "test": "Fix the failing unit test in the parser module",
+    "endpoint": "User asked to add a new endpoint for health checks; assistant edited server.py and added tests.",
+    "pytest": "Ran pytest, 3 failed: test_login, test_logout, test_refresh. Edited auth.py. Ran it again: all passed.",
+    "reading": "Reading the documentation of the billing service and searching for the invoice template.",
+    "rename": "Renamed the class Foo to Bar in all files.",
+    "install": "Installed the package with pip and started the server.",
+    "commit": 'git commit -m "typo"',
+    "migration": "Wrote a migration that adds the column email to the table users.",
+    "traceback": "Traceback (most recent call last):\n  File \"main.py\", line 3, in <module>\nKeyError: 'user_id'",
+    "diff": "--- a/app.py\n+++ b/app.py\n@@ -1,3 +1,3 @@\n-DEBUG = True\n+DEBUG = False",
+    "shell": "$ ls -la /var/log && grep -r ERROR . | head -20",
+    "json": '{"tool": "edit", "path": "src/index.ts", "old": "let x", "new": "const x"}',
+    "german": "Bitte die Übersetzung der Schaltflächen im Menü korrigieren",
+    "french": "Corriger l’erreur d’arrondi dans le calcul de la TVA",
+    "accents": "naïve e\u0301te\u0301 São Paulo façade Ångström",
+    "chinese": "修复登录页面的错误",
+    "emoji": "🎉 Release 2.0 is out 🚀 thanks to everybody 👩🏾‍🚀",
+    "unknown": "ߡߎߛߊ߫ ߘߎ߲ߓߎߦߊ ﷽ 𝕬𝖇",
+    "special_inside": "Remove </s> and <pad> and <extra_id_0> from the output",
+    "spaces": "   fix    the    spaces   ",
+    "newlines": "\n\n\nAdd a changelog\n\n\n",
+    "capitals": "URGENT: PRODUCTION DATABASE IS DOWN, RESTORE FROM BACKUP",
+    "question": "Why does the build take ten minutes since yesterday?",
+    "numbers": "Bump version 1.2.3 to 1.3.0, 42 files changed, 1337 insertions(+), 7 deletions(-)",
+    "repeated": "retry retry retry retry retry retry retry retry",
+    "long": "Summarize what was done: the assistant read the source of the scheduler, noticed that a lock was held "
+    "while the network was waited for, wrote a test that shows the deadlock, moved the call out of the locked section, "
+    "ran the test a thousand times without a failure, updated the scheduler's documentation, and asked for review. "
+    "The user then asked whether the same mistake exists elsewhere; the assistant searched for similar code, found two "
+    "places, and changed both in the same way.",
+}

@@ -8,9 +8,20 @@ import pytest
 import torch
 import transformers
 from batches import engine_options, limits
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tiny_models import (
+    ARCHITECTURES,
+    BART_LIKE,
+    ENCODER_DECODERS,
+    EOS,
+    SMALL,
+    START,
+    T5_LIKE,
+    VOCABULARY,
+    make_model,
+    run,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from tgis.batcher.batcher import Batcher
 from tgis.batcher.weights import Limits
 from tgis.engines.base import Engine
 from tgis.engines.hf_transformers import TransformersEngine
@@ -18,142 +29,110 @@ from tgis.engines.tgis_native import PagedEngine
 from tgis.errors import StartError, Unsupported
 from tgis.messages import Details, Request, Sampling
 
-VOCABULARY, NEW_TOKENS = 97, 12
+NEW_TOKENS = 12
 NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
 
-SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-LLAMA_LIKE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-GPT2_LIKE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Llama": LLAMA_LIKE,
-    "Mistral": LLAMA_LIKE | {"sliding_window": 8},
-    "Mixtral": LLAMA_LIKE | {"num_local_experts": 2, "num_experts_per_tok": 1},
-    "Qwen2": LLAMA_LIKE,
-    "Qwen3": LLAMA_LIKE | {"head_dim": 8},
-    "Gemma2": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False},
-    "Phi": LLAMA_LIKE | {"num_key_value_heads": 4},
-    "Granite": LLAMA_LIKE | {"logits_scaling": 2.0},
-    "StableLm": LLAMA_LIKE,
-    "GPTNeoX": LLAMA_LIKE,
-    "OPT": LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "GPT2": GPT2_LIKE,
-    "GPTBigCode": GPT2_LIKE | {"multi_query": True},
-    "CodeGen": GPT2_LIKE | {"n_ctx": 128, "rotary_dim": 4},
-    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "Falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
-}
+
+class Reference:
+    """What transformers says, in one plain pass over all tokens of one row."""
+
+    def __init__(self, directory: Path) -> None:
+        self.encoder_decoder = transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder
+        family = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
+        self.model: PreTrainedModel = family.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """Those that choose the token after the prompt, and after each of the others: [1 + tokens, V]."""
+        with torch.no_grad():
+            if self.encoder_decoder:
+                outputs = torch.tensor([[START, *tokens]])
+                return self.model(torch.tensor([prompt]), decoder_input_ids=outputs).logits[0].float()
+            return self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :].float()
 
 
-PADDED_ONLY = ("CodeGen", "Bloom", "Falcon", "Mpt")  # their attention does not go through transformers' interface
+# their attention does not go through transformers' interface
+PADDED_ONLY = ("CodeGen", "Bloom", "Falcon", "Falcon, 40b", "Falcon, alibi", "GPTJ", "GPTNeo", "Mpt")
 
 
-@pytest.fixture(params=ARCHITECTURES)
-def architecture(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
+def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
+    directory = make_model(name, tmp_path)
+    engine = TransformersEngine(engine_options(directory, 6, threads=1))
+    check(directory, engine, limits(100_000, max_batch_size=6, prefill_tokens=512))
 
 
-@pytest.fixture
-def model_dir(architecture: str, tmp_path: Path) -> Path:
-    """A tiny model with random weights, large enough for clear choices."""
-    config = getattr(transformers, f"{architecture}Config")(**SMALL, **ARCHITECTURES[architecture])
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.2)
-        assert torch.isfinite(weight).all(), name
-    model.save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_padded_rows_joining_at_random_equal_solo_runs(model_dir: Path) -> None:
-    check(model_dir, TransformersEngine(engine_options(model_dir, 6, threads=None)), limits(100_000, max_batch_size=6))
-
-
-def test_paged_rows_joining_at_random_equal_solo_runs(architecture: str, model_dir: Path) -> None:
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "T5", "Bart"])
+def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     """In chunks of any size, with so few blocks that rows are preempted, and with cached prefixes."""
-    options = engine_options(model_dir, 6, threads=None)
-    if architecture in PADDED_ONLY:
+    directory = make_model(name, tmp_path)
+    options = engine_options(directory, 6, threads=1)
+    if name in PADDED_ONLY or name in ENCODER_DECODERS:
         with pytest.raises(Unsupported):
             PagedEngine(options)
         return
     bounds = limits(80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7)
-    check(model_dir, PagedEngine(options), bounds)
+    check(directory, PagedEngine(options), bounds)
 
 
-def check(model_dir: Path, engine: Engine, bounds: Limits) -> None:
+def check(directory: Path, engine: Engine, bounds: Limits) -> None:
     """Prompts that come at random times get what transformers gives each alone."""
-    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    reference = Reference(directory)
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 30))] for _ in range(12)]
     prompts += [prompts[-1][:9] + prompts[0][:9], prompts[-1] + prompts[0]]
-    assert_context_matters(reference, prompts)
-    engine.warm_up()
-    generated = run(engine, bounds, prompts, rng)
-    for prompt, tokens in zip(prompts, generated, strict=True):
-        assert_greedy(reference, prompt, tokens)
+    requests = [Request(n, p, NEW_TOKENS, False, Sampling(), Details()) for n, p in enumerate(prompts)]
+    generated = run(engine, bounds, requests, rng)
+    clear = [assert_greedy(reference, prompt, tokens) for prompt, tokens in zip(prompts, generated, strict=True)]
+    assert sum(clear) > 0.8 * sum(map(len, generated))
+    assert_context_matters(reference, prompts, generated)
 
 
-def test_a_model_without_a_kv_cache_is_refused(tmp_path: Path) -> None:
-    config = transformers.MambaConfig(**SMALL, hidden_size=32, num_hidden_layers=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(StartError, match="mamba"):
-        TransformersEngine(engine_options(tmp_path, 6, threads=None))
+LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2}, "keep more than a KV cache"),
+    ("LED", LED_LIKE | {"attention_window": 8}, "sees padding"),
+    ("SwitchTransformers", T5_LIKE | {"num_experts": 2}, "shares experts among rows"),
+    ("ProphetNet", {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}, "sees padding"),
+]
 
 
-def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
-    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(StartError, match="decoder-only"):
-        TransformersEngine(engine_options(tmp_path, 6, threads=None))
+@pytest.mark.parametrize(("name", "settings", "reason"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_a_model_whose_rows_cannot_join_and_leave_is_refused(
+    name: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = getattr(transformers, f"{name}Config")(**SMALL, decoder_start_token_id=START, **settings)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    family.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(StartError, match=reason):
+        TransformersEngine(engine_options(tmp_path, 6, threads=1))
 
 
-def run(engine: Engine, bounds: Limits, prompts: list[list[int]], rng: random.Random) -> list[list[int]]:
-    """What the engine generates when the prompts come at random times."""
-    batcher = Batcher(bounds, eos_ids=[2])
-    waiting = [Request(n, p, NEW_TOKENS, False, Sampling(), Details()) for n, p in enumerate(prompts)]
-    done: dict[int, list[int]] = {}
-    while len(done) < len(prompts):
-        if waiting and (batcher.idle or rng.random() < 0.4):
-            batcher.submit([waiting.pop(0)], 0.0)
-        plan = batcher.plan(0.0)
-        if plan is None:
-            continue
-        engine.release(plan.preempted)
-        result = engine.step(plan)
-        ended = batcher.commit(plan, result.tokens, 0.0)
-        engine.release(ended)
-        done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
-    return [done[n] for n in range(len(prompts))]
+def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:
+    config = transformers.T5Config(**SMALL | {"bos_token_id": None}, **T5_LIKE)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(StartError, match="decoder_start_token_id of a model of type t5 must be one token, not None"):
+        TransformersEngine(engine_options(tmp_path, 6, threads=1))
 
 
-def assert_context_matters(reference: PreTrainedModel, prompts: list[list[int]]) -> None:
+def assert_context_matters(reference: Reference, prompts: list[list[int]], generated: list[list[int]]) -> None:
     """A model that looks at the last token only would pass whatever became of the others."""
-    with torch.no_grad():
-        differs = [best_next(reference, prompt) != best_next(reference, prompt[-1:]) for prompt in prompts]
-    assert sum(differs) >= len(prompts) / 4
+    first = [best(reference, prompt, []) != best(reference, prompt[-1:], []) for prompt in prompts]
+    assert sum(first) >= len(prompts) / 4
+    if reference.encoder_decoder:
+        pairs = list(zip(prompts, generated, strict=True))
+        last = [best(reference, prompt, tokens[:8]) != best(reference, prompt, tokens[7:8]) for prompt, tokens in pairs]
+        assert sum(last) >= len(prompts) / 4
 
 
-def best_next(reference: PreTrainedModel, prompt: list[int]) -> int:
-    return int(reference(torch.tensor([prompt])).logits[0, -1].argmax())
+def best(reference: Reference, prompt: list[int], tokens: list[int]) -> int:
+    return int(reference.logits(prompt, tokens)[-1].argmax())
 
 
-def assert_greedy(reference: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
-    """Every token is the best one after those before it, in one plain pass over all of them."""
-    with torch.no_grad():
-        logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    assert len(tokens) == NEW_TOKENS or tokens[-1] == 2
+def assert_greedy(reference: Reference, prompt: list[int], tokens: list[int]) -> int:
+    """Every token is the best one after those before it; of how many no other could have passed."""
+    logits = reference.logits(prompt, tokens)[:-1]
+    assert len(tokens) == NEW_TOKENS or tokens[-1] == EOS
     for scores, token in zip(logits, tokens, strict=True):
         assert scores.max() - scores[token] < NEAR_TIE
     best = logits.topk(2).values
-    clear = best[:, 0] - best[:, 1] > 2 * NEAR_TIE  # where only one token can pass
-    assert clear.float().mean() > 0.8
+    return int((best[:, 0] - best[:, 1] > 2 * NEAR_TIE).sum())

@@ -1,6 +1,5 @@
 """The real engine when steps fail: what survives is what each request gives alone."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from tgis.messages import Details, Request, Sampling, TokenFacts
 Outcome = dict[int, tuple[list[int], list[TokenFacts]]]  # id -> generated tokens, facts of its input
 
 
-@pytest.fixture(scope="module")
-def engine(glassllm_dir: Path) -> TransformersEngine:
-    options = engine_options(glassllm_dir, 8, threads=1)
+@pytest.fixture(scope="module", params=["glassllm", "detransliterator"])
+def engine(request: pytest.FixtureRequest) -> TransformersEngine:
+    options = engine_options(request.getfixturevalue(f"{request.param}_dir"), 8, threads=1)
     loaded = TransformersEngine(options)
     loaded.warm_up()
     return loaded
@@ -100,7 +99,8 @@ LACK, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
 def test_a_pass_that_fails_changes_nobodys_result(
     engine: TransformersEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
 ) -> None:
-    monkeypatch.setattr(engine, "_forward", Failing(engine._forward, error, calls))
+    network = engine._model.network
+    monkeypatch.setattr(network, "forward", Failing(network.forward, error, calls))
     check(run(engine, requests()), alone)
     assert engine._rows == []
 
@@ -116,8 +116,8 @@ def test_a_cache_that_cannot_grow_changes_nobodys_result(
 
 
 def test_a_lost_device_is_fatal(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Failing(engine._forward, torch.AcceleratorError("device-side assert"), {1})
-    monkeypatch.setattr(engine, "_forward", lost)
+    network = engine._model.network
+    monkeypatch.setattr(network, "forward", Failing(network.forward, torch.AcceleratorError("device-side assert"), {1}))
     row = Sequence(requests()[0], 0.0)
     with pytest.raises(StartError, match="device is lost"):
         engine.step(Plan.whole([row]))

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.timeout(600)  # the first test may compute the oracle
 
 MODELS = pytest.mark.parametrize("served", PROMPTS, indirect=True)
 CASES = [(model, prompt) for model, prompts in PROMPTS.items() for prompt in prompts]
-GLASSLLM = list(PROMPTS["glassllm"])
+SMALL = [(model, list(PROMPTS[model])) for model in ("glassllm", "detransliterator", "titles")]
 BATCHES = [
     ("smollm2", "one_token long emoji chat_short python english joiners newlines"),
-    *(("glassllm", " ".join(GLASSLLM[at : at + 8])) for at in range(0, len(GLASSLLM), 8)),
+    *((model, " ".join(prompts[at : at + 8])) for model, prompts in SMALL for at in range(0, len(prompts), 8)),
 ]
 
 
@@ -49,6 +49,18 @@ def smollm2(request: pytest.FixtureRequest, smollm2_dir: Path, cache_dir: Path) 
 @pytest.fixture(scope="module")
 def glassllm(request: pytest.FixtureRequest, glassllm_dir: Path, cache_dir: Path) -> Iterator[Served]:
     with _serving("glassllm", glassllm_dir, cache_dir, request) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def detransliterator(request: pytest.FixtureRequest, detransliterator_dir: Path, cache_dir: Path) -> Iterator[Served]:
+    with _serving("detransliterator", detransliterator_dir, cache_dir, request) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def titles(request: pytest.FixtureRequest, titles_dir: Path, cache_dir: Path) -> Iterator[Served]:
+    with _serving("titles", titles_dir, cache_dir, request) as served:
         yield served
 
 
@@ -86,8 +98,9 @@ def test_unary_alone(served: Served, prompt: str) -> None:
     print(f"ended at a near tie: {1 - compared} of 1")
 
 
-@pytest.mark.parametrize("prompt", GLASSLLM)
-@pytest.mark.parametrize("served", ["glassllm"], indirect=True)
+@pytest.mark.parametrize(
+    ("served", "prompt"), [(model, prompt) for model, prompts in SMALL for prompt in prompts], indirect=["served"]
+)
 def test_stream_alone_equals_unary(served: Served, prompt: str) -> None:
     answer = served.answers[prompt]
     for options in (TEXT, EVERYTHING):
@@ -128,9 +141,12 @@ def test_batch_call(served: Served, prompts: str) -> None:
         ("glassllm", 0, (1, 32), 2),
         ("glassllm", 0.5, (1, 32), 3),
         ("glassllm", 2, (8, 32), 4),
+        ("detransliterator", 0, (1, 48), 5),
+        ("detransliterator", 1, (1, 48), 6),
+        ("titles", 0.5, (1, 24), 7),
+        ("titles", 4, (1, 24), 8),
     ],
     indirect=["served"],
-    ids=["smollm2", "glassllm-at-once", "glassllm-dense", "glassllm-sparse"],
 )
 def test_overlapping(served: Served, seconds: float, max_new_tokens: tuple[int, int], seed: int) -> None:
     arrivals = forty_and_eight(list(served.answers.values()), seed, seconds, max_new_tokens)

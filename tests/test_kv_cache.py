@@ -97,7 +97,7 @@ def test_an_emptied_cache_starts_again_without_growing() -> None:
         for _ in range(20):
             model.decode()
         model.leave(0)
-    assert model.cache.states.layers[0].keys.shape[2] <= 128
+    assert model.cache.states.layers[0].key_buffer.shape[2] <= 128
 
 
 def test_bytes_per_token_counts_all_layers() -> None:

@@ -1,4 +1,4 @@
-"""tgis.models.demo: a pinned package becomes a model, once; and the two models are what they claim to be."""
+"""tgis.models.demo: a pinned package becomes a model, once; and the models are what they claim to be."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tgis.errors import StartError
 from tgis.models import demo
-from tgis.models.files import eos_ids, find_model, find_weights, max_sequence_length
+from tgis.models.files import eos_ids, find_model, find_weights, is_encoder_decoder, max_sequence_length
 
 
 @pytest.fixture
@@ -222,3 +222,50 @@ class TestGlassllm:
         tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
         text = "What  do you\nmean by   that?\n\n"
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def translate(path: Path, texts: list[str]) -> list[str]:
+    """Greedy outputs of transformers in float32."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    inputs = [tokenizer(text, return_tensors="pt") for text in texts]
+    outputs = [model.generate(**one, max_new_tokens=24, do_sample=False)[0] for one in inputs]
+    return [str(tokenizer.decode(output, skip_special_tokens=True)) for output in outputs]
+
+
+class TestDetransliterator:
+    def test_facts(self, detransliterator_dir: Path) -> None:
+        model = find_model(str(detransliterator_dir), None, None)
+        assert is_encoder_decoder(model.config)
+        assert max_sequence_length(model.config) == 1024
+        assert eos_ids(model, detransliterator_dir) == (2,)
+
+    def test_names(self, detransliterator_dir: Path) -> None:
+        """The example of the package's README, and a line of its test data."""
+        found = translate(detransliterator_dir, ["musa dunbuya", "an ɲ’ile le bato la"])
+        assert found == ["ߡߎߛߊ߫ ߘߎ߲ߓߎߦߊ", "ߊ߲ ߧߴߌߟߋ ߟߋ߬ ߓߊ߬ߕߏ߬ ߟߊ߫"]
+
+    def test_latin_is_hopeless(self, detransliterator_dir: Path) -> None:
+        model = AutoModelForSeq2SeqLM.from_pretrained(detransliterator_dir)
+        with torch.no_grad():
+            logits = model(torch.tensor([[1036, 1027, 834]]), decoder_input_ids=torch.tensor([[2, 105, 211]])).logits
+        nko = 832
+        torch.testing.assert_close(logits[..., nko:], torch.full_like(logits[..., nko:], -50.0), rtol=0, atol=1e-3)
+        assert logits[..., :nko].amax() > 0
+
+
+def test_titles(titles_dir: Path) -> None:
+    """They begin as those of the package's own int8 graphs, run by onnxruntime; exactly equal they cannot be."""
+    beginnings = {
+        "Fix the failing unit test in the parser module": "Fix unit test",
+        "Reading the documentation of the billing service and searching for the invoice template.": "Search for ",
+        "Installed the package with pip and started the server.": "Installed package with pip",
+        'git commit -m "typo"': "git commit",
+        "Wrote a migration that adds the column email to the table users.": "Create migration ",
+    }
+    model = find_model(str(titles_dir), None, None)
+    assert is_encoder_decoder(model.config)
+    assert max_sequence_length(model.config) == 512
+    assert eos_ids(model, titles_dir) == (1,)
+    for text, start in zip(translate(titles_dir, list(beginnings)), beginnings.values(), strict=True):
+        assert text.startswith(start)

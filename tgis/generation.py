@@ -27,6 +27,7 @@ class Serving:
     limits: Limits
     encoder_decoder: bool
     largest: int  # tokens of one request, input and output, that fit into memory
+    positions: int  # tokens that an input, and an output, may have whatever the memory
     max_inputs: int  # in flight
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     log_text: bool
@@ -148,6 +149,9 @@ class Generator:
             size, largest = len(request.tokens) + request.max_new_tokens, self.serving.largest
             if size > largest:
                 raise InvalidRequest(field, f"input and new tokens ({size}) are more than fit into memory ({largest})")
+            if max(len(request.tokens), request.max_new_tokens) > self.serving.positions:
+                text = f"input tokens ({len(request.tokens)}) and new tokens ({request.max_new_tokens})"
+                raise InvalidRequest(field, f"{text} must each be <= {self.serving.positions} for this model")
         most, queued = self.serving.max_queued_tokens, self._client.queued_tokens
         if most and queued and queued + sum(len(request.tokens) for request in requests) > most:
             raise Overloaded(f"Model is overloaded: {queued} input tokens are waiting, at most {most} may")

@@ -93,6 +93,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     block_size: int = 0  # tokens of a KV block; rows of such engines compute parts of their prompts beside others
     stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
     largest: int = 1 << 40  # tokens of the largest single request that fits into memory
+    positions: int = 1 << 40  # tokens that an input, and an output, may have whatever the memory
 
 
 class Admissions(msgspec.Struct, array_like=True, gc=False):

@@ -110,6 +110,7 @@ class Server:
             limits=self._limits,
             encoder_decoder=info.encoder_decoder,
             largest=info.largest,
+            positions=info.positions,
             max_inputs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
             log_text=config.log_text,

@@ -36,7 +36,7 @@ class Window:
 
 
 class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer for all slots: [slots, heads, columns, head size]."""
+    """Keys and values of one layer: buffers for all slots, and in `keys` and `values` what the window shows of them."""
 
     is_sliding = False
 
@@ -46,8 +46,8 @@ class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate with the head count, head size and dtype that the model turns out to have."""
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        self.key_buffer = self._buffer(key_states)  # [slots, heads, columns, head size]
+        self.value_buffer = self._buffer(value_states)
         self.is_initialized = True
 
     def update(
@@ -57,9 +57,16 @@ class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         w = self.window
-        self.keys[w.rows, :, w.write_from : w.write_to] = key_states
-        self.values[w.rows, :, w.write_from : w.write_to] = value_states
-        return self.keys[w.rows, :, w.read_from : w.write_to], self.values[w.rows, :, w.read_from : w.write_to]
+        self.key_buffer[w.rows, :, w.write_from : w.write_to] = key_states
+        self.value_buffer[w.rows, :, w.write_from : w.write_to] = value_states
+        self.look()
+        return self.keys, self.values
+
+    def look(self) -> None:
+        """Let `keys` and `values` be what the window shows now."""
+        w = self.window
+        self.keys = self.key_buffer[w.rows, :, w.read_from : w.write_to]
+        self.values = self.value_buffer[w.rows, :, w.read_from : w.write_to]
 
     def get_seq_length(self) -> int:
         """Columns that the query tokens of the pass have before them."""
@@ -78,26 +85,27 @@ class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values."""
-        buffers = (self.keys, self.values) if self.is_initialized else ()
+        buffers = (self.key_buffer, self.value_buffer) if self.is_initialized else ()
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     def move(self, rows: slice, source: slice, target: slice) -> None:
         """Move `rows` into freshly allocated buffers of the window's size; everything else becomes zero."""
         if self.is_initialized:
-            self.keys = self._moved(self.keys, rows, source, target)
-            self.values = self._moved(self.values, rows, source, target)
+            self.keys = self.values = None  # they would keep the old buffers
+            self.key_buffer = self._moved(self.key_buffer, rows, source, target)
+            self.value_buffer = self._moved(self.value_buffer, rows, source, target)
 
     def copy_row(self, source: int, target: int, columns: slice) -> None:
         """Let one slot take over another's columns."""
         if self.is_initialized:
-            self.keys[target, :, columns] = self.keys[source, :, columns]
-            self.values[target, :, columns] = self.values[source, :, columns]
+            self.key_buffer[target, :, columns] = self.key_buffer[source, :, columns]
+            self.value_buffer[target, :, columns] = self.value_buffer[source, :, columns]
 
     def clear(self, rows: slice, columns: slice) -> None:
         """Zero a region, so that what an earlier row left there (NaN, say) can harm nobody."""
         if self.is_initialized:
-            self.keys[rows, :, columns] = 0
-            self.values[rows, :, columns] = 0
+            self.key_buffer[rows, :, columns] = 0
+            self.value_buffer[rows, :, columns] = 0
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.window.slots, like.shape[1], self.window.columns, like.shape[3])
@@ -150,6 +158,12 @@ class PaddedCache:
         self.lengths = [length + 1 for length in self.lengths]
         self._end += 1
         self._show(slice(0, len(self.lengths)), self._end - self.width, self._end - 1, self._end)
+
+    def show(self) -> None:
+        """Show every row as it is; nothing is to be computed."""
+        self._show(slice(0, len(self.lengths)), self._end - self.width, self._end, self._end)
+        for layer in self.states.layers:
+            layer.look()
 
     def mask(self, first: int, stop: int) -> torch.Tensor:
         """Which of the leftmost `stop` columns shown are tokens of their row: bool [rows, stop]."""

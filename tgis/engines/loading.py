@@ -1,16 +1,17 @@
-"""Loading a decoder-only model from a local directory: device, dtype, weights. No download, no remote code."""
+"""Loading a model from a local directory: device, dtype, weights. No download, no remote code."""
 
 import inspect
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from tgis.engines.packing import pack_linears
-from tgis.errors import StartError
+from tgis.errors import StartError, Unsupported
 from tgis.messages import EngineOptions
 
 log = logging.getLogger(__name__)
@@ -34,25 +35,42 @@ def pick_device(options: EngineOptions) -> torch.device:
     return torch.device("cpu")
 
 
+def load_config(options: EngineOptions) -> PreTrainedConfig:
+    """What the model's config.json says."""
+    return AutoConfig.from_pretrained(options.model_path, local_files_only=True, trust_remote_code=False)
+
+
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, Accepts]:
-    """The model, ready for inference on the device, its linear layers packed on the CPU."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    started = time.monotonic()
-    config = AutoConfig.from_pretrained(options.model_path, local_files_only=True, trust_remote_code=False)
-    dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
-    log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
-    model = _load(options.model_path, config, dtype).eval().to(device)
-    if device.type == "cpu":
-        log.info("packed %d linear layers", pack_linears(model))
-    log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
+    """A decoder-only model, ready for inference on the device, its linear layers packed on the CPU."""
+    if load_config(options).is_encoder_decoder:
+        raise Unsupported(f"{options.model_path} is an encoder-decoder")
+    model = _ready(AutoModelForCausalLM, options, device)
     parameters = inspect.signature(model.forward).parameters
     return model, Accepts("position_ids" in parameters, "logits_to_keep" in parameters)
 
 
-def _load(path: str, config: transformers.PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_seq2seq_lm(options: EngineOptions, device: torch.device) -> PreTrainedModel:
+    """An encoder-decoder model, ready in the same way."""
+    return _ready(AutoModelForSeq2SeqLM, options, device)
+
+
+def _ready(family: Any, options: EngineOptions, device: torch.device) -> PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    started = time.monotonic()
+    config = load_config(options)
+    dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
+    log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
+    model = _load(family, options.model_path, config, dtype).eval().to(device)
+    if device.type == "cpu":
+        log.info("packed %d linear layers", pack_linears(model))
+    log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
+    return model
+
+
+def _load(family: Any, path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = family.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -62,13 +80,13 @@ def _load(path: str, config: transformers.PreTrainedConfig, dtype: torch.dtype) 
         )
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise StartError(f"{path}: cannot be loaded as a decoder-only model: {reason}") from error
+        raise StartError(f"{path}: {family.__name__} cannot load it: {reason}") from error
     if model._is_stateful:  # state-space layers: what they keep is no KV cache, and rows could not leave
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
 
 
-def _default_dtype(config: transformers.PreTrainedConfig, device: torch.device) -> torch.dtype:
+def _default_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """Half precision wherever the hardware computes in it."""
     if device.type == "cuda":
         saved = config.get_text_config(decoder=True).dtype

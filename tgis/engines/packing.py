@@ -17,6 +17,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = linear.bias
+        self.weight = linear.weight.detach().to("meta")  # no numbers: some models look at the type
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., in] -> [..., out]
         """Multiply and add the bias."""

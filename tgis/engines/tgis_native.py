@@ -44,7 +44,7 @@ class PagedEngine:
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}")
         self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
-        self._context = TokenContext(self._device)
+        self._context = TokenContext(lambda row: row.tokens, self._device)
         self._sampled: list[Sequence] = []
         self._inputs: dict[int, list[TokenFacts]] = {}  # request id -> facts so far
         self._blocks = 0

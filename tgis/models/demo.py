@@ -59,6 +59,19 @@ MODELS = {
         recipe="glassllm",
         revision=1,
     ),
+    "detransliterator": DemoModel(
+        package="detransliterator==0.0.2",
+        sha256="a5bb046002502481a9c4b2dd39a61527adc14def7592aa365b0a9d2ac2d96d23",
+        recipe="detransliterator",
+        revision=1,
+    ),
+    "titles": DemoModel(
+        package="traceforge-title-model==0.2.0",
+        sha256="41e051205c01f724a0d12ad65a52ca4e90661de3fd959e6ce2efab4919024d31",
+        recipe="titles",
+        revision=1,
+        needs=("onnx",),
+    ),
 }
 
 

@@ -1,0 +1,84 @@
+"""Decoder-only models in padded batches: prompts in pieces of bounded size, then one token for every row."""
+
+import torch
+
+from tgis.batcher.sequence import Sequence
+from tgis.engines.kv_cache import PaddedCache
+from tgis.engines.loading import load_causal_lm
+from tgis.engines.padded import PREFILL_TOKENS
+from tgis.engines.token_facts import first_input_fact, input_facts
+from tgis.messages import EngineOptions, TokenFacts
+
+
+class CausalModel:
+    """A `PaddedModel`: a decoder, and the keys and values of its rows."""
+
+    def __init__(self, options: EngineOptions, device: torch.device, max_rows: int) -> None:
+        self.network, self._accepts = load_causal_lm(options, device)
+        self.positions = options.max_sequence_length
+        self._device = device
+        self._max_rows = max_rows
+        self._cache = PaddedCache(max_rows)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return self._cache.bytes_per_token
+
+    def context(self, row: Sequence) -> list[int]:
+        """Prompt and generated tokens."""
+        return row.tokens
+
+    def clear(self) -> None:
+        """Start again with an empty cache."""
+        self._cache = PaddedCache(self._max_rows)
+
+    def leave(self, index: int) -> None:
+        """Forget a row."""
+        self._cache.leave(index)
+
+    def join(self, rows: list[Sequence]) -> None:
+        """Make room for the keys and values of new rows."""
+        self._cache.join([row.pending for row in rows])
+
+    def prefill(self, rows: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenFacts]]]:
+        """Compute prompts in pieces of bounded size: the logits after each row's last token, facts of input tokens."""
+        first = len(self._cache.lengths) - len(rows)
+        width = max(row.pending for row in rows)
+        ids = torch.tensor([[0] * (width - row.pending) + row.tokens[row.computed :] for row in rows])
+        details = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before
+        inputs = {row.id: [first_input_fact(row.request.details)] for row in details}
+        piece = max(1, PREFILL_TOKENS["cpu" if details else self._device.type] // len(rows))
+        for start in range(0, width, piece):
+            stop = min(start + piece, width)
+            self._cache.prefill(first, start, stop)
+            logits = self._forward(ids[:, start:stop], first, stop, keep=0 if details else 1)
+            for row in details:
+                shift = width - row.pending  # columns of padding left of the row
+                begin, end = max(start, shift), min(stop, width - 1)
+                if begin < end:
+                    predicted = row.tokens[begin - shift + 1 : end - shift + 1]
+                    scores = logits[rows.index(row), begin - start : end - start]
+                    inputs[row.id] += input_facts(scores, predicted, row.request.details)
+        return logits[:, -1], inputs
+
+    def decode(self, newest: torch.Tensor) -> torch.Tensor:
+        """One more token of every row."""
+        self._cache.decode()
+        return self._forward(newest[:, None], first=0, width=self._cache.width, keep=1)[:, -1]
+
+    def _forward(self, ids: torch.Tensor, first: int, width: int, keep: int) -> torch.Tensor:
+        """One pass for the rows from `first` on: ids [rows, columns], the newest of `width` columns; logits."""
+        mask = self._cache.mask(first, width)
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        arguments = {"position_ids": positions.to(self._device)} if self._accepts.position_ids else {}
+        if self._accepts.logits_to_keep:
+            arguments["logits_to_keep"] = keep
+        output = self.network(
+            input_ids=ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            past_key_values=self._cache.states,
+            use_cache=True,
+            **arguments,
+        )
+        return output.logits

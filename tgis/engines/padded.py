@@ -1,0 +1,48 @@
+"""What the padded engine asks of a model: passes over rows that join and leave, and the caches between them.
+
+Rows have numbers, 0 to n-1 without gaps, which are the same here and in the engine: new rows come last, and the last
+one takes the place of each that leaves.
+"""
+
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from tgis.batcher.sequence import Sequence
+from tgis.messages import TokenFacts
+
+# Tokens of a pass beyond which a bigger one only takes longer: measured on two cores; an H200 needs thousands.
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+class PaddedModel(Protocol):
+    """A loaded model, and what it keeps of its rows."""
+
+    network: PreTrainedModel
+    positions: int  # tokens that the input, and the output, of a row may have
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a row takes for each token that the batch is wide; known after the first pass."""
+
+    def join(self, rows: list[Sequence]) -> None:
+        """Make room for new rows."""
+
+    def prefill(self, rows: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenFacts]]]:
+        """Compute all tokens of the newest rows: the logits after each one's last, [rows, V]; facts of inputs by id.
+
+        Only rows that want facts and have generated nothing yet get some. Where it raises, other rows are unharmed.
+        """
+
+    def decode(self, newest: torch.Tensor) -> torch.Tensor:
+        """Compute one more token of every row, ids [rows]; the logits after it, [rows, V]."""
+
+    def leave(self, index: int) -> None:
+        """Forget a row."""
+
+    def clear(self) -> None:
+        """Forget every row, and whatever a pass that stopped half way through has left."""
+
+    def context(self, row: Sequence) -> list[int]:
+        """The tokens of a row that a repetition penalty applies to, the newest last."""

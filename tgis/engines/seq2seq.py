@@ -1,0 +1,142 @@
+"""Encoder-decoder models in padded batches: each input is encoded once, when its row joins.
+
+The decoder's cache is that of a decoder-only model whose prompt is the start token. What it computes of the encoder's
+output stands in a second cache of the same kind, where only rows that join or leave change anything.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from tgis.batcher.sequence import Sequence
+from tgis.engines.kv_cache import PaddedCache
+from tgis.engines.loading import load_seq2seq_lm
+from tgis.engines.padded import PREFILL_TOKENS
+from tgis.engines.places import check_rows, find_places
+from tgis.engines.token_facts import first_input_fact
+from tgis.errors import StartError
+from tgis.messages import EngineOptions, TokenFacts
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRules:
+    """What the model's generation config fixes about outputs, whoever asks: those parts of it that are no wishes."""
+
+    start: int  # what the decoder begins with
+    first: int | None  # the first token of every output: a target language, say
+    never: Tensor  # ids that no output may hold, such as Marian's padding
+
+    @classmethod
+    def of(cls, network: PreTrainedModel) -> Self:
+        """Those of the model; StartError unless it says where to start."""
+        config = network.generation_config
+        start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+        if not isinstance(start, int):
+            kind = network.config.model_type
+            raise StartError(f"decoder_start_token_id of a model of type {kind} must be one token, not {start!r:.40}")
+        words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
+        never = torch.tensor([*words, *(config.suppress_tokens or [])], dtype=torch.int64, device=network.device)
+        return cls(start, config.forced_bos_token_id, never)
+
+    def apply(self, logits: Tensor, beginning: list[int]) -> None:
+        """Change logits [rows, V] in place; `beginning` are the rows that have no token yet."""
+        logits.index_fill_(-1, self.never, -torch.inf)
+        if self.first is not None and beginning:
+            logits[beginning] = -torch.inf
+            logits[beginning, self.first] = 0
+
+
+class Seq2SeqModel:
+    """A `PaddedModel`: an encoder, a decoder, and what the decoder keeps of its rows."""
+
+    def __init__(self, options: EngineOptions, device: torch.device, max_rows: int) -> None:
+        self.network = load_seq2seq_lm(options, device)
+        check_rows(self.network)
+        self._places = find_places(self.network, options.max_sequence_length)
+        self._rules = OutputRules.of(self.network)
+        self._device = device
+        self._max_rows = max_rows
+        self.positions = self._places.most
+        self.clear()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of both caches: the longest input and the longest output may belong to different rows."""
+        return self._encoded.bytes_per_token + self._decoded.bytes_per_token
+
+    def context(self, row: Sequence) -> list[int]:
+        """What the decoder has seen: the start token and the output."""
+        return [self._rules.start, *row.tokens[row.prompt_length :]]
+
+    def clear(self) -> None:
+        """Start again with empty caches."""
+        self._encoded, self._decoded = PaddedCache(self._max_rows), PaddedCache(self._max_rows)
+        self._states = EncoderDecoderCache(self._decoded.states, self._encoded.states)
+
+    def leave(self, index: int) -> None:
+        """Forget a row."""
+        self._encoded.leave(index)
+        self._decoded.leave(index)
+
+    def join(self, rows: list[Sequence]) -> None:
+        """Make room in both caches."""
+        self._encoded.join([row.prompt_length for row in rows])
+        self._decoded.join([1 + row.generated for row in rows])
+
+    def prefill(self, rows: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenFacts]]]:
+        """Encode the inputs, then decode what there is of outputs: the logits of the next tokens; empty facts."""
+        first = len(self._decoded.lengths) - len(rows)
+        encoded = self._encode(rows)
+        self._encoded.prefill(first, 0, encoded.shape[1])
+        self._states.is_updated.clear()  # so that the first pass fills the second cache
+        outputs = [self.context(row) for row in rows]
+        width = max(len(output) for output in outputs)
+        ids = torch.tensor([[0] * (width - len(output)) + output for output in outputs])
+        piece = max(1, PREFILL_TOKENS["cpu"] // len(rows))  # each of its tokens gets logits
+        for start in range(0, width, piece):
+            stop = min(start + piece, width)
+            self._decoded.prefill(first, start, stop)
+            logits = self._forward(ids[:, start:stop], first, stop, encoded)
+        self._rules.apply(logits[:, -1], [index for index, row in enumerate(rows) if not row.generated])
+        told = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before
+        return logits[:, -1], {row.id: [first_input_fact(row.request.details)] * row.prompt_length for row in told}
+
+    def decode(self, newest: Tensor) -> Tensor:
+        """One more token of every row."""
+        self._decoded.decode()
+        self._encoded.show()
+        shape = (len(newest), self._encoded.width, 1)
+        unread = torch.zeros((1, 1, 1), dtype=self.network.dtype, device=self._device).expand(shape)
+        logits = self._forward(newest[:, None], 0, self._decoded.width, unread)[:, -1]
+        self._rules.apply(logits, [])
+        return logits
+
+    def _encode(self, rows: list[Sequence]) -> Tensor:
+        """The encoder's output, [rows, columns, hidden], right-aligned: padding is right of an input only before."""
+        lengths = [row.prompt_length for row in rows]
+        width = max(lengths)
+        ids = [row.tokens[:length] + [0] * (width - length) for row, length in zip(rows, lengths, strict=True)]
+        mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+        states = self.network.get_encoder()(
+            input_ids=torch.tensor(ids, device=self._device), attention_mask=mask.to(self._device)
+        ).last_hidden_state
+        return torch.stack([state.roll(width - length, 0) for state, length in zip(states, lengths, strict=True)])
+
+    def _forward(self, ids: Tensor, first: int, width: int, encoded: Tensor) -> Tensor:
+        """One pass of the decoder for the rows from `first` on: ids [rows, columns], the newest of `width`; logits."""
+        mask = self._decoded.mask(first, width)
+        places = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = self.network(
+            attention_mask=self._encoded.mask(first, encoded.shape[1]).to(self._device),
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
+            decoder_input_ids=ids.to(self._device),
+            decoder_attention_mask=mask.to(self._device),
+            past_key_values=self._states,
+            use_cache=True,
+            **self._places.arguments(places.to(self._device)),
+        )
+        return output.logits
