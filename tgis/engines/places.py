@@ -76,12 +76,23 @@ def _unsupported(network: PreTrainedModel, reason: str) -> Unsupported:
     return Unsupported(f"models of type {network.config.model_type} are not supported: their decoder {reason}")
 
 
+class _Seen(Exception):
+    """Ends a pass that has done what it was for."""
+
+
 def _embeddings(network: PreTrainedModel, count: int) -> Tensor:
     """What the decoder embeds for its first places, [count, hidden], as a pass over so many tokens shows."""
-    seen: list[Tensor] = []
-    hook = network.get_decoder().embed_positions.register_forward_hook(lambda *call: seen.append(call[-1]))
+
+    def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        raise _Seen(output)
+
+    hook = network.get_decoder().embed_positions.register_forward_hook(see)
     token = 1 if network.config.pad_token_id == 0 else 0  # some give padding no place
     ids = torch.full((1, count), token, device=network.device)
-    network.base_model(input_ids=ids[:, :1], decoder_input_ids=ids, use_cache=False)
-    hook.remove()
-    return seen[0].reshape(count, -1)
+    try:
+        network.base_model(input_ids=ids[:, :1], decoder_input_ids=ids, use_cache=False)
+    except _Seen as seen:
+        output: Tensor = seen.args[0]
+    finally:
+        hook.remove()
+    return output.reshape(count, -1)
