@@ -46,6 +46,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Falcon, alibi": FALCON_LIKE | {"alibi": True},
     "Falcon, 40b": FALCON_LIKE | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "GPTBigCode, many heads": GPT2_LIKE | {"multi_query": False},
+    "OPT, galactica": LLAMA_LIKE
+    | {
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "activation_function": "gelu",
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+    },
     "OPT, 350m": LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
     "GPTJ": GPT2_LIKE | {"rotary_dim": 4},
     "GPTNeo": {
@@ -96,6 +104,7 @@ BART_LIKE = {
 GEMMA_LIKE = LLAMA_LIKE | SMALL | {"head_dim": 8, "sliding_window": 8}
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "T5": T5_LIKE,
+    "T5, flan": T5_LIKE | {"feed_forward_proj": "gated-gelu"},
     "MT5": T5_LIKE,
     "UMT5": T5_LIKE,
     "LongT5": T5_LIKE | {"local_radius": 4},
