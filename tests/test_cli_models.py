@@ -97,7 +97,7 @@ def test_what_was_downloaded_is_served_by_its_name(hub: Hub, run: Run, tmp_path:
 
 def test_the_cache_is_where_the_environment_says(hub: Hub, run: Run, tmp_path: Path) -> None:
     for name in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE"):
-        code, out, _ = run("download-weights", REPO, **{name: str(tmp_path / name)})
+        code, out, _ = run("download-weights", REPO, **{name: str(tmp_path / name)}, PORT="of the server alone")
         assert code == 0
         assert out.startswith(f"{tmp_path / name}/models--org--name/")
     assert not (tmp_path / "hf").exists()
