@@ -1,11 +1,15 @@
 """Fixtures that more than one test file needs."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import pre_tokenizers
+
+from tgis.models.files import ModelFiles, find_model
 
 # As the server sets it: threads that spin for ever make tests ten times slower once anything else wants their cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -50,3 +54,18 @@ def _demo_model(name: str, cache: Path) -> Path:
     command = [sys.executable, "-m", "tgis.models.demo", name, "--out", str(cache)]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip())
+
+
+@pytest.fixture
+def slow_gpt2(tmp_path: Path) -> ModelFiles:
+    """A GPT-2 tokenizer in its old format: vocab.json and merges.txt, three merges, no tokenizer.json."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "<|endoftext|>"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    config = {"model_type": "gpt2", "vocab_size": len(pieces)}
+    path = tmp_path / "slow"
+    path.mkdir()
+    for name, value in {"config": config, "vocab": vocabulary, "tokenizer_config": settings}.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    (path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nhe ll\n")
+    return find_model(str(path), None, None)

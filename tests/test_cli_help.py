@@ -54,7 +54,7 @@ def test_every_command_has_help_of_80_columns(helps: dict[str, str]) -> None:
 
 def test_help_lists_the_commands(helps: dict[str, str]) -> None:
     for command, about in COMMANDS.items():
-        assert f"  {command:<12}{about}\n" in helps["--help"]
+        assert f"  {command:<27}{about}\n" in helps["--help"]
     assert max(map(len, helps["--help"].splitlines())) <= 80
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tgis.__main__ import COMMANDS
 from tgis.config import Config, parse
 from tgis.options import options_of
 
@@ -114,6 +115,29 @@ def test_the_pod_is_confined_and_can_write_to_tmp_alone(
     assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in server["volumeMounts"]}
 
 
+def test_the_download_brings_what_is_served_to_where_it_is_looked_for(
+    config: Config, pod: dict[str, Any], server: dict[str, Any]
+) -> None:
+    assert load("download-weights/kustomization.yaml")["patches"] == [{"path": "deployment.yaml"}]
+    patch = load("download-weights/deployment.yaml")
+    assert patch["metadata"]["name"] == load("deployment.yaml")["metadata"]["name"]
+    changes = patch["spec"]["template"]["spec"]
+    (init,), (served,) = changes["initContainers"], changes["containers"]
+    environ = {entry["name"]: entry.get("value") for entry in init["env"]}
+    assert served == {"name": server["name"], "env": [{"name": "MODEL_NAME", "value": environ["MODEL_NAME"]}]}
+    assert environ["HF_HUB_CACHE"] == str(config.hub_cache)
+    assert init["command"] == ["tgis", "download-weights", "$(MODEL_NAME)"]
+    assert init["command"][1] in COMMANDS
+    for name in ("image", "securityContext", "terminationMessagePolicy"):
+        assert init[name] == server[name]
+    assert init["volumeMounts"] == [
+        {name: value for name, value in mount.items() if name != "readOnly"} for mount in server["volumeMounts"]
+    ]
+    (volume,) = changes["volumes"]
+    volume["persistentVolumeClaim"]["readOnly"] = True
+    assert volume in pod["volumes"]
+
+
 @pytest.fixture(scope="module")
 def recipe() -> str:
     return (ROOT / "Containerfile").read_text()
@@ -143,7 +167,8 @@ def test_the_image_can_be_built_and_works_for_any_user(recipe: str) -> None:
         image = containerfile.replay(recipe, ROOT, root)
         user = containerfile.stranger()
         assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
-        assert image.run(["text-generation-launcher", "--help"], user).startswith("usage: text-generation-launcher")
+        for script in ("text-generation-launcher", "text-generation-server", "model-util"):
+            assert image.run([script, "--help"], user).startswith(f"usage: {script} ")
         where = image.run(["python", "-c", "import tgis.server, tgis.worker; print(tgis.server.__file__)"], user)
         assert where.startswith(str(root / "venv"))
 
@@ -180,7 +205,12 @@ def test_setuptools_finds_every_package() -> None:
 
 def test_the_console_scripts_exist() -> None:
     scripts = setup_cfg()["options.entry_points"]["console_scripts"].split("\n")
-    assert [script.split(" = ")[0] for script in scripts if script] == ["tgis", "text-generation-launcher"]
+    assert [script.split(" = ")[0] for script in scripts if script] == [
+        "tgis",
+        "text-generation-launcher",
+        "text-generation-server",
+        "model-util",
+    ]
     for _, target in (script.split(" = ") for script in scripts if script):
         module, _, function = target.partition(":")
         assert callable(getattr(__import__(module, fromlist=[function]), function))

@@ -5,7 +5,6 @@ import json
 import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 from huggingface_hub import try_to_load_from_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers
 
 from tgis.errors import StartError
 from tgis.models import child, files
-from tgis.models.files import ModelFiles, ensure_tokenizer, eos_ids, find_model, find_weights
+from tgis.models.files import ModelFiles, eos_ids, find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SAFETENSORS = struct.pack("<Q", 2) + b"{}"
@@ -83,7 +81,7 @@ class TestFindModel:
             ("", None, "'' is no model name"),
             ("org/na\0me", None, "is no model name"),
             ("org/name\n", None, "is no model name"),
-            ("org/other", None, "no such directory and no {hub}/models--org--other (nothing is downloaded)"),
+            ("org/other", None, "no such directory and no {hub}/models--org--other (see tgis download-weights)"),
             ("a/b/c", None, "no such directory and it is no name in a hub cache"),
             ("../name", None, "it is no name in a hub cache"),
             ("org/name", "v2", "the cache: {hub}/models--org--name has no snapshot 'v2'"),
@@ -273,63 +271,6 @@ class TestFacts:
         with contextlib.suppress(StartError):
             ids = eos_ids(ModelFiles(Path("/none"), config, config), Path("/none"))
             assert all(type(entry) is int and entry >= 0 for entry in ids)
-
-
-@pytest.fixture
-def slow_gpt2(tmp_path: Path) -> ModelFiles:
-    """A GPT-2 tokenizer in its old format: vocab.json and merges.txt, three merges, no tokenizer.json."""
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "<|endoftext|>"]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
-    config = {"model_type": "gpt2", "vocab_size": len(pieces)}
-    path = write_model(tmp_path / "slow", config=config, vocab=vocabulary, tokenizer_config=settings)
-    (path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nhe ll\n")
-    return find_model(str(path), None, None)
-
-
-class TestTokenizer:
-    def test_its_own(self, tmp_path: Path) -> None:
-        model = find_model(str(write_model(tmp_path / "m", tokenizer={})), None, None)
-        assert ensure_tokenizer(model, tmp_path / "cache") == model.path
-        assert not (tmp_path / "cache").exists()
-
-    def test_converted_once(self, slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with ThreadPoolExecutor(2) as pool:  # two servers start together
-            first, second = pool.map(lambda _: ensure_tokenizer(slow_gpt2, tmp_path), range(2))
-        assert first == second
-        assert list((tmp_path / "tokenizers").iterdir()) == [first]
-        tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
-        assert tokenizer.encode("hello").tokens == ["hell", "o"]
-        assert eos_ids(slow_gpt2, first) == (256 + 3,)  # after the bytes and the merges
-
-        monkeypatch.setattr(child, "run", lambda command, seconds: "not again")
-        assert ensure_tokenizer(slow_gpt2, tmp_path) == first
-        (slow_gpt2.path / "merges.txt").write_text("#version: 0.2\nh e\n")
-        with pytest.raises(StartError, match="not again"):
-            ensure_tokenizer(slow_gpt2, tmp_path)
-
-    def test_no_tokenizer_at_all(self, tmp_path: Path) -> None:
-        """transformers gives GPT-2 an empty vocabulary then, without a word."""
-        config = {"model_type": "gpt2", "vocab_size": 50257}
-        model = find_model(str(write_model(tmp_path / "m", config=config)), None, None)
-        with pytest.raises(StartError, match=r"no tokenizer\.json, .* vocabulary files are missing") as caught:
-            ensure_tokenizer(model, tmp_path / "cache")
-        assert str(caught.value).startswith(str(model.path))
-        assert "\n" not in str(caught.value)
-        assert not list((tmp_path / "cache" / "tokenizers").iterdir())
-
-    def test_code_of_the_model_is_not_run(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
-        settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
-        write_model(slow_gpt2.path, tokenizer_config=settings, config={"model_type": "evil"})
-        (slow_gpt2.path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-        with pytest.raises(StartError, match="none can be made"):
-            ensure_tokenizer(slow_gpt2, tmp_path / "cache")
-        assert not (tmp_path / "ran").exists()
-
-    def test_a_cache_that_cannot_be_written(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        with pytest.raises(StartError, match="cannot keep a tokenizer for"):
-            ensure_tokenizer(slow_gpt2, tmp_path / "file")
 
 
 class TestChild:

@@ -7,14 +7,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
+import hub_stand_in
+import numpy as np
 import pytest
 from conftest import REPOSITORY
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from harness import Server, call, serving
+from safetensors.numpy import save
 
 from tgis.models.fake import make_fake_model
 
@@ -52,7 +56,20 @@ def test_python(server: Server, example: str) -> None:
     assert _printed("-c", example.replace(ADDRESS, server.target)) == _text(server, prompt, count)
 
 
-@pytest.mark.parametrize("words", TGIS, ids=shlex.join)
+@pytest.mark.parametrize("words", [words for words in TGIS if words[0] == "download-weights"], ids=shlex.join)
+def test_download(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with hub_stand_in.running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        files = dict.fromkeys(("config.json", "tokenizer.json"), b"{}")
+        commit = hub.add(words[1], files | {"model.safetensors": save({"w": np.zeros(1)})})
+        printed = _printed("-m", "tgis", *words)
+    assert printed.startswith(str(tmp_path))
+    assert printed.endswith(f"{commit}\n")
+    assert f"MODEL_NAME={words[1]} .venv/bin/tgis serve\n" in README
+
+
+@pytest.mark.parametrize("words", [words for words in TGIS if words[0] != "download-weights"], ids=shlex.join)
 def test_command(server: Server, words: list[str]) -> None:
     command, *rest = words
     assert command == "generate"

@@ -6,19 +6,24 @@ A module is imported only when its command runs, so that none pays for what anot
 import importlib
 import os
 import sys
+from collections.abc import Collection
 
 import tgis
 from tgis.errors import OptionError, StartError
 
 COMMANDS = {
     "serve": "serve a model over gRPC",
-    "generate": "continue a text, on the terminal, while it is generated",
+    "generate": "continue a text, shown as it is generated",
     "tokenize": "split a text into tokens",
     "model-info": "tell what a server serves",
-    "health": "ask a server whether it is ready; the exit code tells",
+    "health": "ask a server whether it is ready (by the exit code)",
     "bench": "measure a running server",
     "simulate": "run a trace through the batcher, without a model",
+    "download-weights": "bring a model from the hub into the local cache",
+    "convert-to-safetensors": "make safetensors of a model's .bin weights",
+    "convert-to-fast-tokenizer": "make a tokenizer.json of an older tokenizer",
 }
+MODEL_FILES = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer")
 INTERRUPTED = 130  # as shells report SIGINT
 
 
@@ -32,28 +37,34 @@ def launcher() -> int:
     return guarded("serve", sys.argv[1:], "text-generation-launcher")
 
 
-def run(argv: list[str]) -> int:
-    """Run the command that `argv` begins with."""
+def model_files() -> int:
+    """Entry point of `text-generation-server` and `model-util`: TGIS's and the adapter's names, for model files."""
+    return run(sys.argv[1:], os.path.basename(sys.argv[0]), MODEL_FILES)
+
+
+def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMANDS) -> int:
+    """Run the command that `argv` begins with, one of `commands`."""
     match argv:
         case []:
-            print(_usage(), file=sys.stderr)
+            print(_usage(prog, commands), file=sys.stderr)
             return OptionError.exit_code
         case ["-h" | "--help", *_]:
-            print(_usage())
+            print(_usage(prog, commands))
             return 0
         case ["--version", *_]:
             print(f"tgis {tgis.__version__}")
             return 0
-        case [command, *rest]:
-            return guarded(command, rest, f"tgis {command}")
+        case [command, *rest] if command in commands:
+            return guarded(command, rest, f"{prog} {command}")
+        case [command, *_]:
+            print(f"tgis: there is no command {command!r:.80} (see {prog} --help)", file=sys.stderr)
+            return OptionError.exit_code
     raise AssertionError
 
 
 def guarded(command: str, argv: list[str], prog: str) -> int:
     """Run a command; returns its exit code, whatever happens to it."""
     try:
-        if command not in COMMANDS:
-            raise OptionError(f"there is no command {command!r:.80} (see tgis --help)")
         module = importlib.import_module(f"tgis.cli.{command.replace('-', '_')}")
         code: int = module.main(argv, prog)
         sys.stdout.flush()
@@ -68,10 +79,10 @@ def guarded(command: str, argv: list[str], prog: str) -> int:
         return 1
 
 
-def _usage() -> str:
-    lines = [f"  {name:<12}{about}" for name, about in COMMANDS.items()]
-    head = ["usage: tgis COMMAND [options]", "", "Text generation over gRPC. The commands:", ""]
-    return "\n".join([*head, *lines, "", "tgis COMMAND --help tells more; tgis --version tells the version."])
+def _usage(prog: str, commands: Collection[str]) -> str:
+    lines = [f"  {name:<27}{COMMANDS[name]}" for name in commands]
+    head = [f"usage: {prog} COMMAND [options]", "", "Text generation over gRPC. The commands:", ""]
+    return "\n".join([*head, *lines, "", f"{prog} COMMAND --help tells more; {prog} --version tells the version."])
 
 
 if __name__ == "__main__":

@@ -228,6 +228,13 @@ def from_process(argv: list[str], prog: str = "tgis serve") -> Config:
     return parse(argv, os.environ, prog)
 
 
+def hub_cache_from_process() -> Path:
+    """Where `tgis serve` with this environment looks for models of the hub; no other option is looked at."""
+    names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")
+    environ = {name: os.environ[name] for name in names if name in os.environ}
+    return parse(["--model-name", "any"], environ, "tgis").hub_cache
+
+
 def prepare(config: Config) -> None:
     """Make the cache directory, and tell the libraries of this process and of its children to use it.
 

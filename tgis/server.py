@@ -20,9 +20,9 @@ from tgis.generation import Generator, Serving
 from tgis.listener import Listener, ListenerOptions
 from tgis.messages import EngineInfo, EngineOptions
 from tgis.metrics import Metrics
+from tgis.models.fast_tokenizer import ensure_tokenizer
 from tgis.models.files import (
     ModelFiles,
-    ensure_tokenizer,
     eos_ids,
     find_model,
     find_weights,

@@ -1,4 +1,4 @@
-"""The child process of `tgis.models.files.ensure_tokenizer`: lets transformers write tokenizer.json.
+"""The child process of `tgis.models.fast_tokenizer`: lets transformers write tokenizer.json.
 
 `python -m tgis.models.convert_tokenizer MODEL OUT`, both directories.
 """

@@ -7,12 +7,10 @@ Run as `python -m tgis.models.demo NAME [--out CACHE]`: prints the directory of 
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import importlib
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import time
@@ -24,6 +22,7 @@ from typing import Any
 from tgis.errors import StartError
 from tgis.models import child
 from tgis.models.files import read_json
+from tgis.models.lock import locked
 
 MANIFEST = "manifest.json"
 DOWNLOAD_SECONDS = 1800
@@ -120,7 +119,7 @@ def _build(name: str, model: DemoModel, directory: Path) -> None:
         raise StartError(f"demo model {name} needs {' and '.join(missing)}: pip install 'tgis[demo]'")
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = directory.with_name(f".{directory.name}")
-    with _locked(directory.parent):
+    with locked(directory.parent.with_name(".models.lock")):
         if directory.is_dir():  # another process was faster
             return
         shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
@@ -165,17 +164,6 @@ def _damaged(path: Path) -> StartError:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes; the kernel lets go when a holder dies."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

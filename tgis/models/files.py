@@ -1,28 +1,20 @@
 """Where a model's files are, and the facts that its JSON files state; torch is never imported here.
 
-MODEL_NAME is a directory or a name in the hub cache; nothing is ever downloaded. What the files say is not
+MODEL_NAME is a directory or a name in the hub cache; nothing is downloaded here. What the files say is not
 trusted: anything missing, broken or of the wrong type is a StartError that names the path.
 """
 
-import hashlib
-import importlib.metadata
 import json
 import re
-import shutil
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tgis.errors import StartError
-from tgis.models import child
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers of the field have about 1 << 25
 MAX_REF_BYTES = 1 << 10
 COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or what somebody named a snapshot; one folder in any case
-MAX_TOKENIZER_BYTES = 1 << 26  # a larger file is weights
-CONVERT_SECONDS = 600
 DEFAULT_SEQUENCE_LENGTH = 2048
 SEQUENCE_LENGTH_KEYS = (
     "max_position_embeddings",
@@ -67,26 +59,26 @@ def find_weights(path: Path) -> tuple[Path, ...]:
     if single.is_file():
         shards = [single]
     elif index.is_file():
-        shards = _indexed_shards(index)
+        shards = indexed_files(index)
     else:
-        raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name})")
+        way = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
+        raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){way}")
     for shard in shards:
         _check_header(shard)
     return tuple(shards)
 
 
-def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
-    """A directory with tokenizer.json: the model's own, else one made under `cache_dir`/tokenizers, once."""
-    if (model.path / "tokenizer.json").is_file():
-        return model.path
-    try:
-        target = cache_dir / "tokenizers" / _tokenizer_key(model.path)
-        if not target.is_dir():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _convert_tokenizer(model, target)
-        return target
-    except OSError as error:
-        raise StartError(f"cannot keep a tokenizer for {model.path}: {error}") from error
+def indexed_files(index: Path) -> list[Path]:
+    """The files that the index of a sharded model names, sorted; StartError unless all of them are beside it."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise StartError(f"{index} has no weight_map")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise StartError(f"{index} names {name!r:.80}, which is no file name")
+        if not (index.parent / name).is_file():
+            raise StartError(f"{index} names {name}, which is missing")
+    return [index.parent / name for name in sorted(set(names.values()))]
 
 
 def max_sequence_length(config: dict[str, Any]) -> int:
@@ -149,7 +141,7 @@ def _locate(name: str, revision: str | None, cache_dir: str | None) -> Path:
     if local.is_dir():
         raise StartError(f"{local} has no config.json")
     looked = f"no {entry}" if entry is not None else "it is no name in a hub cache"
-    raise StartError(f"model {name!r} not found: no such directory and {looked} (nothing is downloaded)")
+    raise StartError(f"model {name!r} not found: no such directory and {looked} (see tgis download-weights)")
 
 
 def _cache_entry(name: str, cache_dir: str | None) -> Path | None:
@@ -172,67 +164,12 @@ def _snapshot(entry: Path, revision: str) -> Path:
     return path
 
 
-def _indexed_shards(index: Path) -> list[Path]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise StartError(f"{index} has no weight_map")
-    for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise StartError(f"{index} names {name!r:.80}, which is no file name")
-        if not (index.parent / name).is_file():
-            raise StartError(f"{index} names {name}, which is missing")
-    return [index.parent / name for name in sorted(set(names.values()))]
-
-
 def _check_header(shard: Path) -> None:
     """A safetensors file starts with the length of its header: shows git-lfs pointers and cut-off files."""
     with shard.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     if not 0 < header <= shard.stat().st_size - 8:
         raise StartError(f"{shard} is not a safetensors file: perhaps a git-lfs pointer or half a download")
-
-
-def _tokenizer_key(path: Path) -> str:
-    """Of every file that can be part of a tokenizer, and of the library that reads them."""
-    files = [file for file in path.iterdir() if file.is_file() and file.stat().st_size < MAX_TOKENIZER_BYTES]
-    digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
-    for file in sorted(files):
-        with file.open("rb") as content:
-            digest.update(f"\0{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
-    return digest.hexdigest()[:32]
-
-
-def _convert_tokenizer(model: ModelFiles, target: Path) -> None:
-    staging = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
-    try:
-        staging.chmod(0o755)
-        command = [sys.executable, "-m", "tgis.models.convert_tokenizer", str(model.path), str(staging)]
-        reason = child.run(command, CONVERT_SECONDS) or _fault(model, staging)
-        if reason is not None:
-            raise StartError(f"{model.path} has no tokenizer.json, put one there; none can be made: {reason}")
-        _publish(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _fault(model: ModelFiles, made: Path) -> str | None:
-    """What is wrong with a converted tokenizer; without vocabulary files transformers makes one up."""
-    if not (made / "tokenizer.json").is_file():
-        return "it has a tokenizer that only Python code can run"
-    inner = read_json(made / "tokenizer.json").get("model")
-    pieces = len(inner.get("vocab", [])) if isinstance(inner, dict) else 0
-    vocabulary = _as_int(model.config.get("vocab_size")) or 1
-    if pieces < vocabulary / 2:
-        return f"vocabulary files are missing ({pieces} of {vocabulary} tokens found)"
-    return None
-
-
-def _publish(staging: Path, target: Path) -> None:
-    try:
-        staging.rename(target)
-    except OSError:
-        if not target.is_dir():  # else another server was faster, with the same content
-            raise
 
 
 def _tokenizer_eos(directory: Path) -> tuple[int, ...]:

@@ -1,0 +1,263 @@
+"""A local stand-in of the hub's HTTP API: model info, tree, resolve, and the other host that has the large files.
+
+It answers as the hub does, headers included, as far as its client asks for models; and it misbehaves on demand.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LARGE = (".safetensors", ".bin", ".model")  # kept by the other host, named by sha256
+TOKEN = "hf_of_somebody_with_access"
+
+
+@dataclass
+class Repo:
+    """One repository; every revision names one of `commits`."""
+
+    commits: dict[str, dict[str, bytes]]
+    revisions: dict[str, str]
+    private: bool = False  # found with TOKEN only
+    gated: bool = False  # listed for everybody, resolved with TOKEN only
+
+
+@dataclass
+class Asked:
+    """A request that came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+    @property
+    def first_byte(self) -> int:
+        found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))
+        return int(found[1]) if found else 0
+
+
+@dataclass
+class Gate:
+    """Half of a file is sent, and the rest when the gate is opened."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Hub:
+    """What the two hosts have, what they were asked, and how they misbehave."""
+
+    endpoint: str = ""
+    storage: str = ""
+    repos: dict[str, Repo] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+    instead: dict[str, bytes] = field(default_factory=dict)  # file or "api" -> what is really sent
+    cuts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # file -> bytes until it is cut
+    resets: bool = False  # a cut is a reset, else an orderly end
+    ranges: bool = True
+    gates: dict[str, "Gate"] = field(default_factory=dict)  # file -> where sending it waits
+    statuses: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # file or "api" -> errors first
+
+    def add(self, name: str, files: dict[str, bytes], revision: str = "main", **access: bool) -> str:
+        """Make `revision` of repository `name` a commit with these files; returns the commit."""
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        repo = self.repos.setdefault(name, Repo({}, {}, **access))
+        repo.commits[commit] = files
+        repo.revisions |= {revision: commit, commit: commit}
+        return commit
+
+    def downloads(self) -> list[tuple[str, int]]:
+        """Of every request that got bytes of a file: the file and the first byte that was wanted."""
+        gets = [asked for asked in self.asked if asked.method == "GET" and "/api/" not in asked.path]
+        return [(asked.path.rpartition("/")[2], asked.first_byte) for asked in gets if not redirected(asked)]
+
+
+def redirected(asked: Asked) -> bool:
+    return "/resolve/" in asked.path and asked.path.endswith(LARGE)
+
+
+def git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Hub]:
+    hub = Hub()
+    with _server(_Api, hub) as hub.endpoint, _server(_Storage, hub) as hub.storage:
+        yield hub
+
+
+@contextlib.contextmanager
+def _server(kind: type["_Handler"], hub: Hub) -> Iterator[str]:
+    handler = type(kind.__name__, (kind,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def do_HEAD(self) -> None:
+        self._note_and_answer()
+
+    def do_GET(self) -> None:
+        self._note_and_answer()
+
+    def _note_and_answer(self) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.hub.asked.append(Asked(self.command, urlsplit(self.path).path, headers))
+        self.answer([unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")])
+
+    def answer(self, parts: list[str]) -> None:
+        raise NotImplementedError
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as in the standard library
+        """Tests look at `asked`."""
+
+    def send(self, status: int, headers: dict[str, str], body: bytes = b"", cut: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:cut])
+        if cut is not None:
+            self.wfile.flush()
+            if self.hub.resets:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            self.close_connection = True
+
+    def fail(self, status: int, code: str = "", message: str = "") -> None:
+        self.send(status, {"X-Error-Code": code, "X-Error-Message": message} if code or message else {}, b"{}")
+
+    def send_content(self, name: str, content: bytes, headers: dict[str, str]) -> None:
+        """The bytes of a file from where they are wanted, or what there is instead."""
+        if statuses := self.hub.statuses[name]:
+            return self.fail(statuses.pop(0))
+        content = self.hub.instead.get(name, content)
+        wanted = self.headers.get("Range") if self.hub.ranges else None
+        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
+        if start and start >= len(content):
+            return self.send(416, {"Content-Range": f"bytes */{len(content)}"})
+        if wanted:
+            headers = headers | {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        if gate := self.hub.gates.get(name):
+            return self._send_halves(content, headers, gate)
+        cuts = self.hub.cuts[name] if self.command == "GET" else []
+        return self.send(206 if wanted else 200, headers, content[start:], cuts.pop(0) if cuts else None)
+
+    def _send_halves(self, content: bytes, headers: dict[str, str], gate: Gate) -> None:
+        self.send(200, headers | {"Content-Length": str(len(content))}, content[: len(content) // 2])
+        gate.reached.set()
+        gate.opened.wait(60)
+        self.wfile.write(content[len(content) // 2 :])
+
+
+class _Storage(_Handler):
+    """The host of large files: addresses are signed, and a token must never come here."""
+
+    def answer(self, parts: list[str]) -> None:
+        if "Authorization" in self.headers or "signature=" not in self.path:
+            return self.fail(400, message="Only one auth mechanism allowed")
+        _, digest, name = parts
+        for repo in self.hub.repos.values():
+            for files in repo.commits.values():
+                if name in files and hashlib.sha256(files[name]).hexdigest() == digest:
+                    return self.send_content(name, files[name], {"ETag": f'"{digest[:32]}"'})
+        return self.fail(403)
+
+
+class _Api(_Handler):
+    """The hub itself."""
+
+    def answer(self, parts: list[str]) -> None:
+        api = parts[:2] == ["api", "models"]
+        if api and (statuses := self.hub.statuses["api"]):
+            return self.fail(statuses.pop(0))
+        if api and "api" in self.hub.instead:
+            return self.send(200, {}, self.hub.instead["api"])
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token not in ("", TOKEN):
+            return self.fail(401, message="Invalid credentials in Authorization header")
+        path = "/".join(parts[2:] if api else parts)
+        found = re.fullmatch(r"(?P<repo>[^/]+/[^/]+)(?:/(?P<verb>revision|tree|resolve)/(?P<rest>.+))?", path)
+        repo = self.hub.repos.get(found["repo"]) if found else None
+        if found is None or repo is None or (repo.private and not token):
+            return self.fail(401 if not token else 404, "RepoNotFound", "Repository not found")
+        revision, _, name = (found["rest"] or "main").partition("/" if found["verb"] == "resolve" else "\0")
+        commit = repo.revisions.get(revision)
+        if commit is None:
+            return self.fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        match found["verb"]:
+            case "resolve":
+                return self._resolve(repo, commit, name, token)
+            case "tree":
+                return self._json([_tree_entry(*item) for item in repo.commits[commit].items()])
+        return self._json(
+            {
+                "id": found["repo"],
+                "sha": commit,
+                "private": repo.private,
+                "siblings": [_sibling(*item) for item in repo.commits[commit].items()],
+            }
+        )
+
+    def _json(self, value: object) -> None:
+        self.send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+    def _resolve(self, repo: Repo, commit: str, name: str, token: str) -> None:
+        if repo.gated and not token:
+            return self.fail(401, "GatedRepo", "Access to this model is restricted.")
+        content = repo.commits[commit].get(name)
+        if content is None:
+            return self.fail(404, "EntryNotFound", "Entry not found")
+        headers = {"X-Repo-Commit": commit}
+        if not name.endswith(LARGE):
+            return self.send_content(name, content, headers | {"ETag": f'"{git_hash(content)}"'})
+        digest = hashlib.sha256(content).hexdigest()
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
+        return self.send(302, headers | {"Location": f"{self.hub.storage}/x/{digest}/{name}?signature=s3cr3t"})
+
+
+def _sibling(name: str, content: bytes) -> dict[str, object]:
+    """A file in the answer about a model."""
+    if not name.endswith(LARGE):
+        return {"rfilename": name, "size": len(content), "blobId": git_hash(content)}
+    digest, pointer = _pointer(content)
+    large = {"sha256": digest, "size": len(content), "pointerSize": len(pointer)}
+    return {"rfilename": name, "size": len(content), "blobId": git_hash(pointer), "lfs": large}
+
+
+def _tree_entry(name: str, content: bytes) -> dict[str, object]:
+    """The same file in the answer about a tree."""
+    if not name.endswith(LARGE):
+        return {"type": "file", "path": name, "size": len(content), "oid": git_hash(content)}
+    digest, pointer = _pointer(content)
+    large = {"oid": digest, "size": len(content), "pointerSize": len(pointer)}
+    return {"type": "file", "path": name, "size": len(content), "oid": git_hash(pointer), "lfs": large}
+
+
+def _pointer(content: bytes) -> tuple[str, bytes]:
+    """What git has of a large file, whose sha256 comes first."""
+    digest = hashlib.sha256(content).hexdigest()
+    return digest, f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n".encode()

@@ -1,0 +1,125 @@
+"""`tgis download-weights`: a model from the hub into the local cache, ready to be served."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+import tgis
+from tgis import config
+from tgis.cli import model
+from tgis.errors import OptionError, StartError
+from tgis.models import hub
+from tgis.models.download import download, snapshot_of
+from tgis.models.fast_tokenizer import TOKENIZER, add_tokenizer
+from tgis.models.files import find_model, find_weights
+from tgis.models.weights import convert_weights
+from tgis.options import BOOLEAN, TEXT, Kind, Parser
+
+SAFETENSORS, BIN = ".safetensors", ".bin"
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Download and convert; the last line, on stdout, is the model's directory."""
+    options = _parser(prog).parse_args(argv)
+    if (Path(options.model_name) / "config.json").is_file():
+        raise OptionError(f"{options.model_name} is a directory on this machine, which is what would be served")
+    path = _bring(options)
+    if options.auto_convert and (path / "config.json").is_file():
+        _convert(options, path)
+    print(path)
+    return 0
+
+
+def _extensions(text: str) -> tuple[str, ...]:
+    extensions = tuple(part.strip() for part in text.split(","))
+    if not all(len(part) > 1 and part.startswith(".") and part.isprintable() for part in extensions):
+        raise ValueError("must be extensions as .safetensors, with commas between")
+    return extensions
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(
+        prog=prog,
+        description="Bring a model from the hub into the local cache, where tgis serve finds it by its name. What"
+        " is there already is not fetched again, and a file goes on where an earlier run was cut. Every file's hash"
+        " is checked. The last line of the output is the model's directory.",
+        epilog=f"{model.ENVIRONMENT} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY mean what they mean to"
+        " huggingface_hub.",
+    )
+    model.add_arguments(parser, "name on the hub, as org/name")
+    parser.add_argument(
+        "--token", type=TEXT, metavar="TEXT", help="of the hub; HF_TOKEN is better, as ps shows options"
+    )
+    parser.add_argument(
+        "--extension",
+        type=Kind("LIST", _extensions),
+        default=(SAFETENSORS,),
+        metavar="LIST",
+        help="files to bring, by the end of their names, with commas between; a single one brings config and"
+        " tokenizer too (default: .safetensors)",
+    )
+    parser.add_argument(
+        "--auto-convert",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="if the hub has .bin weights only, bring and convert those; likewise an older tokenizer (default: yes)",
+    )
+    parser.add_argument("--auto_convert", type=BOOLEAN, help=argparse.SUPPRESS)  # the adapter's spelling takes a value
+    return parser
+
+
+def _bring(options: argparse.Namespace) -> Path:
+    """The directory of the model, up to date if the hub can be reached."""
+    api = HfApi(token=options.token or None, library_name="tgis", library_version=tgis.__version__)
+    cache = config.hub_cache_from_process()
+    try:
+        listing = hub.look_up(api, options.model_name, options.revision)
+    except hub.Unreachable as error:
+        return _kept(options, cache, error)
+    files = _files(listing, options, snapshot_of(listing, cache))
+    return download(api, listing, files, options.revision, cache)
+
+
+def _kept(options: argparse.Namespace, cache: Path, reason: StartError) -> Path:
+    """What an earlier run brought; the reason why the hub was not asked if that is nothing."""
+    ends = (*options.extension, *((BIN,) if options.auto_convert else ()))
+    try:
+        path = find_model(options.model_name, options.revision, str(cache)).path
+    except StartError:
+        raise reason from None
+    if not any(file.name.endswith(ends) for file in path.iterdir()):
+        raise reason
+    print(f"{reason}; {options.model_name} is in the cache from before", file=sys.stderr)
+    return path
+
+
+def _files(listing: hub.Listing, options: argparse.Namespace, snapshot: Path) -> tuple[hub.HubFile, ...]:
+    """Those asked for, .bin weights if there are no others, and what belongs to the weights."""
+    asked: tuple[str, ...] = options.extension
+    bare = SAFETENSORS in asked and not hub.wanted(listing, (SAFETENSORS,)) and not _servable(snapshot)
+    if bare and options.auto_convert:
+        asked = (*asked, BIN)
+    if not hub.wanted(listing, asked) and not _servable(snapshot):
+        others = ", but .bin weights" if bare and hub.wanted(listing, (BIN,)) else ""
+        raise StartError(f"{listing.repo} has no files that end with {' or '.join(asked)}{others}")
+    alone = len(options.extension) == 1 and options.extension[0] not in hub.ABOUT_THE_MODEL
+    return hub.wanted(listing, (*asked, *hub.ABOUT_THE_MODEL) if alone else asked)
+
+
+def _convert(options: argparse.Namespace, path: Path) -> None:
+    if SAFETENSORS in options.extension:
+        if not _servable(path):
+            print(convert_weights(path), file=sys.stderr)
+        find_weights(path)
+    if not (path / TOKENIZER).is_file():
+        print(add_tokenizer(find_model(str(path), None, None), None), file=sys.stderr)
+
+
+def _servable(path: Path) -> bool:
+    """Whether all of a model's safetensors are there, brought or made."""
+    try:
+        return bool(find_weights(path))
+    except StartError:
+        return False

@@ -1,0 +1,26 @@
+"""What the commands for model files share: which model, and where `tgis serve` would find it."""
+
+import argparse
+
+from tgis import config
+from tgis.models.files import ModelFiles, find_model
+from tgis.options import TEXT
+
+ENVIRONMENT = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
+~/.cache/huggingface/hub: where tgis serve with the same environment finds models."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add the model and its revision."""
+    parser.add_argument("model_name", type=TEXT, metavar="MODEL_NAME", help=about)
+    parser.add_argument(
+        "--revision",
+        type=lambda text: TEXT(text) or None,
+        metavar="TEXT",
+        help="branch, tag or commit on the hub (default: main)",
+    )
+
+
+def find(options: argparse.Namespace) -> ModelFiles:
+    """The model on this machine; StartError if there is none."""
+    return find_model(options.model_name, options.revision, str(config.hub_cache_from_process()))

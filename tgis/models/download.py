@@ -1,0 +1,223 @@
+"""Brings files from the hub into the local hub cache, whose layout is that of huggingface_hub.
+
+A file goes on where an earlier run was cut, gets its name only once its hash is right, and a revision points to
+a commit only once all of the commit's wanted files are there. Downloads by the client library do none of this.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from huggingface_hub import HfApi, constants, get_session, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+from tgis.errors import StartError
+from tgis.models import hub
+from tgis.models.hub import HubFile, Listing
+from tgis.models.lock import locked
+from tgis.models.progress import Progress, size
+
+THREADS = 8
+ATTEMPTS = 6  # in a row that bring nothing
+MAX_WAIT_SECONDS = 16.0
+AGAIN = (408, 429, 500, 502, 503, 504)
+UNKNOWN_RANGE = 416
+PARTIAL = ".tgis.incomplete"
+
+
+def download(api: HfApi, listing: Listing, files: tuple[HubFile, ...], revision: str | None, cache: Path) -> Path:
+    """Bring `files` of a listing into `cache`; returns the directory of the snapshot.
+
+    StartError if a file cannot be had or kept. What has come until then stays, for the next run.
+    """
+    run = _Run(api, listing, _folder(listing, cache))
+    with _refusals(cache), locked(cache / ".locks" / run.folder.name / "tgis.lock"):
+        run.fetch([file for file in files if not run.has(file)])
+        run.snapshot.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            run.place(file)
+        _point(run.folder, revision or constants.DEFAULT_REVISION, listing.commit)
+        for left in (run.folder / "blobs").glob(f"*{PARTIAL}"):  # of a commit that nobody asks for any more
+            left.unlink()
+    return run.snapshot
+
+
+def snapshot_of(listing: Listing, cache: Path) -> Path:
+    """Where the files of a listing are, or will be."""
+    return _folder(listing, cache) / "snapshots" / listing.commit
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run for one snapshot; whatever stops one of its threads stops them all."""
+
+    api: HfApi
+    listing: Listing
+    folder: Path  # of the repository in the cache
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def snapshot(self) -> Path:
+        return self.folder / "snapshots" / self.listing.commit
+
+    def blob(self, file: HubFile) -> Path:
+        return self.folder / "blobs" / file.key
+
+    def partial(self, file: HubFile) -> Path:
+        return self.folder / "blobs" / f"{file.key}{PARTIAL}"
+
+    def has(self, file: HubFile) -> bool:
+        """Whether the file is in the cache; its name says that it was right, so only its size is looked at."""
+        return file.size in (_size(self.blob(file)), _size(self.snapshot / file.name))
+
+    def fetch(self, files: list[HubFile]) -> None:
+        """Make the blobs of `files`."""
+        files = list({file.key: file for file in files}.values())
+        total = sum(file.size for file in files)
+        done = sum(min(max(_size(self.partial(file)), 0), file.size) for file in files)
+        self._tell(len(files), total, done)
+        if not files:
+            return
+        (self.folder / "blobs").mkdir(parents=True, exist_ok=True)
+        _check_space(self.folder, total - done)
+        progress = Progress(self.listing.repo, total, done)
+        with contextlib.closing(progress), ThreadPoolExecutor(THREADS) as pool:
+            tasks = [pool.submit(self._make_blob, file, progress) for file in files]
+            try:
+                for task in as_completed(tasks):
+                    task.result()
+            except BaseException:  # an interrupt, too
+                self.stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def place(self, file: HubFile) -> None:
+        """Let the snapshot have the file: a link to its blob, or the blob itself where there are no links."""
+        pointer = self.snapshot / file.name
+        if _size(pointer) == file.size:
+            return
+        link = self.snapshot / f".{file.key}.link"
+        link.unlink(missing_ok=True)
+        try:
+            link.symlink_to(Path("..", "..", "blobs", file.key))
+        except OSError:
+            link = self.blob(file)
+        link.replace(pointer)
+
+    def _tell(self, count: int, total: int, done: int) -> None:
+        before = f", of which {size(done)} came before" if done else ""
+        what = f"{count} file{'s' * (count > 1)} to download, {size(total)}{before}" if count else "all files are here"
+        print(f"{self.listing.repo} at commit {self.listing.commit[:12]}: {what}", file=sys.stderr, flush=True)
+
+    def _make_blob(self, file: HubFile, progress: Progress) -> None:
+        """Whatever it takes, unless another thread fails first."""
+        partial, failures = self.partial(file), 0
+        if _size(partial) > file.size:
+            partial.unlink()
+        partial.touch()
+        while (done := _size(partial)) < file.size:
+            error = self._attempt(file, done, progress)
+            failures = 0 if _size(partial) > done else failures + 1
+            if failures == ATTEMPTS:
+                raise error or StartError(f"{file.name}: nothing comes after byte {done} of {file.size}")
+            if self.stop.wait(min(2.0 ** (failures - 1), MAX_WAIT_SECONDS) if failures else 0):
+                return
+        _check(partial, file)
+        partial.replace(self.blob(file))
+
+    def _attempt(self, file: HubFile, done: int, progress: Progress) -> StartError | None:
+        """Append what one request brings; returns why it ended early if another one may do better."""
+        try:
+            self._append(file, done, progress)
+        except hub.REQUEST_FAILURE as error:
+            reason = hub.failure(error, self.api, self.listing.repo, self.listing.commit)
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+            if status == UNKNOWN_RANGE:
+                self.partial(file).unlink()  # the hub's file is shorter than this part of it
+            if status is not None and status not in AGAIN:
+                raise reason from error
+            return reason
+        return None
+
+    def _append(self, file: HubFile, done: int, progress: Progress) -> None:
+        url = hf_hub_url(self.listing.repo, file.name, revision=self.listing.commit, endpoint=self.api.endpoint)
+        headers = build_hf_headers(
+            token=self.api.token, library_name=self.api.library_name, library_version=self.api.library_version
+        ) | {"Accept-Encoding": "identity", "Range": f"bytes={done}-"}
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            with self.partial(file).open("r+b") as out:
+                if response.status_code != 206:  # the server knows no ranges
+                    progress.advance(-done)
+                    done = 0
+                out.seek(done)
+                for chunk in response.iter_bytes():
+                    progress.advance(out.write(chunk[: file.size - out.tell()]))
+                    if out.tell() == file.size or self.stop.is_set():
+                        return
+
+
+def _folder(listing: Listing, cache: Path) -> Path:
+    return cache / "--".join(["models", *listing.repo.split("/")])
+
+
+@contextlib.contextmanager
+def _refusals(cache: Path) -> Iterator[None]:
+    """What the file system refuses, above all when it is full."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or cache
+        raise StartError(
+            f"cannot write {where}: {error.strerror or error}; what has come is kept for the next run"
+        ) from error
+
+
+def _check_space(folder: Path, need: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise StartError(f"{folder} needs {size(need)} more, and its file system has {size(free)} free")
+
+
+def _check(partial: Path, file: HubFile) -> None:
+    """StartError, and the part is gone, unless its content is what the hub told."""
+    with partial.open("rb") as content:
+        if len(file.key) == hashlib.sha256().digest_size * 2:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        else:  # as git names it
+            start = b"blob %d\0" % file.size
+            found = hashlib.file_digest(content, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()
+        os.fsync(content.fileno())
+    if found != file.key:
+        partial.unlink()
+        raise StartError(f"{file.name} came with hash {found}, not {file.key}: it was thrown away, download again")
+
+
+def _point(folder: Path, revision: str, commit: str) -> None:
+    """Let the revision mean the commit from now on."""
+    if ".." in PurePosixPath(revision).parts or revision.startswith("/"):
+        raise StartError(f"{revision!r:.100} is no name of a revision")
+    ref = folder / "refs" / revision
+    if revision == commit or (ref.is_file() and ref.read_text() == commit):
+        return
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    fresh = ref.with_name(f".{ref.name}.new")
+    fresh.write_text(commit)
+    fresh.replace(ref)
+
+
+def _size(path: Path) -> int:
+    """-1 if there is nothing."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1

@@ -1,0 +1,122 @@
+"""What the hub has of a model, and which of its files are wanted; `tgis.models.download` brings them.
+
+The client is huggingface_hub: it knows names, tokens, HF_ENDPOINT, proxies and HF_HUB_OFFLINE. What a hub answers
+is not trusted; whatever is wrong is a StartError that fits into one line and repeats neither token nor address.
+"""
+
+import re
+from dataclasses import dataclass
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # of whichever HTTP library this release of the client is built on
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+from tgis.errors import StartError
+
+ABOUT_THE_MODEL = (".json", ".py", ".model", ".md", ".txt", ".spm")  # beside weights; tokenizers are in four of them
+NOT_WEIGHTS = re.compile("arguments|args|training")  # in the name of a file: how a model was made
+COMMIT = re.compile("[0-9a-f]{40}")
+SHA256 = re.compile("[0-9a-f]{64}")
+MAX_FILES = 10_000
+REQUEST_FAILURE: type[Exception] = HTTPError  # the hub says no, or does not answer
+
+
+class Unreachable(StartError):
+    """The hub does not answer, or must not be asked; what is in the cache may do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository; `key` is the hash of its content by which the cache names it."""
+
+    name: str
+    size: int  # bytes
+    key: str  # sha256 of a large file, git's sha1 of a small one
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files at the root of a repository, as of one commit."""
+
+    repo: str
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+def look_up(api: HfApi, repo: str, revision: str | None) -> Listing:
+    """Ask the hub once; StartError if it has no such thing or gives no access, Unreachable if it cannot be asked."""
+    try:
+        info = api.model_info(
+            repo, revision=revision, files_metadata=True, timeout=float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        )
+        return _listing(repo, info)
+    except HFValidationError as error:
+        raise StartError(f"{repo!r:.200} is no name of a model on the hub: {_one_line(error)}") from error
+    except (REQUEST_FAILURE, OfflineModeIsEnabled) as error:
+        raise failure(error, api, repo, revision) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StartError(f"{api.endpoint} does not answer as a hub does: {_one_line(error)}") from error
+
+
+def wanted(listing: Listing, extensions: tuple[str, ...]) -> tuple[HubFile, ...]:
+    """The files with one of the extensions, but for those about how the model was made."""
+    return tuple(file for file in listing.files if file.name.endswith(extensions) and not NOT_WEIGHTS.search(file.name))
+
+
+def failure(error: Exception, api: HfApi, repo: str, revision: str | None) -> StartError:
+    """What to tell about a request that failed."""
+    match error:
+        case OfflineModeIsEnabled():
+            return Unreachable("HF_HUB_OFFLINE is set: nothing is downloaded")
+        case GatedRepoError():
+            return StartError(
+                f"access to {repo} is granted by its owners: ask for it on its page at {api.endpoint}, then give"
+                " a token of that account in HF_TOKEN or --token"
+            )
+        case RevisionNotFoundError():
+            return StartError(f"{repo} has no revision {revision!r:.100}")
+        case RepositoryNotFoundError():
+            return StartError(
+                f"{api.endpoint} has no model {repo}, or a private one, which needs a token in HF_TOKEN or --token"
+            )
+        case HfHubHTTPError(response=response) if response.status_code >= 500:
+            return Unreachable(f"{api.endpoint} answers {response.status_code}")
+        case HfHubHTTPError(response=response):
+            said = _one_line(response.headers.get("X-Error-Message") or response.reason_phrase)
+            return StartError(f"{repo}: {api.endpoint} answers {response.status_code}: {said}")
+    return Unreachable(f"cannot reach {api.endpoint}: {_one_line(error) or type(error).__name__}")
+
+
+def _listing(repo: str, info: ModelInfo) -> Listing:
+    if not COMMIT.fullmatch(info.sha or ""):
+        raise ValueError(f"the commit is {info.sha!r:.60}")
+    siblings = info.siblings or []
+    if len(siblings) > MAX_FILES:
+        raise ValueError(f"it lists {len(siblings)} files, more than {MAX_FILES}")
+    assert info.sha is not None
+    return Listing(repo, info.sha, tuple(_file(sibling) for sibling in siblings if _at_the_root(sibling.rfilename)))
+
+
+def _at_the_root(name: object) -> bool:
+    """Of the rest, many are files of other frameworks; a name that would lead elsewhere is none of ours either."""
+    return isinstance(name, str) and name.isprintable() and "/" not in name and name.strip(".") != ""
+
+
+def _file(sibling: RepoSibling) -> HubFile:
+    key, size = (sibling.lfs.sha256, sibling.lfs.size) if sibling.lfs else (sibling.blob_id, sibling.size)
+    pattern = SHA256 if sibling.lfs else COMMIT
+    if not isinstance(key, str) or not pattern.fullmatch(key) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"{sibling.rfilename!r:.100} has size {size!r:.40} and hash {key!r:.80}")
+    return HubFile(sibling.rfilename, size, key)
+
+
+def _one_line(said: object) -> str:
+    return "".join(char for char in " ".join(str(said).split()) if char.isprintable())[:200]
