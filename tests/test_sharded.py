@@ -64,9 +64,9 @@ def sharded(model: Path) -> Iterator[ShardedEngine]:
         engine.close()
 
 
-def small_llama(directory: Path, **changes: Any) -> Path:
+def small_llama(directory: Path) -> Path:
     """With random weights, large enough for clear choices, and with random biases everywhere."""
-    config = transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, **changes)
+    config = transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -80,15 +80,14 @@ def test_two_ranks_compute_what_transformers_does_for_glassllm(glassllm_dir: Pat
     check(glassllm_dir)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_two_ranks_compute_what_transformers_does_with_biases(tmp_path: Path, tied: bool) -> None:
-    check(small_llama(tmp_path, tie_word_embeddings=tied))
+def test_two_ranks_compute_what_transformers_does_with_biases_and_untied_embeddings(tmp_path: Path) -> None:
+    check(small_llama(tmp_path))
 
 
 def check(model: Path) -> None:
     """In chunks, side by side, with cached prefixes and with so few blocks that rows are preempted."""
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(7)]
+    prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     prompts.append(prompts[-1] + prompts[0])
     wanted = [
         Request(n, prompt, NEW_TOKENS, False, Sampling(), WANTED if n % 2 else Details(generated=True, logprobs=True))
@@ -215,7 +214,7 @@ def test_a_server_of_two_ranks_answers_as_of_one_and_ends_with_either(glassllm_d
         with pytest.raises(grpc.RpcError) as caught:
             list(stream)
         assert late.exception().code() is caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "rank 1 of the engine was ended by signal 9" in caught.value.details()
+        assert "rank 1 of the engine was ended by signal 9" in str(caught.value.details())
         assert server.process.wait(20) == 1
         assert time.monotonic() - killed < 10  # gloo's own timeout is half an hour
     assert "rank 1 of the engine was ended by signal 9" in (tmp_path / "termination").read_text()

@@ -41,11 +41,11 @@ class ShardedEngine:
         shards.check(load_config(options), options.shards)
         options = msgspec.structs.replace(options, threads=_threads(options))
         self._end = end
-        self._store = os.memfd_create("tgis-ranks")
-        self._followers = [Follower(rank, options, self._store, end) for rank in range(1, options.shards)]
+        store = os.memfd_create("tgis-ranks")  # stays open: torch opens it by its number, to the very end
+        self._followers = [Follower(rank, options, store, end) for rank in range(1, options.shards)]
         log.info("%d ranks compute every step", options.shards)
         with self._together("loading"):
-            shards.join(0, options.shards, self._store)
+            shards.join(0, options.shards, store)
             self._engine = PagedEngine(options, shards.smallest)
 
     @property
@@ -77,18 +77,18 @@ class ShardedEngine:
         dist.destroy_process_group()
         for follower in self._followers:
             follower.wait()
-        os.close(self._store)
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
         """Where the ranks wait for each other: one that fails leaves the others in the middle of it."""
         try:
             yield
+        except TgisError as error:
+            self._end(str(error))
         except Exception as error:
             log.exception("rank 0 failed in %s", what)
-            for follower in self._followers:
-                follower.await_loss(_LOSS_SECONDS)  # who died says more than who missed it
-            self._end(str(error) if isinstance(error, TgisError) else f"{what} failed: {error}")
+            self._followers[0].await_loss(_LOSS_SECONDS)  # who died, whichever, says more than who missed it
+            self._end(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
 
 
 class Follower:
