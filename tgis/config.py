@@ -86,8 +86,8 @@ class Config:
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
     num_shard: int = option(
-        MODEL, integer(1, 64), "processes that share the model of tgis_native, each with a GPU or a part of the cores",
-        1, aliases=("num_gpus",))
+        MODEL, integer(1, 64), "processes, with a GPU each, that share tgis_native's model", 1,
+        aliases=("num_gpus",))
     dtype: str | None = option(
         MODEL, DTYPE, "type of the weights: float32, float16 or bfloat16", None,
         aliases=("dtype_str",), shown="bfloat16 where the device computes in it")
