@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 from batches import EOS, engine_options, limits, request
@@ -15,7 +15,10 @@ from tgis.engines.fake import FakeEngine
 from tgis.messages import Cancel, Request, Shutdown, Step, StepStats, StopReason, Submit
 from tgis.metrics import Metrics
 from tgis.models.fake import make_fake_model
-from tgis.worker import Link, Worker
+from tgis.worker import Worker
+
+if TYPE_CHECKING:
+    from tgis.link import Link
 
 Turn = list[Submit | Cancel]
 

@@ -22,6 +22,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "deployment_framework": (("tgis_native", "tgis_native"), ("hf_custom_tp", "tgis_native")),
     "flash_attention": (("true", True), ("1", True)),
     "paged_attention": (("true", True), ("1", True)),
+    "num_shard": (("2", 2), ("64", 64)),
     "dtype": (("float32", "float32"), ("bfloat16", "bfloat16")),
     "hf_hub_cache": (("/a", Path("/a")), ("b", Path("b"))),
     "hf_home": (("/a", Path("/a")), ("b", Path("b"))),
@@ -159,7 +160,7 @@ def test_booleans(text: str) -> None:
         ("DEPLOYMENT_FRAMEWORK", "hf_optimum_ort", "is not supported yet"),
         ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of auto, tgis_native, hf_transformers, fake"),
         ("MODEL_NAME", "a\x00b", "must be printable text"),
-        ("NUM_SHARD", "0", "must be a whole number from 1 to 2147483647"),
+        ("NUM_SHARD", "0", "must be a whole number from 1 to 64"),
     ],
 )
 def test_a_bad_value_is_named_with_its_bound(name: str, text: str, bound: str) -> None:
@@ -182,8 +183,6 @@ def test_unknown_and_incomplete_flags_are_one_line() -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("NUM_SHARD", ["1"], "2"),
-        ("NUM_GPUS", ["1"], "8"),
         ("QUANTIZE", [], "gptq"),
         ("TRUST_REMOTE_CODE", ["false", "0"], "true"),
         ("PT2_COMPILE", ["false"], "true"),
@@ -220,7 +219,14 @@ def test_names_of_one_option_must_agree() -> None:
     assert read(DTYPE_STR="float16").dtype == "float16"
     assert read("--dtype", "float32", DTYPE_STR="float16").dtype == "float32"  # a flag beats every variable
     assert refusal(DTYPE="float16", DTYPE_STR="float32") == "DTYPE='float16' and DTYPE_STR='float32' must be the same"
-    assert refusal("--num-shard", "1", "--num-gpus", "2") == "--num-gpus='2' is not supported yet"
+    assert refusal("--num-shard", "1", "--num-gpus", "2") == "--num-shard='1' and --num-gpus='2' must be the same"
+
+
+def test_only_tgis_native_is_sharded() -> None:
+    assert read(NUM_GPUS="2").num_shard == 2
+    assert read(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_transformers", FLASH_ATTENTION="true").num_shard == 2
+    said = refusal(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_transformers")
+    assert said == "NUM_SHARD=2 needs the engine tgis_native, not hf_transformers"
 
 
 def test_the_hub_cache() -> None:

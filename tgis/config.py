@@ -85,6 +85,9 @@ class Config:
         renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
+    num_shard: int = option(
+        MODEL, integer(1, 64), "processes, with a GPU each, that share tgis_native's model", 1,
+        aliases=("num_gpus",))
     dtype: str | None = option(
         MODEL, DTYPE, "type of the weights: float32, float16 or bfloat16", None,
         aliases=("dtype_str",), shown="bfloat16 where the device computes in it")
@@ -177,7 +180,6 @@ class Config:
 
 
 REFUSED = (  # unless the value asks for nothing
-    Option(not_yet(integer(1), 1), "num_shard", aliases=("num_gpus",)),
     Option(not_yet(TEXT), "quantize"),
     Option(not_yet(BOOLEAN, False), "trust_remote_code"),
     Option(not_yet(BOOLEAN, False), "pt2_compile"),
@@ -292,5 +294,7 @@ def _check(config: Config) -> None:
             Tokens(config.auth_token_path)
     except StartError as error:
         raise OptionError(str(error)) from error
+    if config.num_shard > 1 and config.engine not in ("auto", "tgis_native"):
+        raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
     if config.tls is None and (config.tls_cert_path or config.tls_key_path or config.tls_client_ca_cert_path):
         raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")

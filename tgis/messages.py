@@ -141,11 +141,12 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     max_waiting_tokens: int
     batch_safety_margin: int  # percent of memory held back
     cuda_memory_fraction: float
-    threads: int | None
+    threads: int | None  # of all shards together
     log_level: str
     json_output: bool
     prefix_cache: bool = True
     kv_cache_bytes: int | None = None  # None: the engine's own share of the free memory
+    shards: int = 1  # processes that compute every step together
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -217,7 +218,7 @@ FromEngine = Ready | Step | Failed | Snapshot | Fatal
 _encoder = msgspec.msgpack.Encoder()
 
 
-def pack(message: ToEngine | FromEngine) -> bytes:
+def pack(message: msgspec.Struct) -> bytes:
     """One frame: four bytes of length (little endian), then msgpack."""
     body = _encoder.encode(message)
     assert len(body) <= MAX_FRAME_BYTES

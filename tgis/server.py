@@ -183,6 +183,7 @@ class Server:
             log_level=config.log_level,
             json_output=config.json_output,
             prefix_cache=config.prefix_cache,
+            shards=config.num_shard,
             kv_cache_bytes=config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
         )
 

@@ -6,12 +6,9 @@ Run as `python -m tgis.worker FD` with one end of a socketpair. It leaves when t
 
 import gc
 import logging
-import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
 
 from tgis import logs
@@ -22,14 +19,13 @@ from tgis.batcher.weights import Limits, MemoryModel, check_longest
 from tgis.engines import load_engine
 from tgis.engines.base import Engine, StepResult
 from tgis.errors import OutOfMemory, StartError, TgisError
+from tgis.link import Link
 from tgis.messages import (
     Cancel,
     EngineOptions,
     Failed,
     FailureKind,
     Fatal,
-    FrameReader,
-    FromEngine,
     Inspect,
     Ready,
     Shutdown,
@@ -37,43 +33,11 @@ from tgis.messages import (
     StepStats,
     Submit,
     ToEngine,
-    pack,
 )
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 18
 _SHOWN_ROWS = 100  # in a snapshot, of those that run and of those that wait
-
-
-class Link:
-    """The socket to the front end. A thread reads it, so that its end of file is noticed during a long step."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True, name="link").start()
-
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """The messages that have arrived; with `wait`, at least one."""
-        messages = [self._inbox.get()] if wait else []
-        while not self._inbox.empty():
-            messages.append(self._inbox.get())
-        return messages
-
-    def send(self, message: FromEngine) -> None:
-        """Send one message; the front end always reads."""
-        self._socket.sendall(pack(message))
-
-    def _read(self) -> None:
-        reader = FrameReader(ToEngine)
-        try:
-            while data := self._socket.recv(_CHUNK):
-                for message in reader.feed(data):
-                    self._inbox.put(message)
-        except OSError:
-            log.debug("the link broke", exc_info=True)
-        os._exit(0)  # the front end is gone: nobody is left to serve or to tell
 
 
 class Worker:
@@ -189,7 +153,7 @@ def _limits(options: EngineOptions, engine: Engine) -> Limits:
 
 
 def _serve(link: Link, options: EngineOptions) -> None:
-    engine = load_engine(options)
+    engine = load_engine(options, link.end)
     engine.warm_up()
     limits = _limits(options, engine)
     check_longest(limits, options.max_sequence_length)
@@ -204,7 +168,7 @@ def main() -> int:
     """Load the engine that the first message names, and serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    link = Link(socket.socket(fileno=int(sys.argv[1])), ToEngine)
     first = link.receive(wait=True)
     assert len(first) == 1
     assert isinstance(first[0], EngineOptions)

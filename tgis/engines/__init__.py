@@ -1,7 +1,9 @@
 """The engines: one class per engine behind `base.Engine`, picked by name and imported only when it is."""
 
 import logging
+from collections.abc import Callable
 from importlib import import_module
+from typing import NoReturn
 
 from tgis.engines.base import Engine
 from tgis.errors import Unsupported
@@ -16,8 +18,13 @@ _ENGINES = {
 }
 
 
-def load_engine(options: EngineOptions) -> Engine:
-    """The engine that the options name, its model loaded; `auto` is tgis_native where it can run the model."""
+def load_engine(options: EngineOptions, end: Callable[[str], NoReturn]) -> Engine:
+    """The engine that the options name, its model loaded; `auto` is tgis_native where it can run the model.
+
+    `end` ends this process at once with a reason, from any thread, for an engine that lost a part of itself.
+    """
+    if options.shards > 1:  # of tgis_native: no other engine can
+        return import_module("tgis.engines.sharded").ShardedEngine(options, end)  # type: ignore[no-any-return]
     if options.engine != "auto":
         return _load(options.engine, options)
     try:

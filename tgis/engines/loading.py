@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from tgis.engines.packing import pack_linears
 from tgis.errors import StartError, Unsupported
@@ -61,14 +62,15 @@ def _ready(family: Any, options: EngineOptions, device: torch.device) -> PreTrai
     config = load_config(options)
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
-    model = _load(family, options.model_path, config, dtype).eval().to(device)
+    model = _load(family, options, config, dtype).eval().to(device)
     if device.type == "cpu":
         log.info("packed %d linear layers", pack_linears(model))
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 
 
-def _load(family: Any, path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load(family: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    path = options.model_path
     try:
         model = family.from_pretrained(
             path,
@@ -77,6 +79,7 @@ def _load(family: Any, path: str, config: PreTrainedConfig, dtype: torch.dtype) 
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            distributed_config=DistributedConfig(tp_size=options.shards),
         )
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -5,17 +5,25 @@ On two cores this makes the linears of a step two to three times as fast at smal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class PackedLinear(nn.Module):  # type: ignore[misc]
-    """What an `nn.Linear` computes, from a packed copy of its weight."""
+class PackedLinear(nn.Linear):  # type: ignore[misc]
+    """What an `nn.Linear` computes, from a packed copy of its weight; of a sharded one, of the part that is here.
+
+    It is one, without the weight, so that transformers can put the same communication around it.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        weight = linear.weight.detach()
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(local, None)
         self.bias = linear.bias
         self.weight = linear.weight.detach().to("meta")  # no numbers: some models look at the type
 
@@ -24,7 +32,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: PreTrainedModel) -> int:
     """Replace every plain `nn.Linear` of a CPU model in place; how many were replaced.
 
     A weight that is also an embedding stays where the embedding needs it.
@@ -32,11 +40,21 @@ def pack_linears(model: nn.Module) -> int:
     if not torch.backends.mkldnn.is_available():
         return 0
     found = [
-        (parent, name, child)
-        for parent in model.modules()
+        (f"{path}.{name}".lstrip("."), parent, name, child)
+        for path, parent in model.named_modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.dtype in _DTYPES and child.weight.device.type == "cpu"
+        if type(child) is nn.Linear and _packable(child)
     ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child))
+    for path, parent, name, child in found:
+        packed = PackedLinear(child)
+        if isinstance(child.weight, DTensor):
+            style = ALL_PARALLEL_STYLES[model.tp_plan[replace_layer_number_by_wildcard(path)]]
+            style.install_forward(packed, child.weight.device_mesh)
+        setattr(parent, name, packed)
     return len(found)
+
+
+def _packable(linear: nn.Linear) -> bool:
+    """Not where transformers wraps something around the forward of an unsharded one, or shards without that."""
+    weight, wrapped = linear.weight, "forward" in vars(linear)
+    return weight.dtype in _DTYPES and weight.device.type == "cpu" and isinstance(weight, DTensor) == wrapped

@@ -5,6 +5,7 @@ tried out when it has loaded: both must give the same logits. Rows and blocks ar
 """
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import torch
@@ -35,10 +36,14 @@ _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; half precis
 class PagedEngine:
     """Keeps nothing of a row between steps but its unfinished facts about input tokens."""
 
-    def __init__(self, options: EngineOptions) -> None:
-        """Unsupported if the model's attention cannot be replaced."""
+    def __init__(self, options: EngineOptions, smallest: Callable[[int], int] = int) -> None:
+        """Unsupported if the model's attention cannot be replaced.
+
+        `smallest` tells what all ranks that share the model agree on; there is only this one otherwise.
+        """
         torch.set_grad_enabled(False)
         self._options = options
+        self._smallest = smallest
         self._device = pick_device(options)
         self._model, self._accepts = load_causal_lm(options, self._device)
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
@@ -73,7 +78,7 @@ class PagedEngine:
         """Size the KV cache by the memory that the largest step leaves, and run a real one."""
         bytes_per_block = self._attention.cache.bytes_per_block
         needed = self._max_batch_size * -(-self._options.max_sequence_length // BLOCK_SIZE)
-        self._blocks = min(self._kv_bytes() // bytes_per_block, needed)
+        self._blocks = self._smallest(min(self._kv_bytes() // bytes_per_block, needed))
         self._attention.cache = PagedCache(self._blocks, BLOCK_SIZE)
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all",
@@ -90,12 +95,17 @@ class PagedEngine:
         """One pass over the counted tokens of all rows of the plan."""
         what = f"a step of {len(plan.rows)} rows and {sum(plan.counts)} tokens"
         with device_errors(what), torch.inference_mode():
-            batch, explained = flat_batch(plan, BLOCK_SIZE, self._device)
-            logits = self._forward(batch)
+            logits, explained = self.compute(plan)
             inputs = self._explain(plan, explained, logits)
             choice = self._choose(plan.sampled, logits[: len(plan.sampled)])
         failed = {plan.sampled[place].id: "the model's scores are not finite" for place in choice.bad}
         return StepResult(choice.tokens, choice.facts, inputs, failed)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def compute(self, plan: Plan) -> tuple[torch.Tensor, dict[int, slice]]:
+        """The logits of a step, and where those of rows are, as `flat_batch` says."""
+        batch, explained = flat_batch(plan, BLOCK_SIZE, self._device)
+        return self._forward(batch), explained
 
     def release(self, rows: Rows[Sequence]) -> None:
         """Forget what was found out about their inputs."""
@@ -168,10 +178,11 @@ class PagedEngine:
             raise Unsupported(f"paged attention does not give the model's own logits (off by {difference:.1e})")
 
     def _kv_bytes(self) -> int:
+        """For this process; ranks share the machine's memory, but have a GPU each."""
         if self._options.kv_cache_bytes is not None:
-            return self._options.kv_cache_bytes
+            return self._options.kv_cache_bytes // self._options.shards
         free = granted_memory(self._device) * (100 - self._options.batch_safety_margin) // 100
-        return int(free * _CPU_SHARE) if self._device.type == "cpu" else free
+        return int(free * _CPU_SHARE) // self._options.shards if self._device.type == "cpu" else free
 
 
 def _trial_blocks() -> int:

@@ -1,0 +1,53 @@
+"""Main of a rank that is not the first: load a share of the model, then compute every pass that rank 0 tells.
+
+Run as `python -m tgis.follower SOCKET STORE RANK`, two file descriptors and a number, by `tgis.engines.sharded`.
+It leaves when told to, when rank 0 is gone (end of file), or when it cannot go on, and then says why first.
+"""
+
+import gc
+import logging
+import socket
+import sys
+
+import torch.distributed as dist
+
+from tgis import logs
+from tgis.engines import shards
+from tgis.engines.tgis_native import PagedEngine
+from tgis.link import Link
+from tgis.messages import EngineOptions, Shutdown
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Follow rank 0 from its first message to its last."""
+    sock, store, rank = map(int, sys.argv[1:])
+    link = Link(socket.socket(fileno=sock), shards.ToRank)
+    (options,) = link.receive(wait=True)
+    assert isinstance(options, EngineOptions)
+    logs.set_up(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
+    try:
+        shards.join(rank, options.shards, store)
+        _follow(link, options)
+        dist.destroy_process_group()
+    except Exception as error:
+        log.exception("rank %d cannot go on", rank)
+        link.end(f"failed: {type(error).__name__}: {error}")
+    return 0
+
+
+def _follow(link: Link, options: EngineOptions) -> None:
+    """Do what rank 0 does, at the same time, until told to leave."""
+    engine = PagedEngine(options, shards.smallest)
+    engine.warm_up()
+    gc.freeze()  # what has been loaded stays
+    while True:
+        for message in link.receive(wait=True):
+            if isinstance(message, Shutdown):
+                return
+            engine.compute(message.plan())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
