@@ -108,6 +108,6 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_name_of_tgis_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["text-generation-launcher", "--num-shard", "2", "--model-name", "m"])
+    monkeypatch.setattr(sys, "argv", ["text-generation-launcher", "--quantize", "gptq", "--model-name", "m"])
     assert __main__.launcher() == 2
-    assert capsys.readouterr().err == "tgis: --num-shard='2' is not supported yet\n"
+    assert capsys.readouterr().err == "tgis: --quantize='gptq' is not supported yet\n"
