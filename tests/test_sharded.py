@@ -220,6 +220,7 @@ def test_a_server_of_two_ranks_answers_as_of_one_and_ends_with_either(glassllm_d
     assert "rank 1 of the engine was ended by signal 9" in (tmp_path / "termination").read_text()
 
 
+@pytest.mark.slow
 def test_the_ranks_leave_when_the_first_is_killed(glassllm_dir: Path, tmp_path: Path) -> None:
     with start(tmp_path, glassllm_dir) as server:
         follower = follower_of(server)
