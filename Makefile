@@ -5,7 +5,7 @@ PACKAGE := setup.cfg constraints.txt pyproject.toml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all check format bench clean
+.PHONY: help venv proto demo-model serve test test-all soak check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ test: venv ## run the tests, but for the slow ones
 
 test-all: venv ## run every test that this machine can run
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: venv ## fifteen minutes of everything that clients do; ARGS goes to tgis.bench.soak
+	$(BIN)/python -m tgis.bench.soak $(ARGS)
 
 check: venv ## lint, formatting, types, stubs
 	$(BIN)/ruff check

@@ -27,6 +27,7 @@ class Account:
         self._started = time.monotonic()
         self._log_text = log_text
         self._rows: list[Row] = []  # still open
+        self._unopened = inputs
         metrics.request_started(kind, inputs)
 
     def __enter__(self) -> Self:
@@ -39,6 +40,8 @@ class Account:
             self._metrics.request_failed(_failure(error))
             level = logging.INFO if isinstance(error, InvalidRequest | Unimplemented) else logging.ERROR
             log.log(level, "%s call failed: %s", self._kind, error)
+        elif error is not None and self._unopened:  # its client left before its inputs were queued
+            self._metrics.request_failed(Failure.CANCELLED, self._unopened)
         for row in list(self._rows):
             self.close(row)
 
@@ -55,6 +58,7 @@ class Account:
     def open(self, rows: list[Row]) -> list[Row]:
         """Note the rows that run from now on."""
         self._rows = list(rows)
+        self._unopened = 0
         return rows
 
     def close(self, row: Row) -> None:

@@ -10,15 +10,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tgis.bench.serving import serving
 from tgis.models.demo import ensure
 from tgis.models.fake import make_fake_model
 
@@ -26,38 +21,6 @@ SIZES = (1, 8, 32)
 REQUESTS = {1: 4, 8: 32, 32: 128}
 INPUT_TOKENS, OUTPUT_TOKENS = 130, 128
 FRONT_END_STREAMS = 64
-GRPC_PORT, HTTP_PORT = 18033, 13000
-START_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A server under load."""
-
-    pid: int
-    start_seconds: float
-
-    def cpu_seconds(self) -> float:
-        """What the front-end process has used so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / 100
-
-
-@contextmanager
-def serving(model: Path, cache: Path, *options: str) -> Iterator[Running]:
-    """`tgis serve`, from its start until a 200 on /health, then to the end of the block."""
-    ports = ("--grpc-port", str(GRPC_PORT), "--port", str(HTTP_PORT), "--bind-address", "127.0.0.1")
-    command = [sys.executable, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
-    started = time.monotonic()
-    with subprocess.Popen([*command, *ports, "--log-level", "warning", *options]) as process:
-        try:
-            while not _healthy():
-                if process.poll() is not None or time.monotonic() - started > START_SECONDS:
-                    raise SystemExit("tgis serve does not start")
-                time.sleep(0.05)
-            yield Running(process.pid, time.monotonic() - started)
-        finally:
-            process.terminate()
 
 
 def baseline(model: Path, dtype: str) -> dict[int, float]:
@@ -68,12 +31,11 @@ def baseline(model: Path, dtype: str) -> dict[int, float]:
     return {row["size"]: row["output_tokens_per_s"] for row in report["sizes"]}
 
 
-def load(concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """`tgis bench` of streams against the running server: the report of its one level."""
+def load(target: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
+    """`tgis bench` of streams against a running server: the report of its one level."""
     lengths = ("--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens))
     amount = ("--concurrency", str(concurrency), "--requests", str(requests))
-    target = ("--target", f"127.0.0.1:{GRPC_PORT}")
-    report = _json_of("-m", "tgis", "bench", *target, *amount, *lengths, "--stream", "--quiet")
+    report = _json_of("-m", "tgis", "bench", "--target", target, *amount, *lengths, "--stream", "--quiet")
     level: dict[str, Any] = report["levels"][0]
     return level
 
@@ -82,7 +44,7 @@ def served(model: Path, cache: Path, dtype: str) -> dict[int, dict[str, Any]]:
     """Reports of tgis at each number of concurrent streams."""
     with serving(model, cache, "--dtype", dtype) as server:
         print(f"tgis ready after {server.start_seconds:.1f} s", file=sys.stderr)
-        return {size: load(size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in SIZES}
+        return {size: load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in SIZES}
 
 
 def front_end(cache: Path) -> dict[str, Any]:
@@ -90,9 +52,9 @@ def front_end(cache: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         model = make_fake_model(Path(directory))
         with serving(model, cache, "--deployment-framework", "fake") as server:
-            load(FRONT_END_STREAMS, 2 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
+            load(server.target, FRONT_END_STREAMS, 2 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
             before = server.cpu_seconds()
-            level = load(FRONT_END_STREAMS, 20 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
+            level = load(server.target, FRONT_END_STREAMS, 20 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
             used = server.cpu_seconds() - before
     tokens = level["output_tokens"]
     return {"level": level, "tokens_per_s": level["output_tokens_per_s"], "cpu_us_per_token": used / tokens * 1e6}
@@ -153,14 +115,6 @@ def _json_of(*command: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return value
-
-
-def _healthy() -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{HTTP_PORT}/health", timeout=1) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""How much memory the processes of a server hold, second by second, and whether that levels off."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+_SECONDS = 1.0  # between samples
+_MINUTES = 10  # that are judged, at the end
+_MOST_GROWTH = 0.01  # a minute
+_LEVEL = 0.0025  # growth a minute that is as good as none
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """The medians of the last minutes, and what they show. Growth is a share, a minute."""
+
+    medians: list[int]  # bytes, of each minute
+    growth: float
+    early: float  # growth in the first half
+    late: float  # and in the second
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it, '' if nothing or if there are too few minutes to tell."""
+        if len(self.medians) < _MINUTES:
+            return ""
+        if self.growth >= _MOST_GROWTH:
+            return f"memory grows by {self.growth:.2%} a minute"
+        if self.late > max(_LEVEL, self.early / 2):
+            return f"memory does not level off: {self.early:.2%} a minute, then {self.late:.2%}"
+        return ""
+
+
+@dataclass(slots=True)
+class Watch:
+    """Samples of processes by name, in bytes, and of the health of the server."""
+
+    processes: Mapping[str, int]  # name: pid
+    healthy: Callable[[], bool]
+    samples: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # seconds, bytes
+    unhealthy: int = 0  # times that the server was not
+
+    async def run(self, seconds: float) -> None:
+        """Sample for so long."""
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            self.unhealthy += not await asyncio.to_thread(self.healthy)
+            for name, pid in self.processes.items():
+                self.samples.setdefault(name, []).append((time.monotonic() - start, resident(pid)))
+            await asyncio.sleep(_SECONDS)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong."""
+        if self.unhealthy:
+            yield f"/health was not 200 {self.unhealthy} times"
+        yield from (f"{name}: {trend.problem}" for name, trend in self.trends().items() if trend.problem)
+
+    def trends(self) -> dict[str, Trend]:
+        """Of each process."""
+        return {name: trend(samples) for name, samples in self.samples.items()}
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no memory")
+
+
+def trend(samples: list[tuple[float, int]]) -> Trend:
+    """The last whole minutes of ascending samples, at the most as many as are judged."""
+    end = samples[-1][0]
+    minutes = min(int(end // 60), _MINUTES)
+    edges = [end - 60 * left for left in range(minutes, -1, -1)]
+    medians = [
+        int(statistics.median(size for at, size in samples if begin < at <= stop)) for begin, stop in pairwise(edges)
+    ]
+    half = len(medians) // 2
+    return Trend(medians, _growth(medians), _growth(medians[: half + 1]), _growth(medians[half:]))
+
+
+def _growth(medians: list[int]) -> float:
+    """By which share they grow from one to the next, on average."""
+    return (medians[-1] / medians[0]) ** (1 / (len(medians) - 1)) - 1 if len(medians) > 1 else 0.0
