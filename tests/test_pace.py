@@ -5,14 +5,13 @@ from batches import EOS, ids, limits, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgis import simulate
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.chunks import share_out
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.weights import Limits, MemoryModel
 from tgis.engines.fake import StepModel
 from tgis.messages import StopReason
-from tgis.simulate import Job, Simulation
+from tgis.simulate import Imagined, Job, Simulation
 
 
 def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
@@ -49,7 +48,7 @@ STREAMS = [Job(0.0, 20, 400)] * 31 + [Job(1.0, 8000, 10)]
 
 def longest_gap(*, chunked: bool) -> float:
     bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
-    return max(Simulation(bounds, CHUNKS if chunked else WHOLE, STREAMS).run().gaps)
+    return max(Simulation(bounds, Imagined(CHUNKS if chunked else WHOLE), STREAMS).run().gaps)
 
 
 def test_a_long_prompt_in_chunks_does_not_stall_streams() -> None:
@@ -71,10 +70,10 @@ def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
 def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:
     bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256, block_size=16)
     jobs = [Job(0.0, 100_000, 2), *[Job(0.5 + n / 10, 100, 5) for n in range(20)]]
-    outcome = Simulation(bounds, CHUNKS, jobs).run()
+    outcome = Simulation(bounds, Imagined(CHUNKS), jobs).run()
     assert len(outcome.first) == 21
     assert sorted(outcome.first)[-2] < 0.2  # the short ones
-    alone = Simulation(bounds, CHUNKS, jobs[:1]).run()
+    alone = Simulation(bounds, Imagined(CHUNKS), jobs[:1]).run()
     assert max(outcome.first) < 1.2 * alone.first[0]
 
 
@@ -93,15 +92,3 @@ def test_a_step_is_shared_without_waste(rows: list[tuple[int, bool]], budget: in
     assert all(1 <= count.get(row.id, 1) <= row.pending for row in catching)
     if catching:
         assert count[catching[0].id] >= min(catching[0].pending, (budget + 1) // 2)
-
-
-@pytest.mark.parametrize("size", [12, 64])
-@pytest.mark.parametrize("clients", [4, 32, 64])
-def test_nothing_is_lost_against_plain_continuous_joining(size: int, clients: int) -> None:
-    """The default policy, and strict order without regard to padding, on the engine of two cores."""
-    jobs = list(simulate.lognormal(300, 1.0, seed=1))
-    ours = Limits(size, MemoryModel.of_tokens(1 << 30), 512, 0.2, padded=True)
-    plain = Limits(size, MemoryModel.of_tokens(1 << 30), 512, 1.0, padded=True, max_waiting_tokens=0)
-    got, base = (Simulation(bounds, simulate.TWO_CORES, jobs, clients).run().summary() for bounds in (ours, plain))
-    assert got["tokens_per_second"] >= 0.98 * base["tokens_per_second"]
-    assert got["prefill_padding"] <= 0.5 * base["prefill_padding"]

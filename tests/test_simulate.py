@@ -9,14 +9,14 @@ from tgis.__main__ import run
 from tgis.batcher.weights import Limits, MemoryModel
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
-from tgis.simulate import TWO_CORES, Job, Simulation, bimodal, lognormal, read_trace
+from tgis.simulate import TWO_CORES, Imagined, Job, Simulation, bimodal, lognormal, read_trace
 
 MODEL = StepModel(padded=True, step_seconds=1.0, row_seconds=0.1, prefill_token_seconds=0.01)
 BOUNDS = Limits(4, MemoryModel.of_tokens(10**6), 10**6, 1.0, padded=True, max_waiting_tokens=0)
 
 
 def test_two_requests_by_hand() -> None:
-    outcome = Simulation(BOUNDS, MODEL, [Job(0.0, 10, 3), Job(0.0, 20, 2)]).run()
+    outcome = Simulation(BOUNDS, Imagined(MODEL), [Job(0.0, 10, 3), Job(0.0, 20, 2)]).run()
     assert outcome.seconds == pytest.approx(1.4 + 1.2 + 1.1)  # a prefill of 2 x 20, steps of two rows and of one
     assert outcome.tokens == 5
     assert outcome.first == pytest.approx([1.4, 1.4])
@@ -28,13 +28,13 @@ def test_two_requests_by_hand() -> None:
 
 
 def test_one_client_sends_one_request_after_the_other() -> None:
-    outcome = Simulation(BOUNDS, MODEL, [Job(0.0, 10, 2)] * 3, clients=1).run()
+    outcome = Simulation(BOUNDS, Imagined(MODEL), [Job(0.0, 10, 2)] * 3, clients=1).run()
     assert outcome.seconds == pytest.approx(3 * (1.1 + 1.1))
     assert outcome.first == pytest.approx([1.1] * 3)
 
 
 def test_requests_that_come_later_find_an_idle_server() -> None:
-    outcome = Simulation(BOUNDS, MODEL, [Job(0.0, 10, 1), Job(50.0, 10, 1)]).run()
+    outcome = Simulation(BOUNDS, Imagined(MODEL), [Job(0.0, 10, 1), Job(50.0, 10, 1)]).run()
     assert outcome.seconds == pytest.approx(51.1)
     assert outcome.first == pytest.approx([1.1, 1.1])
 

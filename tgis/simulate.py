@@ -1,7 +1,8 @@
 """A deployment without hardware: the real batcher, a step-time model, and a trace of requests, in made-up time.
 
 For comparing policies and picking options. Requests come at the times of the trace (open loop), or each of so many
-clients sends its next one when its last has ended (closed loop).
+clients sends its next one when its last has ended (closed loop). What computes the steps may also be a real engine:
+then the time is that of its steps, and of nothing else.
 """
 
 import csv
@@ -12,14 +13,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits, area
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
-from tgis.messages import Details, Request, Sampling
+from tgis.messages import Admissions, Details, Request, Sampling
 
 # SmolLM2-135M in bf16 on two cores: steps of 16.9, 21.4, 40.7 and 70 ms at 1, 8, 32 and 64 rows of 150 tokens.
 TWO_CORES = StepModel(
@@ -59,6 +60,7 @@ class Outcome:
     prefills: int = 0
     prefilled: list[int] = field(default_factory=lambda: [0, 0])  # tokens, and with padding
     decoded: list[int] = field(default_factory=lambda: [0, 0])  # tokens of context, and with padding
+    admissions: Admissions = field(default_factory=Admissions)
     samples: list[Sample] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
@@ -74,13 +76,38 @@ class Outcome:
         return {name: round(value, 4) for name, value in figures.items()}
 
 
+class Machine(Protocol):
+    """What computes steps."""
+
+    def step(self, plan: Plan) -> tuple[list[int], float]:
+        """A token for each sampled row, and the seconds that the step took."""
+
+    def release(self, rows: list[Sequence]) -> None:
+        """Forget rows that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imagined:
+    """Takes the time that the model says, and does nothing."""
+
+    model: StepModel
+
+    def step(self, plan: Plan) -> tuple[list[int], float]:
+        """Tokens that mean nothing."""
+        return [0] * len(plan.sampled), self.model.seconds(plan)
+
+    def release(self, rows: list[Sequence]) -> None:
+        """Nothing is held."""
+
+
 class Simulation:
     """One run of a trace."""
 
-    def __init__(self, limits: Limits, model: StepModel, jobs: Iterable[Job], clients: int = 0) -> None:
+    def __init__(self, limits: Limits, machine: Machine, jobs: Iterable[Job], clients: int = 0) -> None:
         """With `clients` the arrival times of the jobs are not used."""
         self._batcher = Batcher(limits, ())
-        self._model = model
+        self._padded = limits.padded
+        self._machine = machine
         self._clients = clients
         self._jobs = enumerate(jobs)
         self._now = 0.0
@@ -101,19 +128,23 @@ class Simulation:
             assert plan is not None, "requests wait and nothing runs"
             self._step(plan)
         self.outcome.seconds = self._now
+        self.outcome.admissions = self._batcher.take_admissions()
         return self.outcome
 
     def _arrive(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self._now:
             arrival, number, job = heapq.heappop(self._arrivals)
             self._tokens[number] = arrival, []
-            request = Request(number, [0] * job.length, job.new, capped=False, sampling=Sampling(), details=Details())
+            tokens = [*range(job.length)]
+            request = Request(number, tokens, job.new, capped=False, sampling=Sampling(), details=Details())
             self._batcher.submit([request], arrival)
 
     def _step(self, plan: Plan) -> None:
         self._count(plan)
-        self._now += self._model.seconds(plan)
-        ended = self._batcher.commit(plan, [0] * len(plan.sampled), self._now)
+        tokens, seconds = self._machine.step(plan)
+        self._now += seconds
+        ended = self._batcher.commit(plan, tokens, self._now)
+        self._machine.release(ended)
         for row in plan.sampled:
             self._tokens[row.id][1].append(self._now)
         for row in ended:
@@ -129,7 +160,7 @@ class Simulation:
         outcome.prefills += bool(chunks)
         for total, lengths in ((outcome.decoded, decoding), (outcome.prefilled, chunks)):
             total[0] += sum(lengths)
-            total[1] += area(lengths, self._model.padded)
+            total[1] += area(lengths, self._padded)
 
     def _end(self, row: Sequence) -> None:
         arrival, times = self._tokens.pop(row.id)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tgis.batcher.weights import Limits, MemoryModel
 from tgis.engines.fake import StepModel
 from tgis.options import Parser
-from tgis.simulate import TWO_CORES, Job, Outcome, Simulation, bimodal, lognormal, plot, read_trace
+from tgis.simulate import TWO_CORES, Imagined, Job, Outcome, Simulation, bimodal, lognormal, plot, read_trace
 
 _MILLISECONDS = 1e-3
 
@@ -16,7 +16,7 @@ _MILLISECONDS = 1e-3
 def main(argv: list[str], prog: str) -> int:
     """Simulate; print a table, and the same figures as JSON in the last line."""
     options = _parser(prog).parse_args(argv)
-    outcome = Simulation(_limits(options), _model(options), _jobs(options), options.clients).run()
+    outcome = Simulation(_limits(options), Imagined(_model(options)), _jobs(options), options.clients).run()
     summary = outcome.summary()
     for name, value in summary.items():
         print(f"{name:<22}{value:>14,.4g}" if value < 1000 else f"{name:<22}{value:>14,.0f}")
