@@ -7,12 +7,12 @@ import pytest
 
 from tgis.batcher.weights import Limits, MemoryModel
 from tgis.bench import mixed
-from tgis.bench.mixed import POLICIES, Timed, load
+from tgis.bench.mixed import POLICIES, load, options_of
 from tgis.simulate import TWO_CORES, Imagined, Job, Simulation, bimodal, lognormal
 
 
 def bounds(size: int) -> Limits:
-    return Limits(size, MemoryModel.of_tokens(1 << 30), 512, mixed.PADDING, padded=True)
+    return Limits(size, MemoryModel.of_tokens(1 << 30), 512, 0.2, padded=True)
 
 
 def figures(policy: str, size: int, jobs: list[Job], clients: int) -> dict[str, float]:
@@ -40,11 +40,10 @@ def test_short_requests_do_not_pay_for_long_ones() -> None:
 
 
 def test_a_real_engine_runs_every_request_to_its_end(glassllm_dir: Path) -> None:
-    machine = Timed(load("hf_transformers", glassllm_dir, "float32", 4))
+    machine, limits = load(options_of("hf_transformers", glassllm_dir, "float32", 4))
     jobs = [Job(0.0, 3 + n % 7, 1 + n % 5) for n in range(12)]
     for policy in POLICIES.values():
-        limits = policy(mixed.limits(4, machine.engine.info))
-        outcome = Simulation(limits, machine, jobs, clients=6).run()
+        outcome = Simulation(policy(limits), machine, jobs, clients=6).run()
         assert outcome.tokens == sum(job.new for job in jobs)
         assert len(outcome.first) == 12
         assert 0 < min(outcome.first) <= outcome.seconds

@@ -22,6 +22,7 @@ from tgis.errors import OutOfMemory, StartError, TgisError
 from tgis.link import Link
 from tgis.messages import (
     Cancel,
+    EngineInfo,
     EngineOptions,
     Failed,
     FailureKind,
@@ -137,8 +138,8 @@ class Worker:
         )
 
 
-def _limits(options: EngineOptions, engine: Engine) -> Limits:
-    info = engine.info
+def limits_of(options: EngineOptions, info: EngineInfo) -> Limits:
+    """What bounds the batches of this engine."""
     return Limits(
         max_batch_size=info.max_batch_size,
         memory=MemoryModel.of_tokens(info.weight_limit),
@@ -155,7 +156,7 @@ def _limits(options: EngineOptions, engine: Engine) -> Limits:
 def _serve(link: Link, options: EngineOptions) -> None:
     engine = load_engine(options, link.end)
     engine.warm_up()
-    limits = _limits(options, engine)
+    limits = limits_of(options, engine.info)
     check_longest(limits, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
     gc.freeze()  # what has been loaded stays: the collector need not look at it again

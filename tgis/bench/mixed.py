@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.batcher.weights import UNBOUNDED, Limits, MemoryModel
+from tgis.batcher.weights import UNBOUNDED, Limits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
-from tgis.messages import EngineInfo, EngineOptions
+from tgis.messages import EngineOptions
 from tgis.models.demo import ensure
 from tgis.simulate import TWO_CORES, Imagined, Job, Machine, Simulation, bimodal, lognormal
+from tgis.worker import limits_of
 
 SEQUENCE = 2048
-PADDING, WAITING_TOKENS = 0.2, 24  # the defaults of the server
 SEED = 1
 TRACES: dict[str, Callable[[int], Iterator[Job]]] = {
     "lognormal": lambda count: lognormal(count, 1.0, SEED),
@@ -57,49 +57,40 @@ class Timed:
         self.engine.release(rows)
 
 
-def limits(size: int, info: EngineInfo) -> Limits:
-    """Those of a server of this engine with all defaults, but for its batch size."""
-    return Limits(
+def options_of(name: str, model: Path, dtype: str, size: int) -> EngineOptions:
+    """Those of a server with all defaults, but for its batch size, and without cached prefixes."""
+    return EngineOptions(
+        engine=name,
+        model_path=str(model),
+        dtype=dtype,
+        eos_ids=(),
+        max_sequence_length=SEQUENCE,
         max_batch_size=size,
-        memory=MemoryModel.of_tokens(info.weight_limit),
-        prefill_tokens=info.prefill_tokens,
-        max_padding=PADDING,
-        padded=info.padded,
-        chunked=info.chunked,
-        max_waiting_tokens=WAITING_TOKENS,
+        max_prefill_padding=0.2,
+        max_waiting_tokens=24,
+        batch_safety_margin=20,
+        cuda_memory_fraction=1.0,
+        threads=None,
+        log_level="warning",
+        json_output=False,
+        prefix_cache=False,
     )
 
 
-def load(name: str, model: Path, dtype: str, size: int) -> Engine:
-    """An engine that is ready."""
-    engine = load_engine(
-        EngineOptions(
-            engine=name,
-            model_path=str(model),
-            dtype=dtype,
-            eos_ids=(),
-            max_sequence_length=SEQUENCE,
-            max_batch_size=size,
-            max_prefill_padding=PADDING,
-            max_waiting_tokens=WAITING_TOKENS,
-            batch_safety_margin=20,
-            cuda_memory_fraction=1.0,
-            threads=None,
-            log_level="warning",
-            json_output=False,
-        )
-    )
+def load(options: EngineOptions) -> tuple[Timed, Limits]:
+    """An engine that is ready, and what bounds its batches."""
+    engine = load_engine(options, sys.exit)
     engine.warm_up()
-    return engine
+    return Timed(engine), limits_of(options, engine.info)
 
 
-def compare(machine: Machine, info: EngineInfo, trace: str, requests: int, size: int, clients: int) -> dict[str, Any]:
+def compare(machine: Machine, limits: Limits, trace: str, requests: int, clients: int) -> dict[str, Any]:
     """The figures of every policy."""
     figures: dict[str, Any] = {}
     for name, policy in POLICIES.items():
-        outcome = Simulation(policy(limits(size, info)), machine, TRACES[trace](requests), clients).run()
+        outcome = Simulation(policy(limits), machine, TRACES[trace](requests), clients).run()
         figures[name] = outcome.summary() | {"queue_jumps": outcome.admissions.queue_jumps}
-        print(f"{trace:<10}{size:>4}  {name:<10}{_row(figures[name])}", flush=True)
+        print(f"{trace:<10}{limits.max_batch_size:>4}  {name:<10}{_row(figures[name])}", flush=True)
     plain = figures["plain"]["tokens_per_second"]
     return figures | {"speedup": round(figures["default"]["tokens_per_second"] / plain, 3)}
 
@@ -121,18 +112,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)
     sizes = [int(size) for size in args.sizes.split(",")]
-    engine = load(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes))
-    widest = max(sizes)  # a run that does not count: memory grows, kernels are made
-    Simulation(limits(widest, engine.info), Timed(engine), TRACES["lognormal"](2 * widest), clients=widest).run()
+    machine, limits = load(options_of(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes)))
+    Simulation(limits, machine, TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # does not count
     report: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     print(f"{args.engine:<26}{''.join(f'{name:>18}' for name in COLUMNS)}")
     runs = list(product(args.traces.split(","), sizes))
     for trace, size in runs:
-        found = compare(Timed(engine), engine.info, trace, args.requests, size, args.clients)
+        found = compare(machine, replace(limits, max_batch_size=size), trace, args.requests, args.clients)
         report[f"{args.engine} {trace} {size}"] = found
-    print("simulated" if engine.info.padded else "")
-    for trace, size in runs if engine.info.padded else ():
-        found = compare(Imagined(TWO_CORES), engine.info, trace, SIMULATED_REQUESTS, size, args.clients)
+    print("simulated" if limits.padded else "")
+    for trace, size in runs if limits.padded else ():
+        at_scale = replace(limits, max_batch_size=size)
+        found = compare(Imagined(TWO_CORES), at_scale, trace, SIMULATED_REQUESTS, args.clients)
         report[f"simulated {trace} {size}"] = found
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from tgis.bench.client import Client, Sample, connect
-from tgis.bench.suite import GRPC_PORT, serving
+from tgis.bench.serving import serving
 from tgis.bench.workload import Job
 from tgis.models.demo import ensure
 from tgis.pb import generation_pb2 as pb
@@ -48,8 +48,8 @@ async def _send(client: Client, text: str, new_tokens: int) -> Sample:
     return sample
 
 
-async def _with_client(part: Any) -> dict[str, float]:
-    async with connect(f"127.0.0.1:{GRPC_PORT}", None, 1, 600.0) as client:
+async def _with_client(part: Any, target: str) -> dict[str, float]:
+    async with connect(target, None, 1, 600.0) as client:
         await client.model_info()
         figures: dict[str, float] = await part(client, _Prompts())
         return figures
@@ -92,8 +92,8 @@ async def _shared_prefix(client: Client, prompts: _Prompts) -> dict[str, float]:
 
 
 def _part(part: Any, model: Path, cache: Path, *options: str) -> dict[str, float]:
-    with serving(model, cache, "--deployment-framework", "tgis_native", *options):
-        figures = asyncio.run(_with_client(part))
+    with serving(model, cache, "--deployment-framework", "tgis_native", *options) as server:
+        figures = asyncio.run(_with_client(part, server.target))
     return {name: round(value, 1) for name, value in figures.items()}
 
 

@@ -35,6 +35,7 @@ QUEUED_TOKENS = 40_000  # more than the load ever queues, less than the last cal
 SERVER = (
     *("--dtype", "float32"),
     *("--max-batch-size", "32"),  # less than the load, so that there is a queue
+    *("--kv-cache-size-mb", "4"),  # where there are blocks: too few for so many rows, so that some are taken away
     *("--max-concurrent-requests", str(INPUTS)),
     *("--max-queued-tokens", str(QUEUED_TOKENS)),
 )
@@ -55,11 +56,12 @@ async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> Rep
             group.create_task(kill_clients(server.target, bounds.sequence // 2, seconds, ledger, draw))
             group.create_task(ClosedLoop(in_flight).drive(caller.call, Budget(None, seconds)))
         elapsed = time.monotonic() - started
-        ledger.problems_of(books.discrepancies(before, await _idle(server, ledger), ledger))
+        after = await _idle(server, ledger)
+        ledger.problems_of(books.discrepancies(before, after, ledger))
         await _take_everything(stub, bounds, ledger)
         await _idle(server, ledger)
     ledger.problems_of(watch.problems())
-    return Report(elapsed, in_flight, seed, ledger, watch)
+    return Report(elapsed, in_flight, seed, ledger, watch, preemptions=int(after[books.PREEMPTIONS]))
 
 
 async def _bounds(stub: GenerationServiceStub) -> Bounds:

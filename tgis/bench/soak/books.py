@@ -16,6 +16,7 @@ GAUGES = (
     "tgi_batch_max_remaining_tokens",
     "tgi_batch_weight_utilization",
 )
+PREEMPTIONS = ("tgi_batch_preemption_total",)
 _KINDS = ("single", "batch", "stream")
 _REFUSALS = {
     "validation": ("INVALID_ARGUMENT", "UNIMPLEMENTED"),

@@ -20,6 +20,7 @@ class Report:
     seed: int
     ledger: Ledger
     watch: Watch
+    preemptions: int  # rows whose blocks were taken away
 
 
 def text(report: Report) -> str:
@@ -42,6 +43,7 @@ def document(report: Report, *, samples: bool) -> dict[str, Any]:
         "refused": dict(ledger.refused),
         "undecodable": ledger.undecodable,
         "killed_clients": ledger.killed,
+        "preemptions": report.preemptions,
         "compared": ledger.compared,
         "tokens": ledger.tokens,
         "wrong": ledger.wrong,
@@ -59,7 +61,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"calls       {_counts(ledger.calls + ledger.unsure_calls)}; {ledger.undecodable} that were no message"
     yield f"ends        {_counts(Counter(_by_reason(ledger)))}; {ledger.expired} of them in the queue"
     yield f"left early  {sum(ledger.left.values())} inputs, also those of {ledger.killed} killed clients"
-    yield f"refused     {_counts(ledger.refused)}"
+    yield f"refused     {_counts(ledger.refused)}; {report.preemptions} rows that ran were put back"
     yield f"compared    {ledger.compared} answers with those of the idle server"
     for name, trend in report.watch.trends().items():
         medians = " ".join(f"{median / _MB:.0f}" for median in trend.medians)
