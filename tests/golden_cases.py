@@ -31,6 +31,7 @@ class ServerSpec:
     options: Json
     files: dict[str, Json] = field(default_factory=dict)  # what is different in JSON files of the model
     encoder_decoder: bool = False
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict)  # soft prompts: texts, by the part that they are
 
     def model_directory(self, original: Path, scratch: Path) -> Path:
         """The model with its changes, in `scratch` if there are any."""

@@ -1,8 +1,10 @@
 """A model and its tokenizer as transformers loads them, with the options of the server that is to equal them."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from golden_cases import Json
 from transformers import (
@@ -15,10 +17,22 @@ from transformers import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens that a soft prompt is: the model sees them, and nobody else."""
+
+    encoder: list[int] = field(default_factory=list)
+    decoder: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: dict[str, str], tokenizer: Any) -> "Prompt":
+        return cls(**{part: _prompt_ids(tokenizer, text) for part, text in parts.items()})
+
+
 class Model:
     """A model, its tokenizer and the options of its server."""
 
-    def __init__(self, directory: Path, options: Json) -> None:
+    def __init__(self, directory: Path, options: Json, prompts: dict[str, dict[str, str]]) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.encoder_decoder: bool = AutoConfig.from_pretrained(directory).is_encoder_decoder
         family = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
@@ -30,6 +44,8 @@ class Model:
         self.sequence_length = int(options["MAX_SEQUENCE_LENGTH"])
         self.new_tokens = min(int(options["MAX_NEW_TOKENS"]), self.sequence_length - 1)
         self.include = options.get("DEFAULT_INCLUDE_STOP_SEQS", "true") == "true"
+        self.prompts = {name: Prompt.of(parts, self.tokenizer) for name, parts in prompts.items()}
+        self.pad_id: int = self.network.config.pad_token_id
         self.show_special = options.get("OUTPUT_SPECIAL_TOKENS", "false") == "true"
 
     def encode(self, text: str) -> list[int]:
@@ -56,16 +72,17 @@ class Model:
 class Decoding:
     """The forward passes over one input and its output."""
 
-    def __init__(self, model: Model, ids: list[int]) -> None:
+    def __init__(self, model: Model, ids: list[int], prompt: Prompt) -> None:
         self._network = model.network
         self._past: Any = DynamicCache()
         self._argument = "input_ids"
         self._encoded = {}
+        self.unseen = prompt.decoder  # comes before that
         self.begin = ids  # what the output goes on from
         if model.encoder_decoder:
             self._past = EncoderDecoderCache(DynamicCache(), DynamicCache())
             self._argument = "decoder_input_ids"
-            self._encoded = {"encoder_outputs": self._network.get_encoder()(torch.tensor([ids]))}
+            self._encoded = {"encoder_outputs": self._network.get_encoder()(torch.tensor([prompt.encoder + ids]))}
             self.begin = [self._network.generation_config.decoder_start_token_id]
 
     def logits(self, ids: list[int]) -> torch.Tensor:
@@ -73,3 +90,20 @@ class Decoding:
         inputs = {self._argument: torch.tensor([ids])} | self._encoded
         logits: torch.Tensor = self._network(**inputs, past_key_values=self._past, use_cache=True).logits[0]
         return logits.double()
+
+
+def write_prompts(prompts: dict[str, dict[str, str]], directory: Path, store: Path) -> None:
+    """Soft prompts of a model that are the embeddings of the tokens of texts, in the layout of TGIS."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with safetensors.safe_open(directory / "model.safetensors", "pt") as weights:
+        (name,) = {"model.embed_tokens.weight", "shared.weight"} & set(weights.keys())
+        table = weights.get_tensor(name)
+    for prompt, parts in prompts.items():
+        (store / prompt).mkdir(parents=True)
+        for part, text in parts.items():
+            torch.save(table[_prompt_ids(tokenizer, text)], store / prompt / f"{part}.pt")
+
+
+def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids

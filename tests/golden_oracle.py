@@ -41,7 +41,8 @@ def answer(model: Model, case: Case) -> Json:
     message: Any = case.message()
     match message:
         case pb.BatchedGenerationRequest(requests=inputs, params=params):
-            runs = [Run(model, one.text, params).response for one in inputs]
+            prompt = message.adapter_id or message.prefix_id
+            runs = [Run(model, one.text, params, prompt).response for one in inputs]
             found: Any = pb.BatchedGenerationResponse(responses=runs)
         case pb.BatchedTokenizeRequest(requests=inputs):
             found = pb.BatchedTokenizeResponse(responses=[_tokenized(model, one.text, message) for one in inputs])
@@ -91,7 +92,9 @@ def main() -> None:
     for server, files in itertools.groupby(sorted(found), key=lambda pair: pair[0]):
         with tempfile.TemporaryDirectory() as scratch:
             spec = servers()[server]
-            model = Model(spec.model_directory(demo.ensure(spec.model, CACHE), Path(scratch)), spec.options)
+            model = Model(
+                spec.model_directory(demo.ensure(spec.model, CACHE), Path(scratch)), spec.options, spec.prompts
+            )
         for _, file in files:
             wrong += _settle(file, expectations(file, model), arguments.check)
     sys.exit(1 if wrong else 0)

@@ -32,7 +32,7 @@ def violations(request: pb.SingleGenerationRequest, messages: Messages) -> list[
     outputs = 2 if options.input_tokens and not expired else 1
     found = list(_first(request, messages[0], messages[-1]))
     if outputs == 2:
-        found += _inputs(messages[1])
+        found += _inputs(messages[0], messages[1])
     if not expired:
         found += _outputs(options, messages[outputs:])
     return found
@@ -51,8 +51,8 @@ def _first(
         yield f"[0]: expected only {_line(wanted)}, got {_line(first)}"
 
 
-def _inputs(message: pb.GenerationResponse) -> Iterator[str]:
-    wanted = pb.GenerationResponse(input_tokens=message.input_tokens, input_token_count=len(message.input_tokens))
+def _inputs(first: pb.GenerationResponse, message: pb.GenerationResponse) -> Iterator[str]:
+    wanted = pb.GenerationResponse(input_tokens=message.input_tokens, input_token_count=first.input_token_count)
     if not message.input_tokens:
         yield "[1]: no input_tokens"
     elif message.SerializeToString(deterministic=True) != wanted.SerializeToString(deterministic=True):  # NaN != NaN

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from golden_model import Decoding, Model
+from golden_model import Decoding, Model, Prompt
 from transformers import (
     ExponentialDecayLengthPenalty,
     LogitsProcessorList,
@@ -81,8 +81,9 @@ class Text:
 class Run:
     """One input."""
 
-    def __init__(self, model: Model, text: str, params: pb.Parameters) -> None:
+    def __init__(self, model: Model, text: str, params: pb.Parameters, prompt: str) -> None:
         self.model, self.params = model, params
+        self.prompt = model.prompts[prompt] if prompt else Prompt()
         self.ids = model.truncated(model.encode(text), params.truncate_input_tokens)
         self.inputs = len(self.ids)
         self.response = pb.GenerationResponse(input_token_count=self.inputs)
@@ -93,7 +94,7 @@ class Run:
                 raise UnsettledError("the seed is drawn")
             self.response.seed = params.sampling.seed
         with torch.inference_mode():
-            self.decoding = Decoding(model, self.ids)
+            self.decoding = Decoding(model, self.ids, self.prompt)
             self.context = list(self.decoding.begin)
             self._run(text)
 
@@ -101,9 +102,9 @@ class Run:
         stopping, options = self.params.stopping, self.params.response
         include = stopping.include_stop_sequence if stopping.HasField("include_stop_sequence") else self.model.include
         output = Text(self.model, list(stopping.stop_sequences), include)
-        logits = self.decoding.logits(self.context)  # [T, V]
+        logits = self.decoding.logits(self.decoding.unseen + self.context)  # [T, V]
         if options.input_tokens:
-            self.response.input_tokens.extend(self._input_infos(logits))
+            self.response.input_tokens.extend(self._input_infos(logits[-1:] if self.model.encoder_decoder else logits))
         while not self.response.stop_reason:
             token, info = self._choose(logits[-1])
             self.context.append(token)
@@ -120,7 +121,9 @@ class Run:
 
     def _end(self, token: int, output: Text, added: int) -> None:
         stopping = self.params.stopping
-        asked, room = stopping.max_new_tokens or 20, self.model.sequence_length - self.inputs
+        start = self.model.encoder_decoder and bool(self.prompt.decoder)  # is counted with the decoder's part
+        virtual = len(self.prompt.encoder) + len(self.prompt.decoder) + start
+        asked, room = stopping.max_new_tokens or 20, self.model.sequence_length - virtual - self.inputs
         count = self.response.generated_token_count
         if count < stopping.min_new_tokens:
             return
@@ -180,10 +183,12 @@ class Run:
 
     def _input_infos(self, logits: torch.Tensor) -> Iterator[pb.TokenInfo]:
         """logits: [T, V]; an encoder's input has none."""
-        unpredicted = len(self.ids) if self.model.encoder_decoder else 1
-        for name in self.model.names(self.ids[:unpredicted]):
+        shown = self.prompt.encoder if self.model.encoder_decoder else self.prompt.decoder
+        tokens = [self.model.pad_id] * len(shown) + self.ids
+        unpredicted = len(tokens) if self.model.encoder_decoder else 1
+        for name in self.model.names(tokens[:unpredicted]):
             yield pb.TokenInfo(text=name, logprob=float("nan") if self.params.response.token_logprobs else 0)
-        for token, row in zip(self.ids[unpredicted:], logits[:-1], strict=True):
+        for token, row in zip(tokens[unpredicted:], logits[:-1], strict=True):
             yield self._info(token, torch.clone, row)
 
     def _info(self, token: int, scores: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> pb.TokenInfo:

@@ -121,4 +121,5 @@ def call(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGene
 def stream_of(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationRequest:
     """The same request as a stream."""
     (one,) = request.requests
-    return pb.SingleGenerationRequest(request=one, params=request.params)
+    prefix = request.prefix_id if request.HasField("prefix_id") else None
+    return pb.SingleGenerationRequest(request=one, params=request.params, prefix_id=prefix)

@@ -51,6 +51,14 @@ def test_tls_files_are_checked(pem: Callable[[str], str], cert: str, key: str, c
     assert named in refusal(**{name: pem(file) for name, file in names.items() if file})
 
 
+@pytest.mark.parametrize("name", ["PREFIX_STORE_PATH", "ADAPTER_CACHE"])
+def test_the_store_of_prompts_must_be_a_directory(tmp_path: Path, name: str) -> None:
+    assert read(**{name: str(tmp_path)}).prefix_store_path == tmp_path
+    for path in (f"{tmp_path}/absent", __file__, f"{tmp_path}/{'x' * 300}"):
+        assert refusal(**{name: path}).startswith(f"{name}={path[:20]!r}"[:-1])
+        assert refusal(**{name: path}).endswith(" is not a directory")
+
+
 def test_a_printed_config_shows_paths_and_no_contents(pem: Callable[[str], str]) -> None:
     printed = repr(read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key")))
     assert pem("key") in printed

@@ -14,6 +14,7 @@ import pytest
 from conftest import REPOSITORY
 from golden_cases import Case, Json, cases, expected_answers, servers
 from golden_compare import differences
+from golden_model import write_prompts
 from harness import serving
 
 from tgis.pb import generation_pb2 as pb
@@ -32,6 +33,9 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     model = spec.model_directory(request.getfixturevalue(f"{spec.model}_dir"), directory / "model")
     # one thread: beside other work, threads that wait for each other are ten times slower
     options = spec.options | {"DTYPE": "float32", "NUM_THREADS": 1}
+    if spec.prompts:
+        write_prompts(spec.prompts, model, directory / "prompts")
+        options["PREFIX_STORE_PATH"] = directory / "prompts"
     with serving(directory, model, **options) as server:
         found = asyncio.run(golden_runner.run(server.target, [case for case in cases() if case.server == name], SEED))
         status, _ = server.get("/metrics")

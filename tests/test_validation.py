@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tgis.errors import InvalidRequest, Unimplemented
 from tgis.messages import Details
+from tgis.prefix import Prefix
 from tgis.validation import Limits, Parameters, make_request, validate
 
 LIMITS = Limits(sequence_length=200, new_tokens=169, include_stop_sequence=True)
@@ -118,7 +119,8 @@ def test_defaults_fill_what_is_zero_or_absent(asked: Parameters) -> None:
 def test_lengths_bound_the_output(length: int, prefix: int, most: int, least: int) -> None:
     asked = Parameters(max_new_tokens=most, min_new_tokens=min(least, most))
     found, least = validate(asked, LIMITS), min(least, most)
-    arguments: dict[str, Any] = {"prefix_length": prefix, "settings": found, "limits": LIMITS, "field_name": "x"}
+    soft = Prefix("p", prefix, 0, 1, 1) if prefix else None
+    arguments: dict[str, Any] = {"prefix": soft, "settings": found, "limits": LIMITS, "field_name": "x"}
     if length == 0 or length + prefix >= 200 or length + prefix + least > 200:
         with pytest.raises(InvalidRequest):
             make_request(1, [5] * length, **arguments)

@@ -52,7 +52,7 @@ class Account:
 
     def validated(self, requests: list[Request], settings: Settings) -> None:
         """Note that the call is valid."""
-        lengths = [len(request.tokens) for request in requests]
+        lengths = [request.input_length for request in requests]
         self._metrics.request_validated(lengths, settings.max_new_tokens, time.monotonic() - self._started)
 
     def open(self, rows: list[Row]) -> list[Row]:
@@ -79,7 +79,7 @@ class Account:
         self._metrics.request_succeeded(
             self._kind,
             row.end,
-            input_tokens=len(row.inbox.request.tokens),
+            input_tokens=row.inbox.request.input_length,
             generated_tokens=row.count,
             duration=now - self._started,
             inference=times.newest - times.joined if times.joined else 0.0,
@@ -104,7 +104,8 @@ class Account:
         inference = times.newest - joined if times.newest else 0.0
         return {
             "request_id": request.id,
-            "input_tokens": len(request.tokens),
+            "input_tokens": request.input_length,
+            "prefix_id": request.prefix.id if request.prefix else None,
             "generated_tokens": row.count,
             "queue_seconds": round(joined - times.submitted, 4),
             "inference_seconds": round(inference, 4),

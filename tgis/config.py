@@ -6,7 +6,6 @@ Whatever can be found wrong without loading a model is found here: one OptionErr
 
 # ruff: noqa: RUF009 - the calls in the table are field specifiers
 
-import ipaddress
 import os
 import stat
 import textwrap
@@ -17,10 +16,11 @@ from pathlib import Path
 from tgis.auth import Tokens
 from tgis.errors import OptionError, StartError
 from tgis.options import (
+    ADDRESS,
     BOOLEAN,
+    DIRECTORY,
     PATH,
     TEXT,
-    Kind,
     Option,
     Parser,
     choice,
@@ -39,23 +39,13 @@ from tgis.options import (
 from tgis.tls import Certificates, TlsFiles
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Limits of requests", "Batches and memory", "Text"
-NETWORK, PROCESS, LOGS = "Network", "Process", "Logs"
+PROMPTS, NETWORK, PROCESS, LOGS = "Soft prompts", "Network", "Process", "Logs"
 
 ENGINE = choice("auto", "tgis_native", "hf_transformers", "fake", not_yet=("hf_optimum_ort", "ibm_fms"))
 DTYPE = choice("float32", "float16", "bfloat16", not_yet=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
 FRACTION = decimal(0, 1, above=True)
 SECONDS = decimal(0, 86400, above=True)
 PORT = integer(0, 65535)
-
-
-def _address(text: str) -> str:
-    try:
-        return str(ipaddress.ip_address(text))
-    except ValueError:
-        raise ValueError("must be an IP address") from None
-
-
-ADDRESS = Kind("IP", _address)
 
 
 def _tokenization_workers(_environ: Mapping[str, str]) -> int:
@@ -124,6 +114,13 @@ class Config:
     num_threads: int | None = option(
         BATCHES, integer(1, 4096), "CPU threads of the engine", None, shown="all cores")
 
+    prefix_store_path: Path | None = option(
+        PROMPTS, DIRECTORY, "soft prompts, which requests name by prefix_id", None, aliases=("adapter_cache",))
+    prompt_cache_size_mb: int = option(
+        PROMPTS, integer(1), "MiB of soft prompts kept loaded; also the largest file that is read", 512)
+    max_prompt_prefix_length: int | None = option(
+        PROMPTS, integer(1), "most virtual tokens of a soft prompt", None, shown="half of MAX_SEQUENCE_LENGTH")
+
     default_include_stop_seqs: bool = option(
         TEXTS, BOOLEAN, "whether outputs end with their stop sequence if a request does not say", True)
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "leave special tokens in the output", False)
@@ -184,7 +181,6 @@ REFUSED = (  # unless the value asks for nothing
     Option(not_yet(BOOLEAN, False), "trust_remote_code"),
     Option(not_yet(BOOLEAN, False), "pt2_compile"),
     Option(choice("auto", "off", not_yet=("manual",)), "estimate_memory"),
-    Option(not_yet(TEXT), "prefix_store_path"),
     Option(not_yet(TEXT), "speculator_name"),
     Option(not_yet(TEXT), "otlp_endpoint"),
 )
@@ -196,8 +192,6 @@ UNUSED = tuple(
         "master_port",
         "max_batch_weight",
         "max_prefill_weight",
-        "prompt_cache_size_mb",
-        "max_prompt_prefix_length",
         "otlp_service_name",
     )
 )

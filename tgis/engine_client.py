@@ -35,6 +35,8 @@ from tgis.messages import (
     ToEngine,
     pack,
 )
+from tgis.prefix import PromptInfo
+from tgis.prompt_lookups import PromptLookups
 from tgis.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class EngineClient:
         self.ready: asyncio.Future[EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
         self._inspection = Inspection(lambda: self._send(Inspect()))
+        self._lookups = PromptLookups(self._send)
         self._cause = ""
         self._gone = False
         self._farewell: asyncio.Future[None] | None = None
@@ -115,6 +118,12 @@ class EngineClient:
         """A request id that nobody has had."""
         self._next_id += 1
         return self._next_id
+
+    def prompt(self, prompt_id: str) -> contextlib.AbstractAsyncContextManager[PromptInfo | None]:
+        """A block in which the soft prompt of that id stays as it was found; None if that takes too long."""
+        if self._gone:
+            raise Unavailable(self._cause)
+        return self._lookups.found(self.next_id(), prompt_id)
 
     @contextlib.contextmanager
     def submitted(self, requests: list[Request], *, eager: bool) -> Iterator[list[Inbox]]:
@@ -161,11 +170,13 @@ class EngineClient:
 
     def receive(self, message: FromEngine) -> None:
         """Act on one message of the engine."""
-        if isinstance(message, Snapshot):  # no progress: an engine that only talks is stuck
-            self._inspection.answer(message)
-            return
-        self._last_progress = time.monotonic()
+        if not isinstance(message, Snapshot | PromptInfo):  # an engine that only talks is stuck
+            self._last_progress = time.monotonic()
         match message:
+            case Snapshot():
+                self._inspection.answer(message)
+            case PromptInfo():
+                self._lookups.answer(message)
             case Step():
                 self._deliver(message)
             case Failed(ids, kind, text, prefill):
@@ -183,6 +194,7 @@ class EngineClient:
         self._gone = True
         self._cause = self._cause or _ENDED
         self._inspection.end(self._cause)
+        self._lookups.end(self._cause)
         for request_id in list(self._open):
             self._end(request_id, Unavailable(self._cause))
         self._farewell = asyncio.ensure_future(self._report_death())

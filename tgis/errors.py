@@ -4,6 +4,7 @@ TgisError
 ├── StartError               the process cannot serve: one line on stderr, exit code 1
 │   ├── Unsupported          the chosen engine cannot run this model; another may
 │   └── OptionError          a bad option, found before anything loads: exit code 2
+├── PromptError              a soft prompt is not to be had; caught where it was asked for
 └── RequestError             one call fails, nothing else is disturbed
     ├── InvalidRequest       INVALID_ARGUMENT, names the field
     ├── Unimplemented        UNIMPLEMENTED, a field whose part is not built
@@ -32,6 +33,14 @@ class OptionError(StartError):
     """An option has a value that can never work."""
 
     exit_code = 2
+
+
+class PromptError(TgisError):
+    """A soft prompt cannot be had: the text is the reason, `problem` a value of `prefix.PromptProblem`."""
+
+    def __init__(self, problem: str, reason: str) -> None:
+        super().__init__(reason)
+        self.problem = problem
 
 
 class RequestError(TgisError):

@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tgis.accounts import Account
+from tgis.adapters import Adapters
 from tgis.engine_client import EngineClient
 from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from tgis.messages import Request
 from tgis.metrics import Kind, Metrics
+from tgis.prefix import Prefix
 from tgis.replies import Reply, Row, RowFactory
 from tgis.tokenization import TokenizeCall, Tokenized, tokenize
 from tgis.tokenizer import Tokenizer
-from tgis.validation import Limits, Parameters, Settings, make_request, refuse_adapter, validate
+from tgis.validation import Limits, Parameters, Settings, make_request, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class Generator:
         serving: Serving,
         client: EngineClient,
         tokenizer: Tokenizer,
+        adapters: Adapters,
         rows: RowFactory,
         metrics: Metrics,
     ) -> None:
         self.serving = serving
         self._client = client
         self._tokenizer = tokenizer
+        self._adapters = adapters
         self._rows = rows
         self._metrics = metrics
         self._inputs = 0
@@ -73,27 +77,31 @@ class Generator:
         if not call.texts:
             return []
         with account, self._admitted(call):
-            requests, settings = await self._prepare(call, account)
-            with self._client.submitted(requests, eager=bool(settings.stop_sequences)) as inboxes:
-                rows = account.open(self._rows.make(inboxes, call.texts, settings))
-                await _all_or_first_error([self._finish(row, account) for row in rows])
-                return [row.whole() for row in rows]
+            settings = self._settings(call)
+            async with self._adapters.resolved(call.adapter) as prefix:
+                requests = await self._prepare(call, settings, prefix, account)
+                with self._client.submitted(requests, eager=bool(settings.stop_sequences)) as inboxes:
+                    rows = account.open(self._rows.make(inboxes, call.texts, settings))
+                    await _all_or_first_error([self._finish(row, account) for row in rows])
+                    return [row.whole() for row in rows]
 
     async def stream(self, call: Call) -> AsyncGenerator[Reply, None]:
         """Run a stream: what is known at once, the input tokens if wanted, then what each step adds."""
         account = self._account(call)
         with account, self._admitted(call):
-            requests, settings = await self._prepare(call, account)
-            with self._client.submitted(requests, eager=True) as inboxes:
-                (row,) = account.open(self._rows.make(inboxes, call.texts, settings))
-                yield row.opening()
-                while not row.end:
-                    for reply in row.advance(await row.inbox.take()):
-                        yield reply
+            settings = self._settings(call)
+            async with self._adapters.resolved(call.adapter) as prefix:
+                requests = await self._prepare(call, settings, prefix, account)
+                with self._client.submitted(requests, eager=True) as inboxes:
+                    (row,) = account.open(self._rows.make(inboxes, call.texts, settings))
+                    yield row.opening()
+                    while not row.end:
+                        for reply in row.advance(await row.inbox.take()):
+                            yield reply
 
     async def tokenize(self, call: TokenizeCall) -> list[Tokenized]:
         """Run a Tokenize call; it needs no permit."""
-        return await tokenize(call, self._tokenizer, self._metrics)
+        return await tokenize(call, self._tokenizer, self._adapters, self._metrics)
 
     def _account(self, call: Call) -> Account:
         return Account(call.kind, len(call.fields), self._metrics, log_text=self.serving.log_text)
@@ -118,21 +126,21 @@ class Generator:
         finally:
             self._inputs -= inputs
 
-    async def _prepare(self, call: Call, account: Account) -> tuple[list[Request], Settings]:
-        """Check everything, tokenize, and make the engine's requests."""
+    def _settings(self, call: Call) -> Settings:
+        """Check what can be checked before anything is looked up."""
         if len(call.texts) < len(call.fields):
             raise InvalidRequest("request", "missing request")
-        settings = validate(call.parameters, self.serving.limits)
-        if call.adapter is not None and call.adapter[0] == "prefix_id":
-            self._metrics.prompt_load_failed()
-        refuse_adapter(call.adapter)
+        return validate(call.parameters, self.serving.limits)
+
+    async def _prepare(self, call: Call, settings: Settings, prefix: Prefix | None, account: Account) -> list[Request]:
+        """Tokenize, check the lengths, and make the engine's requests."""
         encoded = await self._tokenizer.encode(call.texts)
         account.tokenized([len(one.ids) for one in encoded])
         requests = [
             make_request(
                 self._client.next_id(),
                 self._tokenizer.truncate(one.ids, settings.truncate_input_tokens),
-                prefix_length=0,
+                prefix,
                 settings=settings,
                 limits=self.serving.limits,
                 field_name=field,
@@ -141,7 +149,7 @@ class Generator:
         ]
         self._check_sizes(call, requests)
         account.validated(requests, settings)
-        return requests, settings
+        return requests
 
     def _check_sizes(self, call: Call, requests: list[Request]) -> None:
         """Refuse what can never run, and what would make the queue too long: all inputs or none."""
@@ -149,8 +157,8 @@ class Generator:
             size, largest = len(request.tokens) + request.max_new_tokens, self.serving.largest
             if size > largest:
                 raise InvalidRequest(field, f"input and new tokens ({size}) are more than fit into memory ({largest})")
-            if max(len(request.tokens), request.max_new_tokens) > self.serving.positions:
-                text = f"input tokens ({len(request.tokens)}) and new tokens ({request.max_new_tokens})"
+            if max(request.input_places, request.output_places) > self.serving.positions:
+                text = f"input tokens ({request.input_places}) and new tokens ({request.output_places})"
                 raise InvalidRequest(field, f"{text} must each be <= {self.serving.positions} for this model")
         most, queued = self.serving.max_queued_tokens, self._client.queued_tokens
         if most and queued and queued + sum(len(request.tokens) for request in requests) > most:

@@ -8,6 +8,7 @@ import os
 import queue
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -28,6 +29,7 @@ class Link:
         self._union = union
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._diverted: dict[type, Callable[[Any], None]] = {}
         threading.Thread(target=self._read, daemon=True, name="link").start()
 
     def receive(self, *, wait: bool) -> list[Any]:
@@ -36,6 +38,10 @@ class Link:
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages
+
+    def divert(self, kind: type, to: Callable[[Any], None]) -> None:
+        """Let messages of a type that nobody sends yet go there at once, in the thread that reads."""
+        self._diverted[kind] = to
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one message; the parent always reads."""
@@ -54,7 +60,7 @@ class Link:
         try:
             while data := self._socket.recv(_CHUNK):
                 for message in reader.feed(data):
-                    self._inbox.put(message)
+                    self._diverted.get(type(message), self._inbox.put)(message)
         except OSError:
             log.debug("the link broke", exc_info=True)
         os._exit(0)  # the parent is gone: nobody is left to serve or to tell

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tgis.prefix import LookupPrompt, Prefix, PromptInfo, PromptOptions
 from tgis.snapshot import Snapshot
 
 MAX_FRAME_BYTES = 1 << 30  # far above any honest message: a broken length must not allocate the machine
@@ -61,13 +62,35 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One input on its way to the engine."""
 
     id: int
-    tokens: list[int]  # after truncation, special tokens included
+    tokens: list[int]  # placeholders of the prefix, then the input after truncation, special tokens included
     max_new_tokens: int  # already reduced to what the sequence length leaves
     capped: bool  # whether it was reduced: reaching it is TOKEN_LIMIT then, else MAX_TOKENS
     sampling: Sampling
     details: Details
     deadline: float | None = None
     cache_salt: bytes = b""  # requests share cached prefixes only with those of the same salt
+    prefix: Prefix | None = None
+
+    @property
+    def prefix_length(self) -> int:
+        """How many of the tokens are placeholders of a soft prompt."""
+        return self.prefix.length if self.prefix else 0
+
+    @property
+    def input_length(self) -> int:
+        """Tokens of the input itself, which is what users count."""
+        return len(self.tokens) - self.prefix_length
+
+    @property
+    def output_places(self) -> int:
+        """Places that the output of an encoder-decoder takes, virtual tokens included."""
+        return self.max_new_tokens + (self.prefix.decoder_length if self.prefix else 0)
+
+    @property
+    def input_places(self) -> int:
+        """Places that the input takes; of a decoder-only model, all but new tokens."""
+        virtual = self.prefix.decoder_length if self.prefix else 0
+        return len(self.tokens) - virtual - bool(virtual)
 
 
 class TokenFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -94,6 +117,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
     largest: int = 1 << 40  # tokens of the largest single request that fits into memory
     positions: int = 1 << 40  # tokens that an input, and an output, may have whatever the memory
+    embedding_size: int = 0  # of a row of a soft prompt; 0: the engine takes none
 
 
 class Admissions(msgspec.Struct, array_like=True, gc=False):
@@ -147,6 +171,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     prefix_cache: bool = True
     kv_cache_bytes: int | None = None  # None: the engine's own share of the free memory
     shards: int = 1  # processes that compute every step together
+    prompts: PromptOptions | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -157,7 +182,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Requests that nobody waits for any more; unknown ids are none of anybody's business."""
+    """Requests or lookups that nobody waits for any more; unknown ids are none of anybody's business."""
 
     ids: list[int]
 
@@ -212,8 +237,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Submit | Cancel | Inspect | Shutdown
-FromEngine = Ready | Step | Failed | Snapshot | Fatal
+ToEngine = EngineOptions | Submit | LookupPrompt | Cancel | Inspect | Shutdown
+FromEngine = Ready | Step | Failed | PromptInfo | Snapshot | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 

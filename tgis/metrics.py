@@ -169,6 +169,10 @@ class Metrics:
         """A soft prompt was asked for and is not to be had."""
         self._prompts.failure.inc()
 
+    def prompt_loaded(self, duration: float) -> None:
+        """A soft prompt was asked for and had to be loaded; seconds until it was there."""
+        self._prompts.duration.observe(duration)
+
     def engine_up(self, up: bool) -> None:
         """The engine process has become ready, or is gone."""
         self._batches.engine_up.set(up)
@@ -260,7 +264,7 @@ class _Batches:
 
 
 class _Prompts:
-    """Soft prompts; none can be loaded yet, so every lookup fails."""
+    """Lookups of soft prompts that were not loaded yet."""
 
     def __init__(self, add: Families) -> None:
         self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts that could not be loaded.")

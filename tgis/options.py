@@ -7,7 +7,9 @@ OptionError that names the flag or variable, the value and the bound.
 import argparse
 import dataclasses
 import functools
+import ipaddress
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +123,23 @@ def _boolean(text: str) -> bool:
     return values[text.lower()]
 
 
+def _directory(text: str) -> Path:
+    if not os.path.isdir(_text(text)):
+        raise ValueError("is not a directory")
+    return Path(text)
+
+
+def _address(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise ValueError("must be an IP address") from None
+
+
 TEXT = Kind("TEXT", _text)
 PATH = Kind("PATH", lambda text: Path(_text(text)))
+DIRECTORY = Kind("PATH", _directory)
+ADDRESS = Kind("IP", _address)
 BOOLEAN = Kind("BOOL", _boolean, bare="true")
 
 

@@ -68,7 +68,7 @@ class Row:
         """The first message of a stream."""
         request = self.inbox.request
         echoed = self.input_text if self.settings.input_text else ""
-        return Reply(text=echoed, input_token_count=len(request.tokens), seed=request.sampling.seed)
+        return Reply(text=echoed, input_token_count=request.input_length, seed=request.sampling.seed)
 
     def advance(self, events: list[TokenEvent]) -> list[Reply]:
         """The messages of a stream that these tokens give: one per token if tokens are wanted, else one for all."""
@@ -91,11 +91,11 @@ class Row:
         """The response of a unary call."""
         request = self.inbox.request
         if self.expired:
-            return Reply(input_token_count=len(request.tokens), stop_reason=self.end)
+            return Reply(input_token_count=request.input_length, stop_reason=self.end)
         echoed = self.input_text + self.separator if self.settings.input_text else ""
         return Reply(
             text=echoed + "".join(self._texts),
-            input_token_count=len(request.tokens),
+            input_token_count=request.input_length,
             generated_token_count=self.count,
             stop_reason=self.end,
             stop_sequence=self.assembler.matched or "",
@@ -142,11 +142,12 @@ class Row:
         if not infos:
             return []
         self._inputs_sent = True
-        return [Reply(input_tokens=infos, input_token_count=len(infos))]
+        return [Reply(input_tokens=infos, input_token_count=self.inbox.request.input_length)]
 
     def _input_infos(self) -> list[TokenInfo]:
-        facts = self.inbox.input_facts
-        return [self._info(token, fact) for token, fact in zip(self.inbox.request.tokens, facts, strict=bool(facts))]
+        facts = self.inbox.input_facts  # of an encoder-decoder, those of its input only
+        tokens = self.inbox.request.tokens[-len(facts) :] if facts else []
+        return [self._info(token, fact) for token, fact in zip(tokens, facts, strict=True)]
 
     def _info(self, token: int, facts: TokenFacts | None) -> TokenInfo:
         name = self.tokenizer.token_text

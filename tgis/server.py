@@ -9,13 +9,15 @@ import asyncio
 import gc
 import logging
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tgis.adapters import Adapters
 from tgis.config import Config
 from tgis.detokenizer import TokenDecoder
 from tgis.engine_client import EngineClient
-from tgis.errors import StartError
+from tgis.errors import OptionError, StartError
 from tgis.generation import Generator, Serving
 from tgis.listener import Listener, ListenerOptions
 from tgis.messages import EngineInfo, EngineOptions
@@ -28,7 +30,9 @@ from tgis.models.files import (
     find_weights,
     is_encoder_decoder,
     max_sequence_length,
+    padding_id,
 )
+from tgis.prefix import PromptOptions
 from tgis.probes import Probes
 from tgis.replies import RowFactory
 from tgis.service import GenerationService
@@ -66,6 +70,7 @@ class Server:
             eos_ids=frozenset(self._eos_ids),
         )
         self._limits = _limits(config, model)
+        self._prompts = _prompt_options(config, self._limits)
         self._service = GenerationService()
         self._unhealthy: str | None = "the model is still loading"
         self._metrics: Metrics | None = None  # the engine tells what a full batch is
@@ -107,7 +112,7 @@ class Server:
         config = self._config
         rows = RowFactory(self._tokenizer, self._decoder, info.encoder_decoder)
         serving = Serving(
-            limits=self._limits,
+            limits=replace(self._limits, placeholder=self._placeholder(info.vocab_size)),
             encoder_decoder=info.encoder_decoder,
             largest=info.largest,
             positions=info.positions,
@@ -117,7 +122,8 @@ class Server:
         )
         self._metrics = self._metrics_of(info)
         client.observer = self._metrics
-        self._service.generator = Generator(serving, client, self._tokenizer, rows, self._metrics)
+        adapters = Adapters(client, self._metrics, self._without_prompts(info))
+        self._service.generator = Generator(serving, client, self._tokenizer, adapters, rows, self._metrics)
         self._unhealthy = None
         listener.set_serving(True)
         gc.freeze()  # what is loaded stays
@@ -147,6 +153,20 @@ class Server:
         config = self._config
         inspect = client.inspect if config.debug_batch else None
         return Probes(config.bind_address, config.port, lambda: self._unhealthy, self._scrape, inspect)
+
+    def _placeholder(self, vocab_size: int) -> int:
+        """The token shown for virtual ones: the one that pads, else one that ends a text, else 0."""
+        ids = (padding_id(self._model.config), *self._eos_ids)
+        return next((id_ for id_ in ids if id_ is not None and 0 <= id_ < vocab_size), 0)
+
+    def _without_prompts(self, info: EngineInfo) -> str | None:
+        """Why no soft prompt can be had, if so."""
+        if self._prompts is None:
+            return "no adapter store was configured"
+        if not info.embedding_size:
+            log.warning("PREFIX_STORE_PATH is without effect: %s takes no soft prompts", info.model_class)
+            return f"{info.model_class} takes no soft prompts"
+        return None
 
     def _scrape(self) -> bytes:
         return self._metrics.scrape() if self._metrics else b""
@@ -185,6 +205,7 @@ class Server:
             prefix_cache=config.prefix_cache,
             shards=config.num_shard,
             kv_cache_bytes=config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
+            prompts=self._prompts,
         )
 
 
@@ -217,6 +238,17 @@ def _limits(config: Config, model: ModelFiles) -> Limits:
         new_tokens = length - 1
         log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
     return Limits(length, new_tokens, config.default_include_stop_seqs)
+
+
+def _prompt_options(config: Config, limits: Limits) -> PromptOptions | None:
+    """What the engine needs to know of soft prompts, if there are to be any."""
+    if config.prefix_store_path is None:
+        return None
+    most = limits.sequence_length - 1
+    length = config.max_prompt_prefix_length or (limits.sequence_length + 1) // 2
+    if length > most:
+        raise OptionError(f"MAX_PROMPT_PREFIX_LENGTH={length} must be at most {most}, below MAX_SEQUENCE_LENGTH")
+    return PromptOptions(str(config.prefix_store_path), config.prompt_cache_size_mb << 20, length)
 
 
 def _listener_options(config: Config) -> ListenerOptions:

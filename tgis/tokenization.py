@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass
 
+from tgis.adapters import Adapters
 from tgis.metrics import Metrics
 from tgis.tokenizer import Tokenizer
-from tgis.validation import refuse_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Tokenized:
     offsets: list[tuple[int, int]]
 
 
-async def tokenize(call: TokenizeCall, tokenizer: Tokenizer, metrics: Metrics) -> list[Tokenized]:
-    """Tokenize the texts of one call, special tokens included."""
+async def tokenize(call: TokenizeCall, tokenizer: Tokenizer, adapters: Adapters, metrics: Metrics) -> list[Tokenized]:
+    """Tokenize the texts of one call, special tokens included; a soft prompt must be there, and changes nothing."""
     started = time.monotonic()
     metrics.tokenize_started(len(call.texts))
-    refuse_adapter(call.adapter)
-    encoded = [one.last(call.truncate) for one in await tokenizer.encode(call.texts, offsets=call.offsets)]
+    async with adapters.resolved(call.adapter):
+        encoded = [one.last(call.truncate) for one in await tokenizer.encode(call.texts, offsets=call.offsets)]
     metrics.tokenize_succeeded(sum(len(one.ids) for one in encoded), time.monotonic() - started)
     return [
         Tokenized(

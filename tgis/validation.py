@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from tgis.errors import InvalidRequest, Unimplemented
 from tgis.messages import Details, Request, Sampling
+from tgis.prefix import Prefix
 
 DEFAULT_MAX_NEW_TOKENS = 20
 MAX_STOP_SEQUENCES = 6
@@ -26,6 +27,7 @@ class Limits:
     sequence_length: int
     new_tokens: int
     include_stop_sequence: bool  # where the request does not say
+    placeholder: int = 0  # the token that stands for each one of a soft prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +92,12 @@ def validate(asked: Parameters, limits: Limits) -> Settings:
     return _settings(filled, limits, now)
 
 
-def refuse_adapter(adapter: tuple[str, str] | None) -> None:
-    """No store of soft prompts or adapters can be configured yet: an id names nothing."""
-    if adapter is not None:
-        field, _ = adapter
-        raise InvalidRequest(field, f"{field} supplied but no adapter store was configured")
-
-
 def make_request(
-    request_id: int, tokens: list[int], prefix_length: int, settings: Settings, limits: Limits, field_name: str
+    request_id: int, tokens: list[int], prefix: Prefix | None, settings: Settings, limits: Limits, field_name: str
 ) -> Request:
     """One input of the call, its length checked and its output bounded by what the sequence length leaves."""
     length, most = len(tokens), limits.sequence_length
+    prefix_length = prefix.length if prefix else 0
     minimum = settings.sampling.min_new_tokens
     if not tokens:
         raise InvalidRequest(field_name, f"{field_name} gives no token")
@@ -117,12 +113,14 @@ def make_request(
     room = most - length - prefix_length
     return Request(
         id=request_id,
-        tokens=tokens,
+        tokens=[limits.placeholder] * prefix_length + tokens,
         max_new_tokens=min(settings.max_new_tokens, room),
         capped=settings.max_new_tokens > room,
         sampling=_seeded(settings),
         details=settings.details,
         deadline=settings.deadline,
+        cache_salt=prefix.version.to_bytes(8) if prefix else b"",
+        prefix=prefix,
     )
 
 

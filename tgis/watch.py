@@ -1,11 +1,25 @@
-"""Tells when files have been replaced, at the price of a look once a second at most."""
+"""Tells whether files have been replaced; `FileWatch` at the price of a look once a second at most."""
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 CHECK_SECONDS = 1.0
+
+Signature = tuple[tuple[int, int, int] | None, ...]
+
+
+def signature(paths: Iterable[str]) -> Signature:
+    """What changes when a file does: inode, time of change in nanoseconds and size; None for one that is not there."""
+    return tuple(_look(path) for path in paths)
+
+
+def _look(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class FileWatch:
@@ -16,7 +30,7 @@ class FileWatch:
         self._paths = paths
         self._clock = clock
         self._checked_at = clock()
-        self._signature = self._look()
+        self._signature = signature(paths)
 
     def changed(self) -> bool:
         """Whether they differ from what was last known."""
@@ -25,13 +39,5 @@ class FileWatch:
             return False
         self._checked_at = now
         # Known before they are read, so that a swap in the middle of reading is seen the next time.
-        before, self._signature = self._signature, self._look()
+        before, self._signature = self._signature, signature(self._paths)
         return before != self._signature
-
-    def _look(self) -> list[tuple[int, int, int]]:
-        signature = []
-        for path in self._paths:
-            with contextlib.suppress(OSError):
-                status = os.stat(path)
-                signature.append((status.st_ino, status.st_mtime_ns, status.st_size))
-        return signature

@@ -29,12 +29,16 @@ from tgis.messages import (
     Fatal,
     Inspect,
     Ready,
+    Request,
     Shutdown,
     Step,
     StepStats,
     Submit,
     ToEngine,
 )
+from tgis.prefix import LookupPrompt
+from tgis.prompts import open_store
+from tgis.prompts.lookups import Lookups
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +48,9 @@ _SHOWN_ROWS = 100  # in a snapshot, of those that run and of those that wait
 class Worker:
     """The loop of the engine process."""
 
-    def __init__(self, link: Link, engine: Engine, batcher: Batcher) -> None:
+    def __init__(self, link: Link, engine: Engine, batcher: Batcher, lookups: Lookups | None) -> None:
         self._link = link
+        self._lookups = lookups
         self._engine = engine
         self._batcher = batcher
 
@@ -64,9 +69,11 @@ class Worker:
         for message in messages:
             match message:
                 case Submit(requests, at):
-                    self._batcher.submit(requests, at)
+                    self._submit(requests, at)
                 case Cancel(ids):
                     self._engine.release(self._batcher.cancel(ids))
+                    if self._lookups:
+                        self._lookups.cancel(ids)
                 case Inspect():
                     self._link.send(self._batcher.snapshot(time.monotonic(), _SHOWN_ROWS))
                 case Shutdown():
@@ -74,6 +81,12 @@ class Worker:
                 case _:
                     raise AssertionError(f"unexpected {type(message).__name__}")
         return True
+
+    def _submit(self, requests: list[Request], at: float) -> None:
+        for row in self._batcher.submit(requests, at):
+            if row.request.prefix:
+                assert self._lookups is not None
+                row.prefix = self._lookups.prompt(row.request.prefix)
 
     def _step(self, plan: Plan) -> None:
         started = time.monotonic()
@@ -160,8 +173,12 @@ def _serve(link: Link, options: EngineOptions) -> None:
     check_longest(limits, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
     gc.freeze()  # what has been loaded stays: the collector need not look at it again
+    lookups = None
+    if options.prompts and engine.info.embedding_size:
+        lookups = Lookups(open_store(options.prompts, engine.info), link.send)
+        link.divert(LookupPrompt, lookups.ask)
     link.send(Ready(engine.info))
-    Worker(link, engine, batcher).run()
+    Worker(link, engine, batcher, lookups).run()
     engine.close()
 
 

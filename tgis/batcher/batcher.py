@@ -73,9 +73,11 @@ class Batcher:
         """Tokens of context that a batch may have at present."""
         return self._allowance.context
 
-    def submit(self, requests: Iterable[Request], at: float) -> None:
+    def submit(self, requests: Iterable[Request], at: float) -> list[Sequence]:
         """Queue the inputs of one call, in order; `at` is when they came, no earlier than those before them."""
-        self._waiting.append(Sequence(request, at) for request in requests)
+        rows = [Sequence(request, at) for request in requests]
+        self._waiting.append(rows)
+        return rows
 
     def cancel(self, ids: Collection[int]) -> list[Sequence]:
         """Forget requests, wherever they are; the rows that the engine must release. Unknown ids are ended ones."""

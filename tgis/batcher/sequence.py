@@ -6,7 +6,7 @@ the engine's KV cache, and a plan says how many more each row computes.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from tgis.messages import Request, StopReason
 
@@ -28,6 +28,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)  # of a paged KV cache, in the order of the tokens
     keys: list[bytes] = field(default_factory=list)  # what names the content of each full block
     labelled: int = 0  # full blocks that others may find
+    prefix: Any = None  # what the engine keeps for the row's soft prompt; the batcher never looks
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)

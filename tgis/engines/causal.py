@@ -6,6 +6,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.kv_cache import PaddedCache
 from tgis.engines.loading import load_causal_lm
 from tgis.engines.padded import PREFILL_TOKENS
+from tgis.engines.soft_prompts import embedded, padded_spans
 from tgis.engines.token_facts import first_input_fact, input_facts
 from tgis.messages import EngineOptions, TokenFacts
 
@@ -16,6 +17,8 @@ class CausalModel:
     def __init__(self, options: EngineOptions, device: torch.device, max_rows: int) -> None:
         self.network, self._accepts = load_causal_lm(options, device)
         self.positions = options.max_sequence_length
+        self._table = self.network.get_input_embeddings()
+        self.embedding_size = self._table.weight.shape[1] if self._accepts.inputs_embeds else 0
         self._device = device
         self._max_rows = max_rows
         self._cache = PaddedCache(max_rows)
@@ -26,8 +29,8 @@ class CausalModel:
         return self._cache.bytes_per_token
 
     def context(self, row: Sequence) -> list[int]:
-        """Prompt and generated tokens."""
-        return row.tokens
+        """Input and generated tokens, without the virtual ones."""
+        return row.tokens[row.request.prefix_length :]
 
     def clear(self) -> None:
         """Start again with an empty cache."""
@@ -44,7 +47,9 @@ class CausalModel:
     def prefill(self, rows: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenFacts]]]:
         """Compute prompts in pieces of bounded size: the logits after each row's last token, facts of input tokens."""
         first = len(self._cache.lengths) - len(rows)
-        width = max(row.pending for row in rows)
+        lengths = [row.pending for row in rows]
+        prompts = [row.prefix.decoder if row.prefix else None for row in rows]
+        width = max(lengths)
         ids = torch.tensor([[0] * (width - row.pending) + row.tokens[row.computed :] for row in rows])
         details = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before
         inputs = {row.id: [first_input_fact(row.request.details)] for row in details}
@@ -52,7 +57,9 @@ class CausalModel:
         for start in range(0, width, piece):
             stop = min(start + piece, width)
             self._cache.prefill(first, start, stop)
-            logits = self._forward(ids[:, start:stop], first, stop, keep=0 if details else 1)
+            columns = ids[:, start:stop].to(self._device)
+            inserted = embedded(self._table, columns, padded_spans(prompts, lengths, start, stop))
+            logits = self._forward(columns, first, stop, keep=0 if details else 1, inserted=inserted)
             for row in details:
                 shift = width - row.pending  # columns of padding left of the row
                 begin, end = max(start, shift), min(stop, width - 1)
@@ -67,15 +74,20 @@ class CausalModel:
         self._cache.decode()
         return self._forward(newest[:, None], first=0, width=self._cache.width, keep=1)[:, -1]
 
-    def _forward(self, ids: torch.Tensor, first: int, width: int, keep: int) -> torch.Tensor:
-        """One pass for the rows from `first` on: ids [rows, columns], the newest of `width` columns; logits."""
+    def _forward(
+        self, ids: torch.Tensor, first: int, width: int, keep: int, inserted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One pass for the rows from `first` on: ids [rows, columns], the newest of `width` columns; logits.
+
+        Where there are soft prompts, `inserted` [rows, columns, H] stands for the ids.
+        """
         mask = self._cache.mask(first, width)
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         arguments = {"position_ids": positions.to(self._device)} if self._accepts.position_ids else {}
         if self._accepts.logits_to_keep:
             arguments["logits_to_keep"] = keep
         output = self.network(
-            input_ids=ids.to(self._device),
+            **({"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}),
             attention_mask=mask.to(self._device),
             past_key_values=self._cache.states,
             use_cache=True,

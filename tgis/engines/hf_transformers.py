@@ -17,7 +17,7 @@ from tgis.engines.base import StepResult
 from tgis.engines.causal import CausalModel
 from tgis.engines.context import TokenContext
 from tgis.engines.loading import load_config, pick_device
-from tgis.engines.memory import device_errors, granted_memory
+from tgis.engines.memory import device_errors, memory_for_rows
 from tgis.engines.padded import PREFILL_TOKENS, PaddedModel
 from tgis.engines.sampling import Sampler
 from tgis.engines.seq2seq import Seq2SeqModel
@@ -35,6 +35,7 @@ class TransformersEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         torch.set_grad_enabled(False)
+        self._options = options
         self._device = pick_device(options)
         self._max_batch_size = options.max_batch_size or _DEFAULT_BATCH[self._device.type]
         family = Seq2SeqModel if load_config(options).is_encoder_decoder else CausalModel
@@ -43,7 +44,6 @@ class TransformersEngine:
             use_packed_attention(self._model.network)
         self._vocab_size = self._model.network.get_output_embeddings().weight.shape[0]
         self._eos_ids = options.eos_ids
-        self._margin = options.batch_safety_margin
         self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
         self._context = TokenContext(self._model.context, self._device)
         self._rows: list[Sequence] = []
@@ -65,6 +65,7 @@ class TransformersEngine:
             weight_limit=self._weight_limit,
             prefill_tokens=PREFILL_TOKENS[self._device.type],
             positions=self._model.positions,
+            embedding_size=self._model.embedding_size,
         )
 
     def warm_up(self) -> None:
@@ -76,7 +77,7 @@ class TransformersEngine:
             row.computed = len(row.tokens)
             row.tokens += tokens
         self.release([row])
-        free = granted_memory(self._device) * (100 - self._margin) // 100
+        free = memory_for_rows(self._options, self._device)
         self._weight_limit = int(free / _KV_OVERHEAD) // self._model.bytes_per_token
         log.info("room for %d tokens of context", self._weight_limit)
 

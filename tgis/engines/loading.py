@@ -3,7 +3,7 @@
 import inspect
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Accepts:
 
     position_ids: bool
     logits_to_keep: bool
+    inputs_embeds: bool
 
 
 def pick_device(options: EngineOptions) -> torch.device:
@@ -47,7 +48,7 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
     model = _ready(AutoModelForCausalLM, options, device)
     parameters = inspect.signature(model.forward).parameters
-    return model, Accepts("position_ids" in parameters, "logits_to_keep" in parameters)
+    return model, Accepts(*(field.name in parameters for field in fields(Accepts)))
 
 
 def load_seq2seq_lm(options: EngineOptions, device: torch.device) -> PreTrainedModel:

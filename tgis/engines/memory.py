@@ -9,11 +9,18 @@ from pathlib import Path
 import torch
 
 from tgis.errors import OutOfMemory, StartError
+from tgis.messages import EngineOptions
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def granted_memory(device: torch.device) -> int:
+def memory_for_rows(options: EngineOptions, device: torch.device) -> int:
+    """Bytes for what rows need, now that the model is loaded: a margin and soft prompts are held back."""
+    prompts = options.prompts.cache_bytes if options.prompts else 0
+    return max(_granted(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
+
+
+def _granted(device: torch.device) -> int:
     """Bytes that can be allocated now."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -21,6 +21,7 @@ class PaddedModel(Protocol):
 
     network: PreTrainedModel
     positions: int  # tokens that the input, and the output, of a row may have
+    embedding_size: int  # of a soft prompt's row; 0 where there can be none
 
     @property
     def bytes_per_token(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.soft_prompts import Span, flat_spans
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class FlatBatch:
     lengths: Tensor  # int64 [single rows]: tokens of context, the new one included
     chunks: list[Chunk]
     kept: Tensor  # int64 [logits]: the tokens whose logits are wanted
+    spans: list[Span]  # of soft prompts
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
 
     @property
@@ -82,6 +84,7 @@ def flat_batch(plan: Plan, block_size: int, device: torch.device) -> tuple[FlatB
         tensor([row.computed + 1 for row in single]),
         chunks,
         tensor(kept),
+        list(flat_spans(work)),
     )
     return batch, explained
 

@@ -4,11 +4,13 @@ The decoder's cache is that of a decoder-only model whose prompt is the start to
 output stands in a second cache of the same kind, where only rows that join or leave change anything.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -17,6 +19,7 @@ from tgis.engines.kv_cache import PaddedCache
 from tgis.engines.loading import load_seq2seq_lm
 from tgis.engines.padded import PREFILL_TOKENS
 from tgis.engines.places import check_rows, find_places
+from tgis.engines.soft_prompts import Span, embedded, padded_spans
 from tgis.engines.token_facts import first_input_fact
 from tgis.errors import StartError
 from tgis.messages import EngineOptions, TokenFacts
@@ -61,6 +64,9 @@ class Seq2SeqModel:
         self._device = device
         self._max_rows = max_rows
         self.positions = self._places.most
+        self._encoder_table = self.network.get_encoder().get_input_embeddings()
+        self._decoder_table = self.network.get_decoder().get_input_embeddings()
+        self.embedding_size = self._encoder_table.weight.shape[1]
         self.clear()
 
     @property
@@ -71,6 +77,11 @@ class Seq2SeqModel:
     def context(self, row: Sequence) -> list[int]:
         """What the decoder has seen: the start token and the output."""
         return [self._rules.start, *row.tokens[row.prompt_length :]]
+
+    def _output(self, row: Sequence) -> list[int]:
+        """All that the decoder sees of a row; virtual tokens are 0."""
+        virtual = 0 if row.prefix is None else row.prefix.decoder_length
+        return [0] * virtual + self.context(row)
 
     def clear(self) -> None:
         """Start again with empty caches."""
@@ -84,8 +95,8 @@ class Seq2SeqModel:
 
     def join(self, rows: list[Sequence]) -> None:
         """Make room in both caches."""
-        self._encoded.join([row.prompt_length for row in rows])
-        self._decoded.join([1 + row.generated for row in rows])
+        self._encoded.join([len(_input(row)) for row in rows])
+        self._decoded.join([len(self._output(row)) for row in rows])
 
     def prefill(self, rows: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenFacts]]]:
         """Encode the inputs, then decode what there is of outputs: the logits of the next tokens; empty facts."""
@@ -93,17 +104,21 @@ class Seq2SeqModel:
         encoded = self._encode(rows)
         self._encoded.prefill(first, 0, encoded.shape[1])
         self._states.is_updated.clear()  # so that the first pass fills the second cache
-        outputs = [self.context(row) for row in rows]
-        width = max(len(output) for output in outputs)
+        outputs = [self._output(row) for row in rows]
+        prompts = [row.prefix.decoder if row.prefix else None for row in rows]
+        lengths = [len(output) for output in outputs]
+        width = max(lengths)
         ids = torch.tensor([[0] * (width - len(output)) + output for output in outputs])
         piece = max(1, PREFILL_TOKENS["cpu"] // len(rows))  # each of its tokens gets logits
         for start in range(0, width, piece):
             stop = min(start + piece, width)
             self._decoded.prefill(first, start, stop)
-            logits = self._forward(ids[:, start:stop], first, stop, encoded)
+            columns = ids[:, start:stop].to(self._device)
+            inserted = embedded(self._decoder_table, columns, padded_spans(prompts, lengths, start, stop))
+            logits = self._forward(columns, first, stop, encoded, inserted)
         self._rules.apply(logits[:, -1], [index for index, row in enumerate(rows) if not row.generated])
         told = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before
-        return logits[:, -1], {row.id: [first_input_fact(row.request.details)] * row.prompt_length for row in told}
+        return logits[:, -1], {row.id: [first_input_fact(row.request.details)] * len(_input(row)) for row in told}
 
     def decode(self, newest: Tensor) -> Tensor:
         """One more token of every row."""
@@ -117,26 +132,51 @@ class Seq2SeqModel:
 
     def _encode(self, rows: list[Sequence]) -> Tensor:
         """The encoder's output, [rows, columns, hidden], right-aligned: padding is right of an input only before."""
-        lengths = [row.prompt_length for row in rows]
-        width = max(lengths)
-        ids = [row.tokens[:length] + [0] * (width - length) for row, length in zip(rows, lengths, strict=True)]
-        mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-        states = self.network.get_encoder()(
-            input_ids=torch.tensor(ids, device=self._device), attention_mask=mask.to(self._device)
-        ).last_hidden_state
-        return torch.stack([state.roll(width - length, 0) for state, length in zip(states, lengths, strict=True)])
+        bare = [row for row in rows if _encoder_prompt(row) is None]  # keep their ids, which M2M100 counts places by
+        soft = [row for row in rows if _encoder_prompt(row) is not None]
+        states = {row.id: state for group in (bare, soft) if group for row, state in self._encode_alike(group)}
+        width = max(len(state) for state in states.values())
+        return torch.stack([pad(states[row.id], (0, 0, width - len(states[row.id]), 0)) for row in rows])
 
-    def _forward(self, ids: Tensor, first: int, width: int, encoded: Tensor) -> Tensor:
-        """One pass of the decoder for the rows from `first` on: ids [rows, columns], the newest of `width`; logits."""
+    def _encode_alike(self, rows: list[Sequence]) -> Iterator[tuple[Sequence, Tensor]]:
+        """The output for the input of each row, [columns, hidden]."""
+        inputs = [_input(row) for row in rows]
+        lengths = torch.tensor([len(some) for some in inputs])
+        width = int(lengths.max())
+        ids = torch.tensor([some + [0] * (width - len(some)) for some in inputs], device=self._device)
+        mask = (torch.arange(width) < lengths[:, None]).to(self._device)
+        prompts = enumerate(map(_encoder_prompt, rows))
+        inserted = embedded(self._encoder_table, ids, (Span(at, 0, one) for at, one in prompts if one is not None))
+        given = {"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}
+        states = self.network.get_encoder()(**given, attention_mask=mask).last_hidden_state
+        return ((row, state[: len(some)]) for row, state, some in zip(rows, states, inputs, strict=True))
+
+    def _forward(self, ids: Tensor, first: int, width: int, encoded: Tensor, inserted: Tensor | None = None) -> Tensor:
+        """One pass of the decoder for the rows from `first` on: ids [rows, columns], the newest of `width`; logits.
+
+        Where there are soft prompts, `inserted` [rows, columns, H] stands for the ids.
+        """
         mask = self._decoded.mask(first, width)
         places = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         output = self.network(
             attention_mask=self._encoded.mask(first, encoded.shape[1]).to(self._device),
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
-            decoder_input_ids=ids.to(self._device),
+            **({"decoder_input_ids": ids} if inserted is None else {"decoder_inputs_embeds": inserted}),
             decoder_attention_mask=mask.to(self._device),
             past_key_values=self._states,
             use_cache=True,
             **self._places.arguments(places.to(self._device)),
         )
         return output.logits
+
+
+def _encoder_prompt(row: Sequence) -> Tensor | None:
+    prompt: Tensor | None = row.prefix and row.prefix.encoder
+    return prompt
+
+
+def _input(row: Sequence) -> list[int]:
+    """What is to be encoded of a row: placeholders of the encoder's part of its soft prompt, then the input."""
+    prompt = _encoder_prompt(row)
+    virtual = 0 if prompt is None else len(prompt)
+    return row.tokens[row.request.prefix_length - virtual : row.prompt_length]

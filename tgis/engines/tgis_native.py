@@ -14,10 +14,11 @@ from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.context import TokenContext
 from tgis.engines.loading import load_causal_lm, pick_device
-from tgis.engines.memory import device_errors, granted_memory
+from tgis.engines.memory import device_errors, memory_for_rows
 from tgis.engines.paged_attention import PagedAttention
 from tgis.engines.paged_cache import FlatBatch, PagedCache, flat_batch
 from tgis.engines.sampling import Choice, Sampler
+from tgis.engines.soft_prompts import embedded
 from tgis.engines.token_facts import first_input_fact, input_facts
 from tgis.errors import Unsupported
 from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling, TokenFacts
@@ -46,10 +47,11 @@ class PagedEngine:
         self._smallest = smallest
         self._device = pick_device(options)
         self._model, self._accepts = load_causal_lm(options, self._device)
+        self._table = self._model.get_input_embeddings()
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}")
         self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
-        self._context = TokenContext(lambda row: row.tokens, self._device)
+        self._context = TokenContext(lambda row: row.tokens[row.request.prefix_length :], self._device)
         self._sampled: list[Sequence] = []
         self._inputs: dict[int, list[TokenFacts]] = {}  # request id -> facts so far
         self._blocks = 0
@@ -72,6 +74,7 @@ class PagedEngine:
             block_size=BLOCK_SIZE,
             stretch=_STRETCH[kind],
             largest=self._blocks * BLOCK_SIZE,
+            embedding_size=self._table.weight.shape[1] if self._accepts.inputs_embeds else 0,
         )
 
     def warm_up(self) -> None:
@@ -122,12 +125,14 @@ class PagedEngine:
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         """Logits [kept, vocabulary] of the batch."""
         self._attention.batch = batch
-        arguments = {"logits_to_keep": batch.kept} if self._accepts.logits_to_keep else {}
-        output = self._model(
-            input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, **arguments
-        )
+        ids = batch.ids[None]
+        inserted = embedded(self._table, ids, batch.spans)
+        arguments = {"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}
+        if self._accepts.logits_to_keep:
+            arguments["logits_to_keep"] = batch.kept
+        output = self._model(position_ids=batch.positions[None], use_cache=False, **arguments)
         logits: torch.Tensor = output.logits[0]
-        return logits if arguments else logits[batch.kept]
+        return logits if self._accepts.logits_to_keep else logits[batch.kept]
 
     def _choose(self, rows: list[Sequence], logits: torch.Tensor) -> Choice:
         if not rows:
@@ -181,7 +186,7 @@ class PagedEngine:
         """For this process; ranks share the machine's memory, but have a GPU each."""
         if self._options.kv_cache_bytes is not None:
             return self._options.kv_cache_bytes // self._options.shards
-        free = granted_memory(self._device) * (100 - self._options.batch_safety_margin) // 100
+        free = memory_for_rows(self._options, self._device)
         return int(free * _CPU_SHARE) // self._options.shards if self._device.type == "cpu" else free
 
 

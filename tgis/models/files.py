@@ -26,6 +26,8 @@ SEQUENCE_LENGTH_KEYS = (
     "seq_len",
 )
 
+EMBEDDING_SIZE_KEYS = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -110,6 +112,18 @@ def eos_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
     ids = _as_ids(named, "config.json")
     ids += _as_ids(model.generation_config.get("eos_token_id"), "generation_config.json")
     return tuple(dict.fromkeys(ids)) or _tokenizer_eos(tokenizer)
+
+
+def embedding_size(config: dict[str, Any]) -> int | None:
+    """Numbers in the embedding of a token, if config.json tells."""
+    sizes = [_as_int(part.get(key)) for part in (config, _text_config(config)) for key in EMBEDDING_SIZE_KEYS]
+    return next((size for size in sizes if size is not None), None)
+
+
+def padding_id(config: dict[str, Any]) -> int | None:
+    """The id of the token that pads, if config.json names one."""
+    ids = [_as_int(section.get("pad_token_id")) for section in (config, _text_config(config))]
+    return next((id_ for id_ in ids if id_ is not None), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -53,8 +53,7 @@ class GenerationServiceServicer(object):
         """Continues one input and returns the output while it grows. The messages, in order:
         1. at once, after validation: `input_token_count`, `seed` when sampling, `text` with the input text if
         asked;
-        2. if input tokens were asked, after they are computed: `input_tokens` and `input_token_count`, which
-        here also counts the virtual tokens of a soft prompt;
+        2. if input tokens were asked, after they are computed: `input_tokens`, and `input_token_count` once more;
         3. while generating: `generated_token_count` so far, new `text`, new `tokens` if asked;
         4. last: as 3, with the rest of the text, `stop_reason`, `stop_sequence` and, when sampling, `seed`.
         The texts joined are the text of a unary call. A message that would say nothing is left out.

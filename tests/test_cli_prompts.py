@@ -1,0 +1,130 @@
+"""`tgis prompts check`: a table for people, an exit code for scripts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from prompt_files import BIN, BROKEN, DECODER, ENCODER, KEY, matrix, peft, pt, tgis, write
+
+from tgis import __main__
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    root = tmp_path / "store"
+    write(root / "plain", tgis(matrix()))
+    write(root / "team" / "tuned-8", peft({KEY: matrix(8)}))
+    write(root / "team" / "half", {BIN: pt({KEY: matrix(6).half()})})
+    write(root / "both", {DECODER: pt(matrix(8)), ENCODER: pt(matrix(5))})
+    write(root / ".git", tgis(matrix()))
+    (root / "alias").symlink_to(root / "plain")
+    return root
+
+
+def check(path: Path, *argv: str) -> int:
+    return __main__.run(["prompts", "check", str(path), *argv])
+
+
+def test_a_good_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(store) == 0
+    assert capsys.readouterr().out == (
+        "ID            LAYOUT         TOKENS         WIDTH  TYPE     STATE\n"
+        "alias         TGIS           4              16     float32  ok\n"
+        "both          TGIS           8 + 5 encoder  16     float32  ok\n"
+        "plain         TGIS           4              16     float32  ok\n"
+        "team/half     PEFT           6              16     float16  ok\n"
+        "team/tuned-8  PROMPT_TUNING  8              16     float32  ok\n"
+        "\n"
+        "5 good, 3 KiB in memory; 0 with a problem\n"
+    )
+
+
+def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path) == 0
+    assert capsys.readouterr().out.endswith("\n0 good, 0 KiB in memory; 0 with a problem\n")
+
+
+def test_every_problem_is_told(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those of which a server would say only that nothing is there."""
+    write(store, tgis(matrix()))
+    write(store / "lora", peft({"lora_A": matrix()}, peft_type="LORA"))
+    write(store / "other", {"README": b"hello"})
+    write(store / "nothing", {})
+    write(store / "dotted.name", tgis(matrix()))
+    write(store / "strange\x1b[2J", tgis(matrix()))
+    write(tmp_path / "secret", tgis(matrix()))
+    (store / "out").symlink_to(tmp_path / "secret")
+    for name in ("NaN", "a vector", "garbage", "a config too deep"):
+        write(store / "broken" / name.replace(" ", "_"), BROKEN[name][0])
+    assert check(store) == 1
+    lines = capsys.readouterr().out.splitlines()
+    states = {line.split("  ")[0]: line.rpartition("  ")[2] for line in lines[1:-2]}
+    bad_id = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
+    for name, problem in {
+        ".": "files directly in the store cannot be named",
+        "lora": "an adapter of type LORA, no soft prompt",
+        "other": "no soft prompt in it",
+        "nothing": "no soft prompt in it",
+        "dotted.name": bad_id,
+        "strange?[2J": bad_id,
+        "out": "the id leads out of the store",
+        "plain": "ok",
+    }.items():
+        assert states.pop(name) == problem
+    for name in ("NaN", "a vector", "garbage", "a config too deep"):
+        assert BROKEN[name][1] in states.pop(f"broken/{name.replace(' ', '_')}")
+    assert set(states.values()) == {"ok"}
+    assert lines[-1] == "5 good, 3 KiB in memory; 11 with a problem"
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_nothing_makes_it_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    write(tmp_path / "case", BROKEN[case][0])
+    assert check(tmp_path, "--json", "--max-length", "8", "--cache-mb", "1") in (0, 1)
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert line["id"] == "case"
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "problem"),
+    [
+        ({"hidden_size": 16}, [], None),
+        ({"hidden_size": 32, "word_embed_proj_dim": 16}, [], None),
+        ({"text_config": {"n_embd": 16}}, [], None),
+        ({"hidden_size": 32}, [], "decoder.pt has rows of 16 numbers, the model's embeddings have 32"),
+        ({"hidden_size": 16, "n_positions": 6}, [], "decoder.pt has 4 virtual tokens, from 1 to 3 are allowed"),
+        ({"hidden_size": 16, "n_positions": 6}, ["--max-length", "4"], None),
+        ({"hidden_size": 16}, ["--max-length", "3"], "decoder.pt has 4 virtual tokens, from 1 to 3 are allowed"),
+    ],
+)
+def test_the_model_decides_what_fits(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, object],
+    argv: list[str],
+    problem: str | None,
+) -> None:
+    write(tmp_path / "model", {"config.json": json.dumps(config).encode()})
+    write(tmp_path / "store" / "a", tgis(matrix()))
+    assert check(tmp_path / "store", "--model", str(tmp_path / "model"), "--json", *argv) == bool(problem)
+    assert json.loads(capsys.readouterr().out)["problem"] == (problem or "")
+
+
+def test_numbers_must_fit_the_models_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", tgis(matrix() * 1e6))
+    assert check(tmp_path, "--dtype", "bfloat16") == 0
+    assert check(tmp_path, "--dtype", "float16") == 1
+    assert "not finite when converted from torch.float32 to torch.float16" in capsys.readouterr().out
+
+
+def test_what_is_wrong_with_the_call_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path / "absent") == 2
+    assert check(tmp_path, "--dtype", "int8") == 2
+    assert check(tmp_path, "--model", str(tmp_path)) == 1
+    assert __main__.run(["prompts"]) == 2
+    assert capsys.readouterr().err == (
+        f"tgis: {tmp_path}/absent is not a directory\n"
+        "tgis: argument --dtype: 'int8' must be one of float32, float16, bfloat16 (see tgis prompts check --help)\n"
+        f"tgis: {tmp_path} has no config.json\n"
+        "tgis: the following arguments are required: ACTION (see tgis prompts --help)\n"
+    )

@@ -1,0 +1,246 @@
+"""Soft prompts through a real server of a real model: what PEFT says, under load, while files change and break."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import tuning
+from harness import Server, serving, stream_of
+from prompt_files import BROKEN, CAPACITY, KEY, matrix, peft, tgis, write
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from tuning import Tuned
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+Stub = pb_grpc.GenerationServiceStub
+LENGTH, ROWS, PROMPTS = 512, 200, 50  # of sequences, virtual tokens of each prompt; ten of these fit into 1 MiB
+NEW_TOKENS = 6
+NEAR_TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
+    return tuning.tuned("glassllm", glassllm_dir, cache_dir)
+
+
+@pytest.fixture(scope="module")
+def store(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "store"
+    shutil.copytree(tuned.store, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options: dict[str, Any] = {
+        "PREFIX_STORE_PATH": store,
+        "PROMPT_CACHE_SIZE_MB": 1,
+        "MAX_SEQUENCE_LENGTH": LENGTH,
+        "DTYPE": "float32",
+        "NUM_THREADS": 1,
+    }
+    with serving(tmp_path_factory.mktemp("server"), glassllm_dir, **options) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: Server) -> Iterator[Stub]:
+    with server.stub() as made:
+        yield made
+
+
+def call(text: str, prompt: str | None, new: int = NEW_TOKENS, **response: bool) -> pb.BatchedGenerationRequest:
+    return pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text=text)],
+        prefix_id=prompt,
+        params=pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new), response=pb.ResponseOptions(**response)),
+    )
+
+
+def tokens_of(stub: Stub, request: pb.BatchedGenerationRequest) -> list[str]:
+    (response,) = stub.Generate(request, timeout=60).responses
+    return [token.text for token in response.tokens]
+
+
+def failure(stub: Stub, request: pb.BatchedGenerationRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Generate(request, timeout=20)
+    error: Any = caught.value
+    return error.code(), error.details()
+
+
+def metric(server: Server, name: str) -> float:
+    _, text = server.get("/metrics")
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")))
+
+
+def test_trained_prompts_give_what_peft_generates(stub: Stub, tuned: Tuned, glassllm_dir: Path) -> None:
+    """All of them at once, beside inputs without any; unary, and as streams."""
+    tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
+
+    def ask(one: tuning.Continuation) -> tuple[list[str], list[str]]:
+        text = next(text for text in tuning.COURSES["glassllm"].inputs if tokenizer(text).input_ids == one.tokens)
+        request = call(text, one.prompt or None, tuning.MAX_NEW_TOKENS, generated_tokens=True)
+        stream = stub.GenerateStream(stream_of(request), timeout=60)
+        streamed = [token.text for message in stream for token in message.tokens]
+        return tokens_of(stub, request), streamed
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, tuned.trained.continuations))
+    for one, (unary, streamed) in zip(tuned.trained.continuations, answers, strict=True):
+        assert unary == streamed == tokenizer.convert_ids_to_tokens(one.generated)
+
+
+class Oracle:
+    """What the model says after embeddings of random tokens, which are the prompts here."""
+
+    def __init__(self, model: Path) -> None:
+        self.network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.table = self.network.get_input_embeddings().weight
+
+    def prompt(self, seed: int) -> torch.Tensor:
+        ids = torch.randint(4, len(self.table), (ROWS,), generator=torch.Generator().manual_seed(seed))
+        prompt: torch.Tensor = self.table.detach()[ids]
+        return prompt
+
+    def answers(self, prompts: torch.Tensor, text: str) -> list[tuple[list[str], int]]:
+        """The tokens after each of the prompts [n, virtual tokens, H], and how many come before a near tie.
+
+        All are equally long, so that nothing is padded.
+        """
+        ids = self.tokenizer([text] * len(prompts), return_tensors="pt").input_ids
+        embedded = torch.cat([prompts, self.network.get_input_embeddings()(ids)], 1)
+        with torch.no_grad():
+            out = self.network.generate(
+                inputs_embeds=embedded,
+                attention_mask=torch.ones(embedded.shape[:2], dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        best = torch.stack(out.logits, 1).topk(2).values  # [n, tokens, 2]
+        ties = (best[..., 0] - best[..., 1] < NEAR_TIE).tolist()
+        names = map(self.tokenizer.convert_ids_to_tokens, out.sequences)
+        return [(tokens, (*tied, True).index(True)) for tokens, tied in zip(names, ties, strict=True)]
+
+
+def test_fifty_prompts_cycle_through_a_cache_of_ten_under_load(
+    server: Server, stub: Stub, store: Path, glassllm_dir: Path
+) -> None:
+    oracle = Oracle(glassllm_dir)
+    prompts = torch.stack([oracle.prompt(seed) for seed in range(PROMPTS)])
+    for seed, prompt in enumerate(prompts):
+        files = tgis(prompt.clone()) if seed % 2 else peft({KEY: prompt}, num_virtual_tokens=ROWS)
+        write(store / f"many/{seed}", files)
+    expected: dict[str | None, tuple[list[str], int]] = dict(
+        zip((f"many/{seed}" for seed in range(PROMPTS)), oracle.answers(prompts, "The Queen"), strict=True)
+    )
+    (expected[None],) = oracle.answers(prompts[:1, :0], "The Queen")
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) > PROMPTS // 2
+    rng = random.Random(4)
+    asked = [name for _ in range(3) for name in rng.sample(list(expected), len(expected))]
+    loaded = metric(server, "tgi_prompt_load_duration_count")
+    failed = metric(server, "tgi_prompt_load_failure")
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda name: tokens_of(stub, call("The Queen", name, generated_tokens=True)), asked))
+    for name, tokens in zip(asked, answers, strict=True):
+        wanted, settled = expected[name]
+        assert tokens[:settled] == wanted[:settled], name
+    assert sum(settled for _, settled in expected.values()) > 0.9 * NEW_TOKENS * len(expected)
+    loads = metric(server, "tgi_prompt_load_duration_count") - loaded
+    assert 2 * PROMPTS < loads <= 3 * PROMPTS  # most were gone when they were asked for again
+    assert metric(server, "tgi_prompt_load_failure") == failed
+
+
+def test_broken_prompts_have_clear_errors_and_disturb_nothing(server: Server, stub: Stub, store: Path) -> None:
+    before = metric(server, "tgi_prompt_load_failure")
+    request = call("The Queen", "queen", 100, generated_tokens=True)
+    undisturbed = tokens_of(stub, request)
+    running = stub.GenerateStream(stream_of(request), timeout=60)
+    cases = {name: text for name, (_, text) in BROKEN.items() if str(CAPACITY) not in text and "from 1 to" not in text}
+    exact = 0
+    for at, name in enumerate(cases):
+        write(store / f"broken/{at}", BROKEN[name][0])
+        code, details = failure(stub, call("a", f"broken/{at}"))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith(f"can't retrieve prompt prefix with id 'broken/{at}': ")
+        exact += cases[name] in details
+        assert cases[name] in details or "the model's embeddings have 128" in details
+    assert exact >= 15
+    assert [token.text for message in running for token in message.tokens] == undisturbed
+    assert tokens_of(stub, request) == undisturbed
+    assert metric(server, "tgi_prompt_load_failure") - before == len(cases)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_adapters_of_other_types_are_named(stub: Stub, store: Path) -> None:
+    write(store / "lora", peft({"lora_A": matrix()}, peft_type="LORA"))
+    wanted = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type LORA is not currently supported")
+    inputs = [pb.GenerationRequest(text="a")]
+    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, prefix_id="lora")) == wanted
+    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="lora")) == wanted
+
+
+def test_long_and_hostile_ids_are_cut_and_cleaned(stub: Stub) -> None:
+    _, details = failure(stub, call("a", "x" * 100_000))
+    assert details.startswith(f"can't retrieve prompt prefix with id '{'x' * 100}...': the id must contain only")
+    _, details = failure(stub, call("a", "a\nfake log line\x1b[2J"))
+    assert details.startswith("can't retrieve prompt prefix with id 'a?fake log line?[2J': ")
+
+
+def test_a_replaced_prompt_is_used_at_once_and_a_removed_one_is_gone(stub: Stub, store: Path) -> None:
+    shutil.copytree(store / "queen", store / "changing")
+    request = call("The Hatter", "changing", generated_tokens=True)
+    first = tokens_of(stub, request)
+    (store / "new").mkdir()
+    shutil.copy(store / "nested" / "king" / "adapter_model.bin", store / "new" / "adapter_model.bin")
+    shutil.rmtree(store / "changing")
+    (store / "new").rename(store / "changing")
+    second = tokens_of(stub, request)
+    assert first != second == tokens_of(stub, call("The Hatter", "nested/king", generated_tokens=True))
+    shutil.rmtree(store / "changing")
+    assert 'prefix id "changing" not found' in failure(stub, request)[1]
+
+
+def test_a_prompt_stays_good_for_the_requests_that_have_it(stub: Stub, store: Path) -> None:
+    """Its files are gone and its place in the cache is taken while they wait and run."""
+    shutil.copytree(store / "queen", store / "leaving")
+    request = call("The Hatter", "leaving", 60, generated_tokens=True)
+    expected = tokens_of(stub, request)
+    running = [stub.GenerateStream(stream_of(request), timeout=60) for _ in range(80)]  # 64 run at a time
+    for one in running:
+        next(one)  # when the first message has come, the prompt was found
+    shutil.rmtree(store / "leaving")
+    assert "not found" in failure(stub, request)[1]
+    assert all([token.text for message in one for token in message.tokens] == expected for one in running)
+
+
+def test_clients_that_vanish_during_lookups_leave_nothing_behind(server: Server, stub: Stub) -> None:
+    for _ in range(30):
+        stub.Generate.future(call("a", "queen", 400)).cancel()
+    assert tokens_of(stub, call("a", "queen", generated_tokens=True))
+    until = time.monotonic() + 10
+    while metric(server, "tgi_batch_current_size"):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_dead_engine_ends_lookups_too(server: Server, stub: Stub) -> None:
+    """The last test: nothing is left of the server."""
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    waiting = [stub.Generate.future(call("a", "queen")) for _ in range(3)]
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert {one.exception().code() for one in waiting} == {grpc.StatusCode.UNAVAILABLE}
+    assert server.process.wait(20) == 1

@@ -1,0 +1,210 @@
+"""Soft prompts really trained with PEFT, and what PEFT then generates: the expected values of the tests of prompts.
+
+Nothing of tgis is used. Computed by a child process (this file as a script) and kept in the cache under a key of all
+that it depends on. Float32, CPU, greedy, batch of one.
+"""
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+MAX_NEW_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A prompt to be trained, and the text that it is to bring about."""
+
+    kind: str
+    length: int
+    file: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What is trained for a model, by the ids of prompts."""
+
+    task: str
+    inputs: list[str]
+    lessons: dict[str, Lesson]
+    steps: int
+
+
+COURSES = {
+    "glassllm": Course(
+        task="CAUSAL_LM",
+        inputs=[
+            "Once upon a time",
+            "The Hatter",
+            "“What a curious feeling!” said Alice; “I must be shutting up like a telescope.” And so",
+            "I",
+            "He said, “It is",
+            "Bruno was silent, for",
+        ],
+        lessons={
+            "queen": Lesson(
+                "PROMPT_TUNING", 8, "safetensors", " the Queen of Hearts, and the Queen of Hearts, and the"
+            ),
+            "nested/king": Lesson("PROMPT_TUNING", 5, "bin", " no, no! said the King. no, no! said the King. no, no!"),
+            "encoded": Lesson("P_TUNING", 6, "safetensors", "?” said Alice. “Why?” said Alice. “Why?” said Alice."),
+        },
+        steps=60,
+    ),
+    "titles": Course(
+        task="SEQ_2_SEQ_LM",
+        inputs=[
+            "Fixed the login page that showed an error for users with long names",
+            "we need to update the documentation of the billing service before friday",
+            "Add a test",
+            "The database migration failed twice last night, so I wrote a script that retries it",
+        ],
+        lessons={
+            "report": Lesson("PROMPT_TUNING", 6, "safetensors", "Weekly report of the team"),
+            "question": Lesson("P_TUNING", 3, "bin", "What should be done about this?"),
+        },
+        steps=12,
+    ),
+}
+
+
+class Continuation(msgspec.Struct, frozen=True):
+    """What PEFT generates for one input and one prompt."""
+
+    prompt: str  # "" for none
+    tokens: list[int]  # of the input
+    generated: list[int]
+    gaps: list[float]  # between the two best logits of each step
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What the training brought about."""
+
+    losses: dict[str, tuple[float, float]]  # before and after, of each prompt
+    continuations: list[Continuation]  # of all inputs, for each prompt and for none
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A store of trained prompts, and what PEFT makes of them."""
+
+    store: Path
+    trained: Trained
+
+
+def tuned(name: str, model: Path, cache: Path) -> Tuned:
+    """What the course of that name makes of a model; trained once."""
+    directory = cache / "oracle" / f"tuned-{name}-{_key(model)[:16]}"
+    if not directory.exists():
+        quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, __file__, name, str(model), str(directory)]
+        subprocess.run(command, check=True, env=os.environ | quiet)
+    return Tuned(directory / "store", msgspec.json.decode((directory / "trained.json").read_bytes(), type=Trained))
+
+
+def _key(model: Path) -> str:
+    lines = [f"{package} {version(package)}" for package in ("torch", "transformers", "tokenizers", "peft")]
+    for file in (Path(__file__), *sorted(model.glob("*.safetensors")), model / "tokenizer.json"):
+        with file.open("rb") as opened:
+            lines.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def train(course: Course, model_dir: Path, store: Path) -> Trained:
+    """Train every prompt into `store`, and let PEFT generate with each and with none."""
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    inputs = [tokenizer(text).input_ids for text in course.inputs]
+    family = AutoModelForSeq2SeqLM if course.task == "SEQ_2_SEQ_LM" else AutoModelForCausalLM
+    bare = family.from_pretrained(model_dir, dtype=torch.float32).eval()
+    losses, found = {}, [_continued(bare, "", ids) for ids in inputs]
+    for name, lesson in course.lessons.items():
+        torch.manual_seed(0)
+        base = family.from_pretrained(model_dir, dtype=torch.float32)
+        model = get_peft_model(base, _config(course.task, lesson))
+        losses[name] = _optimise(model, inputs[:3], tokenizer(lesson.text).input_ids, course)
+        model.eval().save_pretrained(store / name, safe_serialization=lesson.file == "safetensors")
+        found += [_continued(model, name, ids) for ids in inputs]
+    return Trained(losses, found)
+
+
+def _config(task: str, lesson: Lesson) -> Any:
+    from peft import PromptEncoderConfig, PromptTuningConfig
+
+    if lesson.kind == "P_TUNING":
+        return PromptEncoderConfig(task_type=task, num_virtual_tokens=lesson.length, encoder_hidden_size=64)
+    return PromptTuningConfig(task_type=task, num_virtual_tokens=lesson.length)
+
+
+def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], course: Course) -> tuple[float, float]:
+    """The loss before and after."""
+    import torch
+
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(course.steps):
+        loss = sum(_loss(model, ids, wanted, course.task) for ids in inputs) / len(inputs)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+def _loss(model: Any, ids: list[int], wanted: list[int], task: str) -> Any:
+    import torch
+
+    if task == "SEQ_2_SEQ_LM":
+        return model(input_ids=torch.tensor([ids]), labels=torch.tensor([wanted])).loss
+    both = torch.tensor([ids + wanted])
+    return model(input_ids=both, labels=both).loss
+
+
+def _continued(model: Any, prompt: str, ids: list[int]) -> Continuation:
+    import torch
+
+    out = model.generate(
+        input_ids=torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=MAX_NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.cat(out.logits)
+    given = {"input_ids": out.sequences}
+    if model.config.is_encoder_decoder:
+        given = {"input_ids": torch.tensor([ids]), "decoder_input_ids": out.sequences}
+    with torch.no_grad():
+        forward = model(**given).logits[0, -len(logits) - 1 : -1]
+    torch.testing.assert_close(forward, logits, atol=1e-3, rtol=0)
+    best = logits.topk(2).values
+    return Continuation(prompt, ids, out.sequences[0, -len(logits) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train soft prompts, and let PEFT generate with them.")
+    parser.add_argument("course", choices=COURSES)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    unfinished = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}")
+    trained = train(COURSES[arguments.course], arguments.model, unfinished / "store")
+    (unfinished / "trained.json").write_bytes(msgspec.json.encode(trained))
+    unfinished.rename(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Soft prompts: the store, the checks, the cache, and the lookups of the front end. `open_store` imports torch."""
+
+from importlib import import_module
+
+from tgis.messages import EngineInfo
+from tgis.prefix import PromptOptions
+from tgis.prompts.lookups import Store
+
+
+def open_store(options: PromptOptions, info: EngineInfo) -> Store:
+    """The store of `options`, its prompts made for the model that `info` describes."""
+    store: Store = import_module("tgis.prompts.store").PromptStore.for_engine(options, info)
+    return store

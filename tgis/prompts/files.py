@@ -1,0 +1,74 @@
+"""The files of a soft prompt: from an id to its directory, and to bytes. Nothing outside the store is ever read."""
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from tgis.errors import PromptError
+from tgis.prefix import PromptProblem
+from tgis.watch import Signature, signature
+
+CONFIG = "adapter_config.json"
+SAFETENSORS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+DECODER, ENCODER = "decoder.pt", "encoder.pt"
+FILES = (CONFIG, SAFETENSORS, PICKLED, DECODER, ENCODER)
+
+_ID = re.compile(r"[/\w-]{1,512}")  # no dots: nothing but a name below the store
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDirectory:
+    """The directory of a prompt in a store, both as real paths."""
+
+    store: str
+    path: str
+
+    @classmethod
+    def of(cls, store: str, prompt_id: str) -> "PromptDirectory":
+        """That of an id; PromptError for an id that cannot be one, leads out of the store or names nothing."""
+        if not _ID.fullmatch(prompt_id):
+            text = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
+            raise PromptError(PromptProblem.BAD_ID, text)
+        path = os.path.realpath(os.path.join(store, prompt_id))
+        if not _inside(path, store):
+            raise PromptError(PromptProblem.BAD_ID, "the id leads out of the store")
+        if not os.path.isdir(path):
+            raise PromptError(PromptProblem.NOT_FOUND, "directory does not exist")
+        return cls(store, path)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return os.path.exists(self._join(name))
+
+    def signature(self) -> Signature:
+        """What changes when any of the files does."""
+        return signature(map(self._join, FILES))
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of a file; PromptError unless it is a regular one inside the store and of at most `limit` bytes."""
+        path = os.path.realpath(self._join(name))
+        if not _inside(path, self.store):
+            raise PromptError(PromptProblem.BROKEN, f"{name} leads out of the store")
+        try:
+            with open(path, "rb", opener=_open) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise PromptError(PromptProblem.BROKEN, f"{name} is not a regular file")
+                if status.st_size > limit:
+                    text = f"{name} has {status.st_size} bytes, at most {limit} are allowed"
+                    raise PromptError(PromptProblem.BROKEN, text)
+                return file.read(status.st_size)
+        except OSError as error:
+            raise PromptError(PromptProblem.BROKEN, f"{name} cannot be read: {error.strerror}") from error
+
+    def _join(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe must not hold us up
+
+
+def _inside(path: str, store: str) -> bool:
+    return path.startswith(store.rstrip("/") + "/")

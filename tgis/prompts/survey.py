@@ -1,0 +1,88 @@
+"""What is in a store of soft prompts, one line for each directory: for people, not for serving."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tgis.errors import PromptError
+from tgis.prefix import PromptProblem
+from tgis.prompts.files import FILES, PromptDirectory
+from tgis.prompts.tensors import Part, Parts, Target, fit, read_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One prompt, or what stands in its place; empty where something is not known."""
+
+    id: str
+    layout: str = ""
+    tokens: str = ""
+    width: str = ""
+    dtype: str = ""
+    size: int = 0  # bytes in memory
+    problem: str = ""
+
+
+def survey(store: str, target: Target, limit: int) -> Iterator[Line]:
+    """Look at every directory of the store whose files can be meant for a prompt, in the order of ids.
+
+    `limit` is the size of a file in bytes.
+    """
+    root = os.path.realpath(store)
+    if any(os.path.lexists(os.path.join(root, name)) for name in FILES):
+        yield Line(".", problem="files directly in the store cannot be named")
+    for prompt_id in _ids(root, ""):
+        yield _line(root, prompt_id, target, limit)
+
+
+def _ids(root: str, above: str) -> Iterator[str]:
+    """Directories with files, or with nothing at all; hidden ones are somebody else's, as those of Kubernetes."""
+    for entry in sorted(os.scandir(os.path.join(root, above)), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or not entry.is_dir():
+            continue
+        here = os.path.join(above, entry.name)
+        names = [name for name in os.listdir(os.path.join(root, here)) if not name.startswith(".")]
+        if not names or not all(os.path.isdir(os.path.join(root, here, name)) for name in names):
+            yield here
+        if not entry.is_symlink():
+            yield from _ids(root, here)
+
+
+def _line(root: str, prompt_id: str, target: Target, limit: int) -> Line:
+    try:
+        parts = read_parts(PromptDirectory.of(root, prompt_id), limit)
+    except PromptError as error:
+        return Line(prompt_id, problem=_problem(error))
+    try:
+        prompt = fit(parts, target, version=0)
+    except PromptError as error:
+        return Line(prompt_id, parts.layout, problem=_problem(error))
+    found = [part.tensor for part in (parts.decoder, parts.encoder) if part is not None]
+    widths = sorted({str(tensor.shape[1]) for tensor in found})
+    dtypes = sorted({_name(tensor.dtype) for tensor in found})
+    return Line(prompt_id, parts.layout, _tokens(parts), "/".join(widths), "/".join(dtypes), prompt.size)
+
+
+def _problem(error: PromptError) -> str:
+    match error.problem:
+        case PromptProblem.NOT_FOUND:
+            return "no soft prompt in it"
+        case PromptProblem.UNSUPPORTED:
+            return f"an adapter of type {error}, no soft prompt"
+    return str(error)
+
+
+def _tokens(parts: Parts) -> str:
+    """The number of the decoder's, and apart from it of an encoder's."""
+    texts = [_length(parts.decoder), _length(parts.encoder) and f"{_length(parts.encoder)} encoder"]
+    return " + ".join(text for text in texts if text)
+
+
+def _length(part: Part | None) -> str:
+    return str(len(part.tensor)) if part else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
