@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "messages": {"prefix", "snapshot"},
     "prefix": set(),
     "batcher": {"errors", "messages", "snapshot"},
-    "engines": {"batcher", "messages", "errors"},
+    "engines": {"batcher", "messages", "errors", "prefix", "prompts"},
     "link": {"messages"},
     "prompts": {"errors", "messages", "prefix", "watch"},
     "worker": {"batcher", "engines", "messages", "errors", "link", "logs", "prefix", "prompts"},

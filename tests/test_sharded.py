@@ -28,6 +28,8 @@ from tgis.engines.sharded import ShardedEngine
 from tgis.errors import StartError
 from tgis.messages import Details, EngineOptions, Request, Sampling, TokenFacts
 from tgis.pb import generation_pb2 as pb
+from tgis.prefix import Prefix
+from tgis.prompts.tensors import SoftPrompt
 
 NEW_TOKENS = 12
 TOLERANCE = 1e-4  # of log-probabilities
@@ -146,10 +148,14 @@ def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenFacts]) ->
 def test_a_pass_says_all_that_a_step_needs(data: st.DataObject) -> None:
     """The batch of a plan that has been to another rank is the batch of the plan."""
     rows, counts = [], []
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     for n in range(data.draw(st.integers(1, 5))):
         length, generated = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3))
         details = Details(inputs=data.draw(st.booleans()))
-        row = Sequence(Request(n, list(range(length)), 9, False, Sampling(), details), 0.0)
+        virtual = data.draw(st.integers(0, length))
+        prefix = Prefix("p", virtual, 0, 1, 1) if virtual else None
+        row = Sequence(Request(n, list(range(length)), 9, False, Sampling(), details, prefix=prefix), 0.0)
+        row.prefix = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
         row.tokens += [90 + k for k in range(generated)]
         row.computed = data.draw(st.integers(0, len(row.tokens) - 1))
         row.blocks = data.draw(st.permutations(range(30)))[: -(-len(row.tokens) // 4)]
@@ -158,10 +164,13 @@ def test_a_pass_says_all_that_a_step_needs(data: st.DataObject) -> None:
     plan = Plan.of(rows, counts)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(shards.Pass.of(plan)), type=shards.ToRank)
     assert isinstance(sent, shards.Pass)
-    (ours, explained), (theirs, same) = (flat_batch(each, 4, torch.device("cpu")) for each in (plan, sent.plan()))
+    (ours, explained), (theirs, same) = (flat_batch(each, 4, torch.device("cpu")) for each in (plan, sent.plan(dtype)))
     assert explained == same
     for name in ("ids", "positions", "slots", "tables", "lengths", "kept"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    for span, copy in zip(ours.spans, theirs.spans, strict=True):
+        assert (span.row, span.start) == (copy.row, copy.start)
+        assert torch.equal(span.embeddings, copy.embeddings)
     for one, other in zip(ours.chunks, theirs.chunks, strict=True):
         assert (one.tokens, one.before) == (other.tokens, other.before)
         assert torch.equal(one.blocks, other.blocks)

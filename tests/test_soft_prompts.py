@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -25,6 +26,7 @@ from tgis.batcher.weights import Limits
 from tgis.engines.base import Engine
 from tgis.engines.hf_transformers import TransformersEngine
 from tgis.engines.padded import PREFILL_TOKENS
+from tgis.engines.sharded import ShardedEngine
 from tgis.engines.tgis_native import PagedEngine
 from tgis.errors import Unsupported
 from tgis.messages import Details, Request, TokenFacts
@@ -154,6 +156,20 @@ def test_alone_each_gives_what_peft_generates(setup: Setup, store: PromptStore, 
     for one in settled([one for one in tuned.trained.continuations if one.prompt == name]):
         (generated,), _ = run(setup, [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS)])
         assert generated == one.generated
+
+
+def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: PromptStore, tuned: Tuned) -> None:
+    """The other rank has no store: it gets the embeddings that it needs with each step."""
+    options = engine_options(glassllm_dir, 8, threads=2)
+    engine = ShardedEngine(msgspec.structs.replace(options, kv_cache_bytes=1 << 20, shards=2), pytest.fail)
+    try:
+        engine.warm_up()
+        wanted = tuned.trained.continuations
+        jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+        generated, _ = run(Setup(engine, BOUNDS["paged"]), jobs)
+    finally:
+        engine.close()
+    assert generated == [one.generated for one in wanted]
 
 
 @pytest.mark.parametrize("piece", [512, 24])

@@ -128,3 +128,12 @@ def test_lengths_bound_the_output(length: int, prefix: int, most: int, least: in
     request = make_request(1, [5] * length, **arguments)
     assert request.max_new_tokens == min(most, 200 - length - prefix)
     assert request.capped == (length + prefix + most > 200)
+
+
+@pytest.mark.parametrize(("decoder", "places"), [(0, (18, 20)), (3, (14, 23))])
+def test_places_are_those_of_the_side_that_they_are_on(decoder: int, places: tuple[int, int]) -> None:
+    """Eight virtual tokens; with those of a decoder, the start token is one of them."""
+    found = validate(Parameters(), LIMITS)
+    request = make_request(1, [5] * 10, Prefix("p", 8, decoder, 1, 1), found, LIMITS, "x")
+    assert (request.prefix_length, request.input_length) == (8, 10)
+    assert (request.input_places, request.output_places) == places

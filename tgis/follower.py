@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 
+import torch
 import torch.distributed as dist
 
 from tgis import logs
@@ -41,12 +42,13 @@ def _follow(link: Link, options: EngineOptions) -> None:
     """Do what rank 0 does, at the same time, until told to leave."""
     engine = PagedEngine(options, shards.smallest)
     engine.warm_up()
+    dtype = getattr(torch, engine.info.dtype)
     gc.freeze()  # what has been loaded stays
     while True:
         for message in link.receive(wait=True):
             if isinstance(message, Shutdown):
                 return
-            engine.compute(message.plan())
+            engine.compute(message.plan(dtype))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def input_places(self) -> int:
-        """Places that the input takes; of a decoder-only model, all but new tokens."""
+        """Places that the input takes, virtual tokens included."""
         virtual = self.prefix.decoder_length if self.prefix else 0
         return len(self.tokens) - virtual - bool(virtual)
 

@@ -48,7 +48,7 @@ _SHOWN_ROWS = 100  # in a snapshot, of those that run and of those that wait
 class Worker:
     """The loop of the engine process."""
 
-    def __init__(self, link: Link, engine: Engine, batcher: Batcher, lookups: Lookups | None) -> None:
+    def __init__(self, link: Link, engine: Engine, batcher: Batcher, lookups: Lookups | None = None) -> None:
         self._link = link
         self._lookups = lookups
         self._engine = engine

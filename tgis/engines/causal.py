@@ -18,7 +18,7 @@ class CausalModel:
         self.network, self._accepts = load_causal_lm(options, device)
         self.positions = options.max_sequence_length
         self._table = self.network.get_input_embeddings()
-        self.embedding_size = self._table.weight.shape[1] if self._accepts.inputs_embeds else 0
+        self.embedding_size = self._table.embedding_dim if self._accepts.inputs_embeds else 0
         self._device = device
         self._max_rows = max_rows
         self._cache = PaddedCache(max_rows)

@@ -66,7 +66,7 @@ class Seq2SeqModel:
         self.positions = self._places.most
         self._encoder_table = self.network.get_encoder().get_input_embeddings()
         self._decoder_table = self.network.get_decoder().get_input_embeddings()
-        self.embedding_size = self._encoder_table.weight.shape[1]
+        self.embedding_size = self._encoder_table.embedding_dim
         self.clear()
 
     @property

@@ -9,11 +9,15 @@ from typing import Self
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.soft_prompts import flat_spans
 from tgis.errors import StartError
 from tgis.messages import Details, EngineOptions, Request, Sampling, Shutdown
+from tgis.prefix import Prefix
+from tgis.prompts.tensors import SoftPrompt
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -24,12 +28,18 @@ class Work(msgspec.Struct, frozen=True, array_like=True, gc=False):
     computed: int
     blocks: list[int]
     explained: bool  # whether the logits of all its tokens are wanted
+    virtual: list[bytes] = []  # of the tokens that are a soft prompt's: their embeddings, as they lie in memory
 
-    def row(self) -> Sequence:
-        """A row of the same shape; what has been computed is not known again."""
+    def row(self, dtype: torch.dtype) -> Sequence:
+        """A row of the same shape, its soft prompt of that type; what has been computed is not known again."""
         tokens = [0] * self.computed + self.tokens
-        request = Request(self.id, tokens, 1, False, Sampling(), Details(inputs=self.explained))
-        return Sequence(request, queued_at=0.0, computed=self.computed, blocks=self.blocks)
+        prefix = Prefix("", self.computed + len(self.virtual), 0, 0, 0) if self.virtual else None
+        request = Request(self.id, tokens, 1, False, Sampling(), Details(inputs=self.explained), prefix=prefix)
+        row = Sequence(request, queued_at=0.0, computed=self.computed, blocks=self.blocks)
+        if self.virtual:
+            embeddings = torch.frombuffer(bytearray(b"".join(self.virtual)), dtype=dtype).view(len(self.virtual), -1)
+            row.prefix = SoftPrompt(0, pad(embeddings, (0, 0, self.computed, 0)))
+        return row
 
 
 class Pass(msgspec.Struct, frozen=True, tag="pass"):
@@ -46,9 +56,9 @@ class Pass(msgspec.Struct, frozen=True, tag="pass"):
         work = [_work(row, count) for row, count in zip(plan.rows, plan.counts, strict=True)]
         return cls(work, [places[row.id] for row in plan.sampled], plan.prefill)
 
-    def plan(self) -> Plan:
-        """A plan that the engine computes the same logits for."""
-        rows = [work.row() for work in self.work]
+    def plan(self, dtype: torch.dtype) -> Plan:
+        """A plan that an engine of that type computes the same logits for."""
+        rows = [work.row(dtype) for work in self.work]
         counts = [len(work.tokens) for work in self.work]
         return Plan(rows, counts, [rows[place] for place in self.sampled], self.prefill)
 
@@ -95,4 +105,6 @@ def smallest(value: int) -> int:
 def _work(row: Sequence, count: int) -> Work:
     tokens = row.tokens[row.computed : row.computed + count]
     explained = row.request.details.inputs and not row.generated
-    return Work(row.id, tokens, row.computed, row.blocks, explained)
+    spans = flat_spans([(row, count)])
+    virtual = [token.numpy().tobytes() for span in spans for token in span.embeddings.cpu().view(torch.uint8)]
+    return Work(row.id, tokens, row.computed, row.blocks, explained, virtual)

@@ -74,7 +74,7 @@ class PagedEngine:
             block_size=BLOCK_SIZE,
             stretch=_STRETCH[kind],
             largest=self._blocks * BLOCK_SIZE,
-            embedding_size=self._table.weight.shape[1] if self._accepts.inputs_embeds else 0,
+            embedding_size=self._table.embedding_dim if self._accepts.inputs_embeds else 0,
         )
 
     def warm_up(self) -> None:
