@@ -1,10 +1,13 @@
 """Attention over the paged KV cache, as the attention function of transformers' own models.
 
 It is registered once per engine and finds the batch of the step in the object that it is a method of, since not
-every model passes unknown arguments through. The bodies here are plain PyTorch and run everywhere.
+every model passes unknown arguments through. The bodies here are plain PyTorch and run everywhere; those for CUDA
+are in `decode_attention` and `prefill_attention`, and must give the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from tgis.engines.paged_cache import Chunk, FlatBatch, PagedCache
+from tgis.engines.prefill_attention import fits, make_spans, prefill_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,10 @@ class Rules:
     window: int | None = None  # tokens that a token sees, itself included
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
+
+
+_Decode = Callable[[FlatBatch, Tensor, tuple[Tensor, Tensor], Rules], Tensor]
+_Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Rules], list[Tensor]]
 
 
 class PagedAttention:
@@ -55,11 +63,49 @@ class PagedAttention:
         for stored, new in zip(layer, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
         rules = Rules(scaling or q.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
-        parts = [_singles(batch, q[: batch.singles], layer, rules)] if batch.singles else []
-        parts += [
-            _chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], layer, rules) for chunk in batch.chunks
-        ]
+        decode, prefill = _bodies(q, layer, rules)
+        parts = [decode(batch, q[: batch.singles], layer, rules)] if batch.singles else []
+        parts += prefill(batch, q, k, v, layer, rules) if batch.chunks else []
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+
+
+def _bodies(q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> tuple[_Decode, _Prefill]:
+    """For rows with one token each and for chunks: the fastest that the device, the dtypes and the rules allow."""
+    if not _is_modern(q.device):
+        return _singles, _chunks
+    decode = _fast_singles if q.dtype == layer[0].dtype != torch.float64 else _singles
+    return decode, _fast_chunks if fits(q, *layer, rules.softcap, rules.sinks) else _chunks
+
+
+@cache
+def _is_modern(device: torch.device) -> bool:
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def _fast_singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+    """As `_singles`."""
+    from tgis.engines.decode_attention import decode_attention  # noqa: PLC0415 - Triton comes with torch for CUDA only
+
+    return decode_attention(
+        q,
+        *layer,
+        batch.tables,
+        batch.lengths,
+        scale=rules.scale,
+        window=rules.window,
+        softcap=rules.softcap,
+        sinks=rules.sinks,
+        processors=torch.cuda.get_device_properties(q.device).multi_processor_count,
+    )
+
+
+def _fast_chunks(
+    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: Rules
+) -> list[Tensor]:
+    """As `_chunks`."""
+    if batch.spans is None:
+        batch.spans = make_spans(batch.chunks, layer[0].shape[1])
+    return prefill_attention(q, k, v, layer, batch.spans, scale=rules.scale, window=rules.window)
 
 
 def _singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
@@ -75,6 +121,13 @@ def _singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: R
         mask = batch.masks[rules.window] = _mask(places, k.shape[2], rules.window, q.dtype)[:, None]
     packed = q.unflatten(1, (k.shape[1], -1))  # [B, K, G, D]
     return _attend(packed, k, v, mask, rules).flatten(1, 2)
+
+
+def _chunks(
+    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: Rules
+) -> list[Tensor]:
+    """Rows with several tokens each, one after the other."""
+    return [_chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], layer, rules) for chunk in batch.chunks]
 
 
 def _chunk(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:

@@ -22,6 +22,16 @@ class Chunk:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Neighbouring chunks, for a body of attention that takes many rows at once."""
+
+    tokens: slice  # where they are in the flat batch
+    ends: Tensor  # int32 [2, chunks + 1]: cumulative counts of their tokens and of those with context, from 0
+    longest: tuple[int, int]  # the largest of either
+    slots: Tensor | None  # int64 [tokens with context]: where these are in the cache; None if there is no context
+
+
 @dataclass(slots=True)
 class FlatBatch:
     """One step without padding: a row of tokens, first those of rows with one token each, then the chunks."""
@@ -35,6 +45,7 @@ class FlatBatch:
     kept: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[Span]  # of soft prompts
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
+    spans: list[Spans] | None = None  # of the chunks, once a body has wanted them
 
     @property
     def singles(self) -> int:
