@@ -57,5 +57,5 @@ def chunk_batch(
         start += count
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     lengths = torch.ones(2, dtype=torch.int64, device=device)
-    batch = FlatBatch(nothing, nothing, nothing, lengths[:, None], lengths, chunks, nothing)
+    batch = FlatBatch(nothing, nothing, nothing, lengths[:, None], lengths, chunks, nothing, [])
     return Chunks(batch, q, k, v, layer, contexts)

@@ -84,4 +84,4 @@ def _singles(dtype: torch.dtype) -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
     tables, lengths = torch.arange(12, device="cuda").view(3, 4), torch.tensor([64, 5, 17], device="cuda")
     keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=dtype) for _ in range(2))
     q = torch.randn(3, 8, 64, device="cuda", dtype=dtype)
-    return FlatBatch(nothing, nothing, nothing, tables, lengths, [], nothing), q, keys, values
+    return FlatBatch(nothing, nothing, nothing, tables, lengths, [], nothing, []), q, keys, values

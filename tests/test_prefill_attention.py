@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tgis.engines import paged_attention, prefill_attention
 from tgis.engines.paged_attention import Rules
-from tgis.engines.prefill_attention import fits, make_spans
+from tgis.engines.prefill_attention import fits, make_groups
 
 NEW = [(0, 40), (0, 2), (0, 16), (0, 17)]
 MIXED = [(7, 30), (0, 5), (16, 2), (100, 33), (31, 17)]
@@ -101,14 +101,14 @@ def test_long_contexts_are_copied_in_parts(varlen: OldVarlen, monkeypatch: pytes
     arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, Rules(0.3)
     parts = paged_attention._fast_chunks(*arguments)
     torch.testing.assert_close(torch.cat(parts).double(), chunks.expected(Rules(0.3)), atol=1e-5, rtol=1e-5)
-    lengths = [0 if span.slots is None else len(span.slots) for span in chunks.batch.spans or []]
+    lengths = [0 if group.slots is None else len(group.slots) for group in chunks.batch.groups or []]
     assert lengths == [37 + 5 + 18, 133, 48]  # 133 is one row: it cannot be in parts
     assert varlen.calls == 3
 
 
 def test_new_prompts_are_not_copied() -> None:
-    (span,) = make_spans(chunk_batch(NEW, 1, 1, 8, torch.float32).batch.chunks, 16)
-    assert span.slots is None
+    (group,) = make_groups(chunk_batch(NEW, 1, 1, 8, torch.float32).batch.chunks, 16)
+    assert group.slots is None
 
 
 @pytest.mark.parametrize(

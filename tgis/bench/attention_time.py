@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.paged_cache import Chunk
-from tgis.engines.prefill_attention import make_spans, prefill_attention
+from tgis.engines.prefill_attention import make_groups, prefill_attention
 
 BLOCK, REPEATS = 16, 20
 _BEYOND_CACHE = 1 << 29  # bytes
@@ -115,11 +115,11 @@ def prefill(rows: int, before: int, count: int) -> dict[str, float]:
     layers = _layers(rows * width, shape, 2)
     blocks = torch.randperm(rows * width).cuda().split(width)
     chunks = [Chunk(slice(row * count, (row + 1) * count), before, blocks[row]) for row in range(rows)]
-    spans = make_spans(chunks, BLOCK)
+    groups = make_groups(chunks, BLOCK)
     q, k, v = (_random(rows * count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
 
     def run(layer: int) -> list[Tensor]:
-        return prefill_attention(q, k, v, layers[layer], spans, scale=shape.size**-0.5, window=None)
+        return prefill_attention(q, k, v, layers[layer], groups, scale=shape.size**-0.5, window=None)
 
     taken = seconds(run, len(layers))
     pairs = rows * sum(range(before + 1, before + count + 1))

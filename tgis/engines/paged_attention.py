@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from tgis.engines.paged_cache import Chunk, FlatBatch, PagedCache
-from tgis.engines.prefill_attention import fits, make_spans, prefill_attention
+from tgis.engines.prefill_attention import fits, make_groups, prefill_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ def _fast_chunks(
     batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: Rules
 ) -> list[Tensor]:
     """As `_chunks`."""
-    if batch.spans is None:
-        batch.spans = make_spans(batch.chunks, layer[0].shape[1])
-    return prefill_attention(q, k, v, layer, batch.spans, scale=rules.scale, window=rules.window)
+    if batch.groups is None:
+        batch.groups = make_groups(batch.chunks, layer[0].shape[1])
+    return prefill_attention(q, k, v, layer, batch.groups, scale=rules.scale, window=rules.window)
 
 
 def _singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:

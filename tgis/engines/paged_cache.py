@@ -23,7 +23,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class ChunkGroup:
     """Neighbouring chunks, for a body of attention that takes many rows at once."""
 
     tokens: slice  # where they are in the flat batch
@@ -45,7 +45,7 @@ class FlatBatch:
     kept: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[Span]  # of soft prompts
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
-    spans: list[Spans] | None = None  # of the chunks, once a body has wanted them
+    groups: list[ChunkGroup] | None = None  # of the chunks, once a body has wanted them
 
     @property
     def singles(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tgis.engines.paged_cache import Chunk, Spans
+from tgis.engines.paged_cache import Chunk, ChunkGroup
 
 MOST_GATHERED = 1 << 16  # tokens of context copied at a time, if one row alone has not more
 
@@ -31,10 +31,10 @@ def fits(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: 
     )
 
 
-def make_spans(chunks: list[Chunk], block_size: int) -> list[Spans]:
+def make_groups(chunks: list[Chunk], block_size: int) -> list[ChunkGroup]:
     """The chunks in as few calls as the memory for copies allows: in one, but for very long contexts."""
     if not any(chunk.before for chunk in chunks):
-        return [_span(chunks, None)]
+        return [_group(chunks, None)]
     groups, total = [[chunks[0]]], _length(chunks[0])
     for chunk in chunks[1:]:
         total += _length(chunk)
@@ -42,7 +42,7 @@ def make_spans(chunks: list[Chunk], block_size: int) -> list[Spans]:
             groups.append([])
             total = _length(chunk)
         groups[-1].append(chunk)
-    return [_span(group, _slots(group, block_size)) for group in groups]
+    return [_group(group, _slots(group, block_size)) for group in groups]
 
 
 def prefill_attention(
@@ -50,21 +50,21 @@ def prefill_attention(
     k: Tensor,
     v: Tensor,
     layer: tuple[Tensor, Tensor],
-    spans: list[Spans],
+    groups: list[ChunkGroup],
     *,
     scale: float,
     window: int | None,
 ) -> list[Tensor]:
-    """The outputs [tokens, H, D] by span, of a flat batch: queries [T, H, D], new keys and values [T, K, D], which
+    """The outputs [tokens, H, D] by group, of a flat batch: queries [T, H, D], new keys and values [T, K, D], which
     the cached ones of the layer, [blocks, block size, K, D], contain already.
     """
     sides = (-1 if window is None else window - 1, 0)
     outputs = []
-    for span in spans:
-        keys, values = k[span.tokens], v[span.tokens]
-        if span.slots is not None:
-            keys, values = (states.flatten(0, 1).index_select(0, span.slots) for states in layer)
-        queries, ends, longest = q[span.tokens], span.ends, span.longest
+    for group in groups:
+        keys, values = k[group.tokens], v[group.tokens]
+        if group.slots is not None:
+            keys, values = (states.flatten(0, 1).index_select(0, group.slots) for states in layer)
+        queries, ends, longest = q[group.tokens], group.ends, group.longest
         outputs.append(
             varlen_attn(queries, keys, values, *ends, *longest, scale=scale, window_size=sides, **_grouped())
         )
@@ -83,11 +83,11 @@ def _length(chunk: Chunk) -> int:
     return length
 
 
-def _span(chunks: list[Chunk], slots: Tensor | None) -> Spans:
+def _group(chunks: list[Chunk], slots: Tensor | None) -> ChunkGroup:
     counts = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
     lengths = [_length(chunk) for chunk in chunks]
     ends = [[0, *accumulate(counts)], [0, *accumulate(lengths)]]
-    return Spans(
+    return ChunkGroup(
         slice(chunks[0].tokens.start, chunks[-1].tokens.stop),
         torch.tensor(ends, dtype=torch.int32).to(chunks[0].blocks.device, non_blocking=True),
         (max(counts), max(lengths)),
