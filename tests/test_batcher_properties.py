@@ -1,5 +1,6 @@
 """The batcher against random worlds: arrivals, cancels, deadlines, broken steps and too little memory."""
 
+import zlib
 from dataclasses import dataclass, field
 
 from batches import EOS, limits, request
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits
-from tgis.messages import StopReason
+from tgis.messages import Details, Request, Sampling, StopReason
 from tgis.snapshot import RowState
+
+SALTS = (b"", b"tenant")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,20 @@ class Arrival:
     deadline: float | None = None
     cancelled_at: int | None = None
     poisoned: bool = False
+    shared: int = 0  # tokens that it begins with as all others do
+    tenant: int = 0  # those of another one share no blocks
+    facts: bool = False  # about its input tokens
+
+    def request(self, number: int) -> Request:
+        shared = min(self.shared, self.length)
+        tokens = [*range(1, 1 + shared), *[1000 + number] * (self.length - shared)]
+        details = Details(inputs=self.facts, logprobs=self.facts)
+        return Request(number, tokens, self.new, False, Sampling(), details, self.deadline, SALTS[self.tenant])
+
+
+def next_token(row: Sequence) -> int:
+    """Depends on every token so far, and never ends a row."""
+    return 10_000 + zlib.crc32(str(row.tokens).encode()) % 1000
 
 
 @dataclass
@@ -34,8 +51,9 @@ class World:
     held: dict[int, int] = field(default_factory=dict)  # id -> computed tokens
     ends: dict[int, list[StopReason]] = field(default_factory=dict)
     out_of_memory: set[int] = field(default_factory=set)  # refused for it
+    tried: set[int] = field(default_factory=set)  # that were in a step which failed
     generated: dict[int, int] = field(default_factory=dict)
-    slots: dict[int, int] = field(default_factory=dict)  # of KV blocks: the token there
+    slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # of KV blocks: the salt and the token there
     trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of plans: id, count
 
     def run(self) -> None:
@@ -57,11 +75,13 @@ class World:
             self._step(batcher, plan, step, now)
         assert batcher.idle
         assert self.held == {}
+        if batcher._pager:
+            assert batcher._pager.pool.used == 0
 
     def _come_and_go(self, batcher: Batcher, step: int, now: float) -> None:
         for number, a in enumerate(self.arrivals):
             if a.step == step:
-                batcher.submit([request(number, a.length, a.new, deadline=a.deadline)], now)
+                batcher.submit([a.request(number)], now)
             if a.cancelled_at == step and a.step <= step and number not in self.ends:
                 self.ends[number] = [StopReason.CANCELLED]
                 self._release(batcher.cancel([number]))
@@ -72,10 +92,7 @@ class World:
         assert 0 < batcher.running <= self.bounds.max_batch_size
         assert all(0 < count <= row.pending for row, count in zip(plan.rows, plan.counts, strict=True))
         if self.bounds.block_size:
-            pager = batcher._pager
-            assert pager is not None
-            pager.pool.check()
-            assert sum(plan.counts) <= self.bounds.prefill_tokens + len(plan.rows) + 16
+            self._check_blocks(plan, batcher)
         else:
             assert all(row.computed == self.held.get(row.id, 0) for row in plan.rows)
             old, new = [r for r in plan.rows if r.computed], [r for r in plan.rows if not r.computed]
@@ -83,8 +100,21 @@ class World:
             assert new or {row.id for row in old} == set(self.held)
         left = {row.id for row in batcher.snapshot(0.0, 1000).queue}
         waited = {row.id: row.seconds for row in queue}
-        for joined in waited.keys() - left:
+        for joined in waited.keys() - left - self.tried:  # those stand in front
             assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
+
+    def _check_blocks(self, plan: Plan, batcher: Batcher) -> None:
+        """The oldest get on, the youngest make room, and the engine is told of them."""
+        assert batcher._pager is not None
+        batcher._pager.pool.check()
+        assert sum(plan.counts) <= self.bounds.prefill_tokens + len(plan.rows) + 16
+        assert self.held.keys() - {row.id for row in plan.preempted} <= {row.id for row in batcher.rows}
+        oldest = batcher.rows[0]
+        assert oldest in plan.rows or oldest.trial != plan.rows[0].trial
+        assert all(lost.age > row.age for lost in plan.preempted for row in plan.rows)
+        for row in plan.rows:
+            if row.request.details.inputs and not row.generated:
+                assert row.computed == self.held.get(row.id, 0), "facts of these tokens are missing"
 
     def _step(self, batcher: Batcher, plan: Plan, step: int, now: float) -> None:
         self._release(list(plan.preempted))
@@ -96,11 +126,12 @@ class World:
         lacking = context > self.memory
         if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.rows):
             self._release(plan.rows)
+            self.tried |= {row.id for row in plan.rows}
             refused = batcher.retreat(plan, out_of_memory=lacking)
             self.out_of_memory |= {row.id for row in refused if lacking}
             self._end(refused)
             return
-        ended = batcher.commit(plan, [7] * len(plan.sampled), now)
+        ended = batcher.commit(plan, [next_token(row) for row in plan.sampled], now)
         self._release(ended)
         self._end(ended)
         if self.memory == 10**9 and not self.bounds.block_size:
@@ -112,8 +143,9 @@ class World:
             end = row.computed + count
             places = [row.blocks[at // size] * size + at % size for at in range(end)]
             assert max(places) < self.bounds.memory.weight_limit
-            self.slots.update(zip(places[row.computed :], row.tokens[row.computed : end], strict=True))
-            assert [self.slots[place] for place in places] == row.tokens[:end]
+            contents = [(row.request.cache_salt, token) for token in row.tokens[:end]]
+            self.slots.update(zip(places[row.computed :], contents[row.computed :], strict=True))
+            assert [self.slots[place] for place in places] == contents
 
     def _check_future(self, batcher: Batcher) -> None:
         """Run what is running to its end, without further arrivals, and look at the memory."""
@@ -133,6 +165,10 @@ class World:
         for row in rows:
             self.ends.setdefault(row.id, []).append(row.end)
             self.generated[row.id] = row.generated
+            alone = Sequence(row.request, 0.0)
+            while len(alone.tokens) < len(row.tokens):
+                alone.tokens.append(next_token(alone))
+            assert row.tokens == alone.tokens
 
 
 ARRIVALS = st.lists(
@@ -144,6 +180,9 @@ ARRIVALS = st.lists(
         deadline=st.sampled_from([None, None, 3.0, 10.0]),
         cancelled_at=st.sampled_from([None, None, 5, 9, 15, 30]),
         poisoned=st.sampled_from([False] * 9 + [True]),
+        shared=st.sampled_from([0, 6, 17, 30]),
+        tenant=st.sampled_from([0, 0, 0, 1]),
+        facts=st.sampled_from([False] * 4 + [True]),
     ),
     max_size=25,
 )

@@ -32,7 +32,7 @@ class Batcher:
         self._allowance = Allowance(limits)
         self._pace = Pace(limits.max_waiting_tokens)
         self._chunk_pace = ChunkPace(limits.prefill_tokens, limits.stretch)
-        self._pager = _pager(limits) if limits.block_size else None
+        self._pager = Pager.of(limits) if limits.block_size else None
         self._trials = Trials()
         self._admissions = Admissions()
         self._refusal: Refusal | None = None  # of the first that waits
@@ -99,7 +99,7 @@ class Batcher:
         if expired:
             self._refusal = None  # it may have been one of theirs
         if self._pager:
-            expired += self._remove(lambda row: not row.decoding and _late(row, now))
+            expired += self._remove(lambda row: not row.decoding and row.late(now))
         for row in expired:
             row.end = StopReason.TIME_LIMIT
         return expired
@@ -208,8 +208,11 @@ class Batcher:
         if self._waiting:
             self._join_trial(pager, trial, budget)
             rows = [row for row in self._running if row.trial == trial]
-        # A row on trial waits for the blocks that the others still have.
-        return self._with_blocks(pager, rows, budget) or self._with_blocks(pager, self._running, budget)
+        preempted: list[Sequence] = []
+        work = self._with_blocks(pager, rows, budget, preempted)
+        if not work:  # a row on trial waits for the blocks that the others still have
+            work = self._with_blocks(pager, self._running, budget, preempted)
+        return Plan.of([row for row, _ in work], [count for _, count in work], preempted) if work else None
 
     def _join_trial(self, pager: Pager, trial: int, budget: int) -> None:
         if not self._slots():
@@ -220,24 +223,29 @@ class Batcher:
             usable = self._allowance.context // pager.size
             self._join(BlockDoor(pager, usable, self._running, budget, self._admissions))
 
-    def _with_blocks(self, pager: Pager, rows: list[Sequence], budget: int) -> Plan | None:
-        """A step of those rows that get the blocks they need: the oldest first, if need be from the youngest."""
+    def _with_blocks(
+        self, pager: Pager, rows: list[Sequence], budget: int, preempted: list[Sequence]
+    ) -> list[tuple[Sequence, int]]:
+        """Those rows that get the blocks they need: the oldest first, if need be from the youngest; with counts."""
         work: list[tuple[Sequence, int]] = []
-        preempted: list[Sequence] = []
         for row, count in zip(*share_out(rows, budget), strict=True):
-            while row not in preempted and not pager.reserve(row, count) and row.age < self._running[-1].age:
-                preempted.append(self._preempt())
-            if row in preempted or pager.missing(row, row.computed + count):
+            if row in preempted:
                 break  # all that follow are younger still
+            while not (enough := pager.reserve(row, count)) and row is not self._running[-1]:
+                preempted.append(self._preempt())
+            if not enough:
+                break
             work.append((row, count))
-        return Plan.of([row for row, _ in work], [count for _, count in work], preempted) if work else None
+        return work
 
     def _preempt(self) -> Sequence:
-        """Queue the youngest row again, in front."""
+        """Queue the youngest row again, at its place by age."""
         row = self._running[-1]
         self._admissions.preemptions += 1
         self._remove(lambda other: other is row)
-        self._waiting.put_back([row])
+        self._waiting.insert(row)
+        if self._waiting.first is row:
+            self._refusal = Refusal.MEMORY
         return row
 
     def _trial(self) -> int:
@@ -250,8 +258,9 @@ class Batcher:
 
     def _join(self, door: Door) -> list[Sequence]:
         joining, self._refusal = choose(self._waiting, door, self._slots(), self._admissions)
-        self._waiting.take(joining)
-        self._running = sorted(self._running + joining, key=lambda row: row.age)
+        if joining:
+            self._waiting.take(joining)
+            self._running = sorted(self._running + joining, key=lambda row: row.age)
         return joining
 
     def _shrink(self, plan: Plan) -> None:
@@ -266,7 +275,7 @@ class Batcher:
 
     def _end_of(self, row: Sequence, now: float) -> StopReason:
         """The order of front-end stopping, but for stop sequences, which need the text."""
-        if _late(row, now):
+        if row.late(now):
             return StopReason.TIME_LIMIT
         if row.generated < row.request.sampling.min_new_tokens:
             return StopReason.NOT_FINISHED
@@ -283,15 +292,6 @@ class Batcher:
             if self._pager:
                 self._pager.free(gone)
         return gone
-
-
-def _pager(limits: Limits) -> Pager:
-    blocks = limits.memory.context_limit(padded=False) // limits.block_size
-    return Pager(blocks, limits.block_size, prefix_cache=limits.prefix_cache)
-
-
-def _late(row: Sequence, now: float) -> bool:
-    return row.request.deadline is not None and now > row.request.deadline
 
 
 def _state(row: Sequence, now: float) -> RowState:

@@ -6,6 +6,9 @@ its place is needed: least recently used ones go first. Knows block numbers only
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import repeat
+
+_NOWHERE = -1
 
 
 class BlockPool:
@@ -30,13 +33,18 @@ class BlockPool:
         """Blocks that some row uses."""
         return len(self._users)
 
-    def users(self, block: int) -> int:
-        """How many rows use a block."""
-        return self._users.get(block, 0)
+    def in_use(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks some row uses."""
+        return sum(map(self._users.__contains__, blocks))
 
-    def find(self, key: bytes) -> int | None:
-        """The block with this content."""
-        return self._blocks.get(key)
+    def shares(self, key: bytes) -> bool:
+        """Whether some row uses the block with this content."""
+        return self._blocks.get(key) in self._users
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks with these contents, up to the first that is not here."""
+        found = [*map(self._blocks.get, keys, repeat(_NOWHERE))]
+        return found[: found.index(_NOWHERE)] if _NOWHERE in found else found
 
     def take(self, count: int) -> list[int]:
         """Blocks to write to; there must be so many."""
@@ -49,7 +57,7 @@ class BlockPool:
         """One more user of blocks that were found."""
         for block in blocks:
             self._idle.pop(block, None)
-            self._users[block] = self.users(block) + 1
+            self._users[block] = self._users.get(block, 0) + 1
 
     def give_back(self, blocks: list[int]) -> None:
         """One user less; of what becomes idle, the last block is the first to be evicted."""

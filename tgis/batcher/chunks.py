@@ -53,17 +53,17 @@ def share_out(rows: list[Sequence], budget: int) -> tuple[list[Sequence], list[i
     Half the budget belongs to the prompt that came first, so that it is done some day; the rest goes to those with
     the fewest tokens to go, so that short ones need not wait for long ones; what is left is the first one's again.
     """
-    decoding = [row for row in rows if row.decoding]
     catching = [row for row in rows if not row.decoding]
-    counts = {row.id: 1 for row in decoding}
-    if catching:
-        first, *others = catching
-        own = min(_pending(first), (budget + 1) // 2)
-        left = budget - own
-        for row in sorted(others, key=lambda row: row.pending):
-            counts[row.id] = min(_pending(row), left)
-            left -= counts[row.id]
-        counts[first.id] = min(_pending(first), own + left)
+    if not catching:
+        return rows, [1] * len(rows)
+    counts = {row.id: 1 for row in rows}
+    first, *others = catching
+    own = min(_pending(first), (budget + 1) // 2)
+    left = budget - own
+    for row in sorted(others, key=lambda row: row.pending):
+        counts[row.id] = min(_pending(row), left)
+        left -= counts[row.id]
+    counts[first.id] = min(_pending(first), own + left)
     working = [row for row in rows if counts[row.id]]
     return working, [counts[row.id] for row in working]
 

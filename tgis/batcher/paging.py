@@ -7,10 +7,11 @@ give theirs back and wait to be computed anew; the oldest always gets on. The po
 import hashlib
 from array import array
 from collections.abc import Iterable
-from itertools import takewhile
+from typing import Self
 
 from tgis.batcher.blocks import BlockPool
 from tgis.batcher.sequence import Sequence
+from tgis.batcher.weights import Limits
 from tgis.messages import Admissions
 
 _KEY_BYTES = 16
@@ -22,7 +23,14 @@ class Pager:
     def __init__(self, blocks: int, size: int, *, prefix_cache: bool) -> None:
         self.pool = BlockPool(blocks)
         self.size = size
+        self.keys_made = 0  # ever: it takes time
         self._prefix_cache = prefix_cache
+
+    @classmethod
+    def of(cls, limits: Limits) -> Self:
+        """As many blocks as the memory holds."""
+        blocks = limits.memory.context_limit(padded=False) // limits.block_size
+        return cls(blocks, limits.block_size, prefix_cache=limits.prefix_cache)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -30,33 +38,46 @@ class Pager:
 
     def missing(self, row: Sequence, tokens: int) -> int:
         """Blocks that a row still needs to hold so many tokens."""
-        return max(0, self.blocks_for(tokens) - len(row.blocks))
+        return max(0, -(-tokens // self.size) - len(row.blocks))
 
     def cached(self, row: Sequence) -> list[int]:
         """Blocks that hold the beginning of a row that waits; never all of it: one token at least is to compute."""
-        found = (self.pool.find(key) for key in self._sharable_keys(row))
-        return [block for block in takewhile(lambda block: block is not None, found) if block is not None]
+        found: list[int] = []
+        most, looked = self._sharable(row), len(row.keys)
+        while len(found) < most:
+            looked = min(max(looked, 2 * len(found) + 1), most)  # no more keys are made than are of use
+            found = self.pool.find(self._keys(row, looked))
+            if len(found) < looked:
+                break
+        return found
 
-    def awaits(self, row: Sequence, promised: set[bytes]) -> bool:
-        """Whether the first block that is not cached is being computed for another row just now."""
-        keys = self._sharable_keys(row)
-        place = len(self.cached(row))
-        return place < len(keys) and keys[place] in promised
+    def follows(self, row: Sequence, other: Sequence) -> bool:
+        """Whether the next block that `other` will fill is the first one that is missing to a row that waits."""
+        place = other.labelled
+        if place >= min(self._sharable(row), len(other.tokens) // self.size):
+            return False
+        same_start = self._key(row, 0) == self._key(other, 0)
+        return same_start and self._key(row, place) == self._key(other, place)
 
-    def promised(self, rows: Iterable[Sequence]) -> set[bytes]:
-        """What blocks will hold that these rows are about to fill with their prompts."""
-        return {key for row in rows if not row.decoding for key in self._keys(row)}
+    def exceeds(self, row: Sequence, room: int) -> bool:
+        """Whether two looks tell that a row which waits needs `room` blocks at least: others use too little of it."""
+        last = self.blocks_for(len(row.tokens) + 1) - room  # of the blocks that others would have to use
+        if last < 0:
+            return False
+        if last >= self._sharable(row):
+            return True
+        return not (self.pool.shares(self._key(row, 0)) and self.pool.shares(self._key(row, last)))
 
     def needed(self, row: Sequence) -> int:
         """Blocks that nobody uses now and that a row which waits needs for all it has, and for one token more."""
-        shared = sum(self.pool.users(block) > 0 for block in self.cached(row))
-        return self.blocks_for(len(row.tokens) + 1) - shared
+        return self.blocks_for(len(row.tokens) + 1) - self.pool.in_use(self.cached(row))
 
     def join(self, row: Sequence, counts: Admissions) -> None:
         """Let a row begin behind what is cached of it."""
         row.blocks = self.cached(row)
         self.pool.share(row.blocks)
-        row.computed = len(row.blocks) * self.size
+        row.labelled = len(row.blocks)
+        row.computed = row.labelled * self.size
         if self._reads_cache(row):
             counts.prefix_queries += len(row.tokens)
             counts.prefix_hits += row.computed
@@ -66,16 +87,16 @@ class Pager:
         missing = self.missing(row, row.computed + count)
         if missing > self.pool.available:
             return False
-        row.blocks += self.pool.take(missing)
+        if missing:
+            row.blocks += self.pool.take(missing)
         return True
 
     def label(self, row: Sequence) -> None:
         """Let others find the blocks that the row has filled."""
         if self._prefix_cache:
-            for place, key in enumerate(self._keys(row)[: row.computed // self.size]):
-                if place >= row.labelled:
-                    self.pool.label(row.blocks[place], key)
-                    row.labelled = place + 1
+            while row.labelled < row.computed // self.size:
+                self.pool.label(row.blocks[row.labelled], self._key(row, row.labelled))
+                row.labelled += 1
 
     def free(self, rows: Iterable[Sequence]) -> None:
         """Take a row's blocks; it has nothing computed any more."""
@@ -88,15 +109,29 @@ class Pager:
         """Facts about input tokens come from computing them."""
         return self._prefix_cache and not (row.request.details.inputs and not row.generated)
 
-    def _sharable_keys(self, row: Sequence) -> list[bytes]:
-        return self._keys(row)[: (len(row.tokens) - 1) // self.size] if self._reads_cache(row) else []
+    def _sharable(self, row: Sequence) -> int:
+        """Blocks of a row that need not be computed if they are cached."""
+        return (len(row.tokens) - 1) // self.size if self._reads_cache(row) else 0
 
-    def _keys(self, row: Sequence) -> list[bytes]:
-        """Names of the row's full blocks, each made of the one before it: equal keys mean equal tokens so far."""
-        if not self._prefix_cache:
-            return []
-        for place in range(len(row.keys), len(row.tokens) // self.size):
-            parent = row.keys[-1] if row.keys else row.request.cache_salt
-            tokens = array("q", row.tokens[place * self.size : (place + 1) * self.size]).tobytes()
-            row.keys.append(hashlib.blake2b(tokens, key=parent, digest_size=_KEY_BYTES).digest())
-        return row.keys
+    def _key(self, row: Sequence, place: int) -> bytes:
+        if place >= len(row.keys):
+            self._make_keys(row, place + 1)
+        return row.keys[place]
+
+    def _keys(self, row: Sequence, count: int) -> list[bytes]:
+        if count > len(row.keys):
+            self._make_keys(row, count)
+        return row.keys[:count]
+
+    def _make_keys(self, row: Sequence, count: int) -> None:
+        """Name full blocks, each after the one before it: equal keys mean equal tokens so far."""
+        tokens = array("i", row.tokens[len(row.keys) * self.size : count * self.size])
+        width, data = self.size * tokens.itemsize, tokens.tobytes()
+        self.keys_made += count - len(row.keys)
+        for begin in range(0, len(data), width):
+            parent = row.keys[-1] if row.keys else _digest(row.request.cache_salt)
+            row.keys.append(_digest(parent + data[begin : begin + width]))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_KEY_BYTES).digest()

@@ -63,7 +63,11 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether the engine has all of its tokens but the newest."""
-        return self.computed == len(self.tokens) - 1 and self.computed > 0
+        return 0 < self.computed == len(self.tokens) - 1
+
+    def late(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.request.deadline is not None and now > self.request.deadline
 
 
 @dataclass(frozen=True, slots=True)

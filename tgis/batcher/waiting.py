@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from itertools import takewhile
 
 from tgis.batcher.sequence import Sequence
 
@@ -11,7 +10,7 @@ OVERTAKERS = 64  # that are looked at in one step, so that a long queue of what 
 
 
 class WaitingRoom:
-    """First come first served; rows that come back from the engine stand in front of those that never ran.
+    """First come first served; rows of failed steps stand in front of all others.
 
     Who does not fit may be overtaken, but only by those who were queued within a second of the first such one.
     """
@@ -37,7 +36,7 @@ class WaitingRoom:
     @property
     def returned(self) -> int:
         """How many have been in a step before."""
-        return sum(1 for _ in takewhile(lambda row: row.joined, self._rows))
+        return sum(row.joined for row in self._rows)
 
     def append(self, rows: Iterable[Sequence]) -> None:
         """Queue new rows."""
@@ -49,6 +48,12 @@ class WaitingRoom:
         """Queue rows that have been in a step in front of all others, in the order given."""
         self._rows[:0] = rows
         self._first_deadline = min([self._first_deadline, *map(_deadline, rows)])
+
+    def insert(self, row: Sequence) -> None:
+        """Queue a row that had to make room behind those that are older: it may have overtaken them."""
+        place = next((place for place, other in enumerate(self._rows) if other.age > row.age), len(self._rows))
+        self._rows.insert(place, row)
+        self._first_deadline = min(self._first_deadline, _deadline(row))
 
     def take(self, rows: Collection[Sequence]) -> None:
         """Take out rows that join a step."""
