@@ -92,7 +92,8 @@ def _oracle(directory: Path, dtype: str) -> tuple[Callable[..., list[int]], Call
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST_NEW, repetition_penalty=penalty
         )
-        return out[0, len(prompt) :].tolist()
+        generated: list[int] = out[0, len(prompt) :].tolist()
+        return generated
 
     @cache
     def input_logprobs(prompt: tuple[int, ...]) -> list[float]:
@@ -221,7 +222,7 @@ def test_rows_that_make_room_at_any_step(subject: Subject, prefix_cache: bool) -
     """Somebody takes all free blocks for one step, or for every step in which others have some beside the oldest."""
     steps = _squeezed(subject, prefix_cache, lambda step: False)
     for when in range(steps):
-        _squeezed(subject, prefix_cache, lambda step, when=when: step == when)
+        _squeezed(subject, prefix_cache, when.__eq__)
     assert _squeezed(subject, prefix_cache, lambda step: True) > steps
 
 
