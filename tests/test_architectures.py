@@ -1,28 +1,38 @@
-"""The padded engine on many architectures: rows that join and leave at random give what transformers gives alone."""
+"""Many architectures: which engine runs them, and that rows which join and leave at random get what they get alone."""
 
 import random
+import re
+import sys
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 from batches import engine_options, limits
+from conftest import REPOSITORY
 from tiny_models import (
     ARCHITECTURES,
-    BART_LIKE,
     ENCODER_DECODERS,
     EOS,
+    FURTHER,
+    FURTHER_ENCODER_DECODERS,
     SMALL,
     START,
     T5_LIKE,
     VOCABULARY,
+    make_config,
     make_model,
     run,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_SEQ_TO_SEQ,
+)
 
 from tgis.batcher.weights import Limits
+from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.engines.hf_transformers import TransformersEngine
 from tgis.engines.tgis_native import PagedEngine
@@ -50,8 +60,30 @@ class Reference:
             return self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :].float()
 
 
-# their attention does not go through transformers' interface
-PADDED_ONLY = ("CodeGen", "Bloom", "Falcon", "Falcon, 40b", "Falcon, alibi", "GPTJ", "GPTNeo", "Mpt")
+def read_table() -> dict[str, tuple[str, str]]:
+    """By class: the engine, and why not tgis_native."""
+    rows = re.findall(
+        r"^\| (\w+) \| .+? \| (\w+) \| (.*?) ?\|$", (REPOSITORY / "docs/models.md").read_text(), re.MULTILINE
+    )
+    return {name: (engine, why) for name, engine, why in rows if name != "Class"}
+
+
+TABLE = read_table()
+MESSAGES = {  # for each reason in the table
+    "attention of its own": "0 of 2 layers use replaceable attention",
+    "differences of two attentions: the logits do not agree": "does not give the model's own logits",
+    "encoder-decoder": "is an encoder-decoder",
+    "keeps more than a KV cache": "keep more than a KV cache",
+    "sees padding": "sees padding",
+    "shares experts among rows": "shares experts among rows",
+}
+
+
+def class_name(name: str) -> str:
+    """That transformers loads a model of this name as."""
+    config = make_config(name)
+    names: dict[str, str] = MODEL_FOR_SEQ_TO_SEQ if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM
+    return names[config.model_type]
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
@@ -61,13 +93,14 @@ def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path
     check(directory, engine, limits(100_000, max_batch_size=6, prefill_tokens=512))
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "T5", "Bart"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
 def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     """In chunks of any size, with so few blocks that rows are preempted, and with cached prefixes."""
     directory = make_model(name, tmp_path)
     options = engine_options(directory, 6, threads=1)
-    if name in PADDED_ONLY or name in ENCODER_DECODERS:
-        with pytest.raises(Unsupported):
+    engine, why = TABLE[class_name(name)]
+    if engine != "tgis_native":
+        with pytest.raises(Unsupported, match=MESSAGES[why]):
             PagedEngine(options)
         return
     bounds = limits(80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7)
@@ -87,24 +120,33 @@ def check(directory: Path, engine: Engine, bounds: Limits) -> None:
     assert_context_matters(reference, prompts, generated)
 
 
-LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2}, "keep more than a KV cache"),
-    ("LED", LED_LIKE | {"attention_window": 8}, "sees padding"),
-    ("SwitchTransformers", T5_LIKE | {"num_experts": 2}, "shares experts among rows"),
-    ("ProphetNet", {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}, "sees padding"),
-]
+@pytest.mark.parametrize("name", [*FURTHER, *FURTHER_ENCODER_DECODERS])
+def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
+    engine, why = TABLE[class_name(name)]
+    options = engine_options(make_model(name, tmp_path), 6, threads=1)
+    if engine == "none":
+        with pytest.raises(StartError, match=MESSAGES[why]):
+            load_engine(msgspec.structs.replace(options, engine="auto"), sys.exit)
+    elif engine == "hf_transformers":
+        with pytest.raises(Unsupported, match=MESSAGES[why]):
+            PagedEngine(options)
+        TransformersEngine(options).warm_up()
+    else:
+        PagedEngine(options).warm_up()
 
 
-@pytest.mark.parametrize(("name", "settings", "reason"), REFUSED, ids=[name for name, *_ in REFUSED])
-def test_a_model_whose_rows_cannot_join_and_leave_is_refused(
-    name: str, settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    config = getattr(transformers, f"{name}Config")(**SMALL, decoder_start_token_id=START, **settings)
-    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    family.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(StartError, match=reason):
-        TransformersEngine(engine_options(tmp_path, 6, threads=1))
+def test_the_table_lists_what_was_tried() -> None:
+    tried = [*ARCHITECTURES, *FURTHER, *ENCODER_DECODERS, *FURTHER_ENCODER_DECODERS]
+    assert TABLE.keys() == {class_name(name) for name in tried}
+
+
+@pytest.mark.parametrize("name", ["Llama4Text", "Phimoe"])
+def test_layers_that_keep_their_windows_to_themselves_are_not_paged_for_longer_texts(name: str, tmp_path: Path) -> None:
+    """The models see 256 tokens."""
+    options = engine_options(make_model(name, tmp_path), 6, threads=1)
+    PagedEngine(msgspec.structs.replace(options, max_sequence_length=256))
+    with pytest.raises(Unsupported, match="256 do not tell of it"):
+        PagedEngine(msgspec.structs.replace(options, max_sequence_length=257))
 
 
 def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.weights import Limits
@@ -88,6 +88,69 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
 }
+HEAD = LLAMA_LIKE | {"head_dim": 8}
+SMALL_WINDOW = {"sliding_window": 8}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+STATE_SPACE = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+# tried for the engine that runs them, if any, but not with rows that come and go
+FURTHER: dict[str, dict[str, Any]] = {
+    "Apertus": LLAMA_LIKE,
+    "Arcee": LLAMA_LIKE,
+    "BioGpt": LLAMA_LIKE,
+    "BitNet": LLAMA_LIKE,
+    "Cohere2": LLAMA_LIKE | SMALL_WINDOW,
+    "DeepseekV2": ARCHITECTURES["DeepseekV3"],
+    "DiffLlama": LLAMA_LIKE,
+    "Ernie4_5": HEAD,
+    "Exaone4": LLAMA_LIKE | SMALL_WINDOW,
+    "FalconH1": LLAMA_LIKE,
+    "FalconMamba": STATE_SPACE,
+    "GPTNeoXJapanese": FALCON_LIKE | {"intermediate_multiple_size": 2},
+    "Gemma4Text": HEAD | SMALL_WINDOW | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    "Glm": HEAD,
+    "Glm4": HEAD,
+    "Glm4Moe": HEAD
+    | {
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "GraniteMoe": LLAMA_LIKE | EXPERTS,
+    "GraniteMoeShared": LLAMA_LIKE | EXPERTS | {"shared_intermediate_size": 16},
+    "Helium": HEAD,
+    "HunYuanDenseV1": HEAD,
+    "Jamba": LLAMA_LIKE | {"num_experts": 2},
+    "JetMoe": LLAMA_LIKE | EXPERTS | {"kv_channels": 8},
+    "Lfm2": LLAMA_LIKE | {"full_attn_idxs": [1]},
+    "Llama4Text": HEAD | EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 256},
+    "Mamba": STATE_SPACE,
+    "MiniMax": HEAD | EXPERTS,
+    "Ministral": HEAD | SMALL_WINDOW,
+    "Ministral3": HEAD | SMALL_WINDOW,
+    "Nemotron": LLAMA_LIKE,
+    "Olmo": LLAMA_LIKE,
+    "Olmo3": LLAMA_LIKE | SMALL_WINDOW,
+    "Olmoe": LLAMA_LIKE | {"num_experts": 2, "num_experts_per_tok": 1},
+    "Persimmon": LLAMA_LIKE,
+    "Phimoe": LLAMA_LIKE | EXPERTS | {"sliding_window": 256},
+    "Qwen2Moe": LLAMA_LIKE
+    | {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Qwen3Next": HEAD | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2},
+    "RecurrentGemma": LLAMA_LIKE | {"lru_width": 32, "attention_window_size": 8},
+    "Rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
+    "SeedOss": HEAD,
+    "SmolLM3": LLAMA_LIKE,
+    "VaultGemma": HEAD | SMALL_WINDOW,
+    "XGLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 128},
+}
 
 T5_LIKE = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 BART_LIKE = {
@@ -122,15 +185,29 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
+# tried for being refused
+LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
+FURTHER_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "LED": LED_LIKE | {"attention_window": 8},
+    "SwitchTransformers": T5_LIKE | {"num_experts": 2},
+    "ProphetNet": {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
+}
+
+
+def make_config(name: str) -> PreTrainedConfig:
+    """What a model of this name is."""
+    kind = getattr(transformers, f"{name.split(',', maxsplit=1)[0]}Config")
+    if settings := (ARCHITECTURES | FURTHER).get(name):
+        return kind(**SMALL, **settings)
+    return kind(**SMALL, decoder_start_token_id=START, **(ENCODER_DECODERS | FURTHER_ENCODER_DECODERS)[name])
+
+
 def make_model(name: str, directory: Path, **generation: Any) -> Path:
     """A model in `directory`, with its generation config."""
     torch.manual_seed(0)
-    kind = getattr(transformers, f"{name.split(',', maxsplit=1)[0]}Config")
-    if name in ARCHITECTURES:
-        model = AutoModelForCausalLM.from_config(kind(**SMALL, **ARCHITECTURES[name]), dtype=torch.float32)
-    else:
-        config = kind(**SMALL, decoder_start_token_id=START, **ENCODER_DECODERS[name])
-        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+    config = make_config(name)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = family.from_config(config, dtype=torch.float32)
     for path, weight in model.named_parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.2)

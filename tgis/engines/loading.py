@@ -17,6 +17,8 @@ from tgis.messages import EngineOptions
 
 log = logging.getLogger(__name__)
 
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
@@ -85,9 +87,15 @@ def _load(family: Any, options: EngineOptions, config: PreTrainedConfig, dtype: 
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise StartError(f"{path}: {family.__name__} cannot load it: {reason}") from error
-    if model._is_stateful:  # state-space layers: what they keep is no KV cache, and rows could not leave
+    if _keeps_more(model):  # what it keeps is no KV cache, and rows could not leave
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
+
+
+def _keeps_more(model: PreTrainedModel) -> bool:
+    """Whether some layer is not attention over the keys and values of all tokens: a convolution, a state space."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return model._is_stateful or not _ATTENTION.issuperset(kinds)
 
 
 def _default_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:

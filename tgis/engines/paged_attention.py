@@ -40,6 +40,7 @@ class PagedAttention:
         self.name = name
         self.batch: FlatBatch | None = None
         self.cache = PagedCache(0, 1)
+        self.windows: set[int | None] = set()  # that layers have named
         AttentionInterface.register(name, self)
 
     def __call__(
@@ -62,6 +63,7 @@ class PagedAttention:
         layer = self.cache.layer(module.layer_idx, k, v)
         for stored, new in zip(layer, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
+        self.windows.add(sliding_window)
         rules = Rules(scaling or q.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
         decode, prefill = _bodies(q, layer, rules)
         parts = [decode(batch, q[: batch.singles], layer, rules)] if batch.singles else []

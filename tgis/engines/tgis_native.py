@@ -31,6 +31,7 @@ _STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts onl
 _STRETCH = {"cpu": 2.5, "cuda": 8.0}
 _CPU_SHARE = 0.4  # of the free memory, for the KV cache, where no option says how much
 _TRIAL_TOKENS = 40
+_WINDOWS = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}  # and of which layers
 _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; half precision is coarser
 
 
@@ -181,6 +182,17 @@ class PagedEngine:
         difference = ((torch.cat(found).double() - expected).norm() / expected.norm()).item()
         if not difference <= _AGREEMENT.get(self._model.dtype, 0.03):
             raise Unsupported(f"paged attention does not give the model's own logits (off by {difference:.1e})")
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """A short trial does not show that a layer sees only the last of many tokens: it must name its window."""
+        config = self._model.config.get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None) or _WINDOWS.values()
+        for name, kind in _WINDOWS.items():
+            window = getattr(config, name, None)
+            local = window is not None and window < self._options.max_sequence_length and kind in kinds
+            if local and window not in self._attention.windows:
+                raise Unsupported(f"layers with {name} {window} do not tell of it when they attend")
 
     def _kv_bytes(self) -> int:
         """For this process; ranks share the machine's memory, but have a GPU each."""
