@@ -31,7 +31,7 @@ class ChunkPace:
         """A step begins."""
         self._begun = now
         if plan is not None:
-            self._decoding = sum(row.decoding for row in plan.rows)
+            self._decoding = len(plan.rows) - len(plan.prompt_counts)
             self._prompts = sum(plan.counts) - self._decoding
 
     def ended(self, now: float) -> None:
@@ -56,16 +56,16 @@ def share_out(rows: list[Sequence], budget: int) -> tuple[list[Sequence], list[i
     catching = [row for row in rows if not row.decoding]
     if not catching:
         return rows, [1] * len(rows)
-    counts = {row.id: 1 for row in rows}
+    shares: dict[Sequence, int] = {}
     first, *others = catching
     own = min(_pending(first), (budget + 1) // 2)
     left = budget - own
     for row in sorted(others, key=lambda row: row.pending):
-        counts[row.id] = min(_pending(row), left)
-        left -= counts[row.id]
-    counts[first.id] = min(_pending(first), own + left)
-    working = [row for row in rows if counts[row.id]]
-    return working, [counts[row.id] for row in working]
+        shares[row] = min(_pending(row), left)
+        left -= shares[row]
+    shares[first] = min(_pending(first), own + left)
+    working = [row for row in rows if shares.get(row, 1)]
+    return working, [shares.get(row, 1) for row in working]
 
 
 def _pending(row: Sequence) -> int:

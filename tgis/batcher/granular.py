@@ -92,7 +92,8 @@ class Forecast:
         wider = bisect_left(self._widths, length, first)  # from here on the batch is wider than the new row
         if max(self._joined[wider:], default=0) > limit:
             return False
-        return all((length - end) * count <= limit for count, end in enumerate(ends[first:wider], first + 2))
+        # backwards: of a batch that outgrows the limit, most often many rows are to blame
+        return all((length - ends[at]) * (at + 2) <= limit for at in reversed(range(first, wider)))
 
     def _dominates_a_refused_one(self, length: int, rest: int) -> bool:
         at = bisect_right(self._refused, (length, inf)) - 1

@@ -84,11 +84,12 @@ class Pager:
 
     def reserve(self, row: Sequence, count: int) -> bool:
         """Give a row the blocks for `count` more tokens, all or nothing."""
+        if row.computed + count <= len(row.blocks) * self.size:
+            return True
         missing = self.missing(row, row.computed + count)
         if missing > self.pool.available:
             return False
-        if missing:
-            row.blocks += self.pool.take(missing)
+        row.blocks += self.pool.take(missing)
         return True
 
     def label(self, row: Sequence) -> None:

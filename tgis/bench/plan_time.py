@@ -109,21 +109,24 @@ def _alike(draw: random.Random) -> tuple[list[int], int]:
 
 
 def _measure(make: Callable[[], Batcher], requests: Draw) -> dict[str, float]:
-    times, joined = [], 0
-    for seed in range(_ROUNDS):
-        batcher, draw = make(), random.Random(seed)
-        batcher.submit([_request(1000 + n, *requests(draw)) for n in range(_WAITING)], 0.0)
-        gc.collect()
-        gc.disable()
-        started = time.thread_time()
-        plan = batcher.plan(0.0)
-        times.append(time.thread_time() - started)
-        gc.enable()
-        assert plan is not None
-        joined += _WAITING - batcher.waiting
-    times.sort()
+    rounds = [_round(make(), requests, random.Random(seed)) for seed in range(_ROUNDS)]
+    times = sorted(seconds for seconds, _ in rounds)
     p50, p99 = times[len(times) // 2], times[int(0.99 * len(times))]
-    return {"p50_ms": round(p50 * 1e3, 3), "p99_ms": round(p99 * 1e3, 3), "joined": joined / _ROUNDS}
+    joined = sum(count for _, count in rounds) / _ROUNDS
+    return {"p50_ms": round(p50 * 1e3, 3), "p99_ms": round(p99 * 1e3, 3), "joined": joined}
+
+
+def _round(batcher: Batcher, requests: Draw, draw: random.Random) -> tuple[float, int]:
+    """Seconds of one plan, and how many joined; what it made is freed afterwards."""
+    batcher.submit([_request(1000 + n, *requests(draw)) for n in range(_WAITING)], 0.0)
+    gc.collect()
+    gc.disable()
+    started = time.thread_time()
+    plan = batcher.plan(0.0)
+    seconds = time.thread_time() - started
+    gc.enable()
+    assert plan is not None
+    return seconds, _WAITING - batcher.waiting
 
 
 def _cases() -> dict[str, tuple[Callable[[], Batcher], Draw]]:
