@@ -1,4 +1,4 @@
-"""What decode attention is tested with, on a GPU or interpreted on a CPU.
+"""What decode attention is tested with: the kernels for GPUs, on one or interpreted, and the one for CPUs.
 
 Triton decides when it is imported whether it interprets, so `TRITON_INTERPRET=1 python decode_cases.py` runs in a
 process of its own, and prints one line of JSON: by case, how far the result is from the oracle's.
@@ -6,14 +6,13 @@ process of its own, and prints one line of JSON: by case, how far the result is 
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from attention_oracle import attend
 from torch import Tensor
-
-from tgis.engines.decode_attention import decode_attention
 
 
 @dataclass(frozen=True)
@@ -117,13 +116,21 @@ def expected(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: T
     return output
 
 
-def error(case: Case, device: str) -> float:
-    """The largest difference from the oracle; infinite if anything is not a number."""
+def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments: int) -> float:
+    """The largest difference of `attention` from the oracle; infinite if anything is not a number."""
     tensors, rules = inputs(case, device)
-    output = decode_attention(*tensors, **rules, processors=case.processors)
+    output = attention(*tensors, **rules, **arguments)
     difference = (output.double() - expected(*tensors, **rules)).abs().max().item()
     return float("inf") if difference != difference else difference
 
 
+def main() -> None:
+    """Interpret the kernels."""
+    from tgis.engines.decode_attention import decode_attention
+
+    errors = {name: error(case, "cpu", decode_attention, processors=case.processors) for name, case in CASES.items()}
+    print(json.dumps(errors))
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: error(case, "cpu") for name, case in CASES.items()}))
+    main()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from chunk_batches import chunk_batch
+from decode_cases import BFLOAT16, CASES, error, expected
 from torch import Tensor
 
 from tgis.engines import paged_attention
@@ -18,10 +19,11 @@ ROWS = [(7, 30), (0, 5), (16, 2), (1000, 333), (31, 17)]
 
 
 def test_decode_gives_what_attention_is() -> None:
-    from decode_cases import BFLOAT16, CASES, error
+    from tgis.engines.decode_attention import decode_attention
 
-    errors = {name: error(case, "cuda") / TOLERANCE[case.dtype] for name, case in (CASES | BFLOAT16).items()}
-    assert {name: off for name, off in errors.items() if off > 1} == {}
+    cases = CASES | BFLOAT16
+    errors = {name: error(case, "cuda", decode_attention, processors=case.processors) for name, case in cases.items()}
+    assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
 
 
 def test_decode_equals_the_plain_body() -> None:
@@ -35,8 +37,6 @@ def test_decode_equals_the_plain_body() -> None:
 
 
 def test_a_captured_decode_follows_new_tables_and_lengths() -> None:
-    from decode_cases import expected
-
     rules = Rules(0.1)
     batch, q, keys, values = _singles(torch.bfloat16)
     layer = keys, values

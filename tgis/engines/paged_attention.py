@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, as the attention function of transformers' own models.
 
 It is registered once per engine and finds the batch of the step in the object that it is a method of, since not
-every model passes unknown arguments through. The bodies here are plain PyTorch and run everywhere; those for CUDA
-are in `decode_attention` and `prefill_attention`, and must give the same.
+every model passes unknown arguments through. The bodies here are plain PyTorch and run everywhere; the faster ones are
+in `cpu_attention` and, for CUDA, in `decode_attention` and `prefill_attention`, and must give the same.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tgis.engines import cpu_attention
 from tgis.engines.paged_cache import Chunk, FlatBatch, PagedCache
 from tgis.engines.prefill_attention import fits, make_groups, prefill_attention
 
@@ -74,7 +75,7 @@ class PagedAttention:
 def _bodies(q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> tuple[_Decode, _Prefill]:
     """For rows with one token each and for chunks: the fastest that the device, the dtypes and the rules allow."""
     if not _is_modern(q.device):
-        return _singles, _chunks
+        return _compiled_singles if cpu_attention.has_kernel(q, *layer) else _singles, _chunks
     decode = _fast_singles if q.dtype == layer[0].dtype != torch.float64 else _singles
     return decode, _fast_chunks if fits(q, *layer, rules.softcap, rules.sinks) else _chunks
 
@@ -82,6 +83,20 @@ def _bodies(q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> tuple[_Dec
 @cache
 def _is_modern(device: torch.device) -> bool:
     return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def _compiled_singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+    """As `_singles`."""
+    return cpu_attention.decode_attention(
+        q,
+        *layer,
+        batch.tables,
+        batch.lengths,
+        scale=rules.scale,
+        window=rules.window,
+        softcap=rules.softcap,
+        sinks=rules.sinks,
+    )
 
 
 def _fast_singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
