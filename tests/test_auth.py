@@ -30,10 +30,10 @@ def server(directory: Path) -> Iterator[Server]:
         yield running
 
 
-def text(server: Server, authorization: str | None) -> str:
+def text(server: Server, authorization: str | None, prompt: str = "abc") -> str:
     metadata = [("authorization", authorization)] if authorization is not None else []
     with server.stub() as stub:
-        return str(stub.Generate(call("abc", 3), metadata=metadata, timeout=10).responses[0].text)
+        return str(stub.Generate(call(prompt, 3), metadata=metadata, timeout=10).responses[0].text)
 
 
 @pytest.mark.parametrize("authorization", ["Bearer first-token", "bearer second-token"])
@@ -88,3 +88,22 @@ def test_a_file_without_tokens_is_refused(tmp_path: Path, content: bytes) -> Non
     (tmp_path / "tokens").write_bytes(content)
     with pytest.raises(StartError, match=r"AUTH_TOKEN_PATH .*tokens: "):
         Tokens(tmp_path / "tokens")
+
+
+def saved(server: Server) -> float:
+    """Tokens that the prefix cache has saved, ever."""
+    _, scrape = server.get("/metrics")
+    (line,) = (line for line in scrape.splitlines() if line.startswith("tgi_prefix_cache_hit_tokens_total "))
+    return float(line.split()[1])
+
+
+def test_cached_prefixes_are_not_shared_between_identities(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("first\nsecond\n")
+    model = make_fake_model(tmp_path / "model", block_size=4)
+    options = {"CACHE_DIR": str(tmp_path / "cache"), "AUTH_TOKEN_PATH": str(tmp_path / "tokens")}
+    with serving(tmp_path, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
+        hits = []
+        for token in ("first", "second", "first", "second"):
+            text(server, f"Bearer {token}", "abcdefghi" * 2)
+            hits.append(saved(server))
+    assert hits == [0, 0, 16, 32]

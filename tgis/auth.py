@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class BearerAuth(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the s
         details: grpc.HandlerCallDetails,
     ) -> Any:
         """The handler of the call, or one that refuses it."""
-        if details.method.startswith(_OPEN_TO_ALL) or self._tokens.accept(_token_of(details)):
+        if details.method.startswith(_OPEN_TO_ALL) or self._tokens.accept(bearer_token(details.invocation_metadata)):
             return await continuation(details)
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
@@ -64,8 +64,9 @@ async def _refuse(_requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
 
 
-def _token_of(details: grpc.HandlerCallDetails) -> str:
-    for key, value in details.invocation_metadata or ():
+def bearer_token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The token that a call carries, '' if there is none."""
+    for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str) and value.lower().startswith(_SCHEME):
             return value[len(_SCHEME) :].strip()
     return ""

@@ -13,7 +13,7 @@ from tgis.validation import Parameters
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 
-def batch_call(message: pb.BatchedGenerationRequest) -> Call:
+def batch_call(message: pb.BatchedGenerationRequest, identity: bytes) -> Call:
     """A unary call; its kind counts its inputs."""
     texts = [request.text for request in message.requests]
     return Call(
@@ -21,17 +21,19 @@ def batch_call(message: pb.BatchedGenerationRequest) -> Call:
         texts=texts,
         fields=[f"requests[{index}].text" for index in range(len(texts))],
         parameters=parameters(message.params),
+        identity=identity,
         adapter=_adapter(message),
     )
 
 
-def stream_call(message: pb.SingleGenerationRequest) -> Call:
+def stream_call(message: pb.SingleGenerationRequest, identity: bytes) -> Call:
     """A stream's call."""
     return Call(
         kind=Kind.STREAM,
         texts=[message.request.text] if message.HasField("request") else [],
         fields=["request.text"],
         parameters=parameters(message.params),
+        identity=identity,
         adapter=_adapter(message),
     )
 

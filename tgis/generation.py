@@ -43,6 +43,7 @@ class Call:
     texts: list[str]
     fields: list[str]  # longer than `texts` where an input is missing
     parameters: Parameters
+    identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or adapter
 
 
@@ -144,6 +145,7 @@ class Generator:
                 settings=settings,
                 limits=self.serving.limits,
                 field_name=field,
+                identity=call.identity,
             )
             for field, one in zip(call.fields, encoded, strict=True)
         ]

@@ -71,7 +71,7 @@ class Server:
         )
         self._limits = _limits(config, model)
         self._prompts = _prompt_options(config, self._limits)
-        self._service = GenerationService()
+        self._service = GenerationService(checks_tokens=config.auth_token_path is not None)
         self._unhealthy: str | None = "the model is still loading"
         self._metrics: Metrics | None = None  # the engine tells what a full batch is
 

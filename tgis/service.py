@@ -20,6 +20,7 @@ from tgis.errors import (
     Unimplemented,
 )
 from tgis.generation import Generator
+from tgis.identity import identity_of
 from tgis.pb import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -37,14 +38,15 @@ _CODES: dict[type[RequestError], grpc.StatusCode] = {
 }
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Unary = Callable[[Any], Awaitable[Message]]
+Unary = Callable[[Any, Context], Awaitable[Message]]
 
 
 class GenerationService:
     """The four RPCs. While `generator` is None they are UNAVAILABLE."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checks_tokens: bool = False) -> None:
         self.generator: Generator | None = None
+        self._checks_tokens = checks_tokens
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """What the listener registers."""
@@ -58,22 +60,25 @@ class GenerationService:
         }
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
-    async def _generate(self, request: pb.BatchedGenerationRequest) -> Message:
-        replies = await self._ready().generate(convert.batch_call(request))
+    async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
+        replies = await self._ready().generate(convert.batch_call(request, self._identity(context)))
         return pb.BatchedGenerationResponse(responses=[convert.response(reply) for reply in replies])
 
     async def _generate_stream(self, request: pb.SingleGenerationRequest | None, context: Context) -> None:
         async with _border(context):
-            call = convert.stream_call(_decoded(request))
+            call = convert.stream_call(_decoded(request), self._identity(context))
             async with aclosing(self._ready().stream(call)) as replies:
                 async for reply in replies:
                     await context.write(convert.response(reply))
 
-    async def _tokenize(self, request: pb.BatchedTokenizeRequest) -> Message:
+    async def _tokenize(self, request: pb.BatchedTokenizeRequest, _context: Context) -> Message:
         return convert.tokenize_response(await self._ready().tokenize(convert.tokenize_call(request)))
 
-    async def _model_info(self, _request: pb.ModelInfoRequest) -> Message:
+    async def _model_info(self, _request: pb.ModelInfoRequest, _context: Context) -> Message:
         return convert.model_info(self._ready().serving)
+
+    def _identity(self, context: Context) -> bytes:
+        return identity_of(context, tokens=self._checks_tokens)
 
     def _ready(self) -> Generator:
         if self.generator is None:
@@ -84,7 +89,7 @@ class GenerationService:
 def _unary_method(method: Unary, request_type: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
     async def call(request: Message | None, context: Context) -> Message | None:
         async with _border(context):
-            answer: Message = await method(_decoded(request))
+            answer: Message = await method(_decoded(request), context)
             return answer
         return None  # the border has ended the call
 

@@ -93,7 +93,13 @@ def validate(asked: Parameters, limits: Limits) -> Settings:
 
 
 def make_request(
-    request_id: int, tokens: list[int], prefix: Prefix | None, settings: Settings, limits: Limits, field_name: str
+    request_id: int,
+    tokens: list[int],
+    prefix: Prefix | None,
+    settings: Settings,
+    limits: Limits,
+    field_name: str,
+    identity: bytes = b"",
 ) -> Request:
     """One input of the call, its length checked and its output bounded by what the sequence length leaves."""
     length, most = len(tokens), limits.sequence_length
@@ -119,7 +125,7 @@ def make_request(
         sampling=_seeded(settings),
         details=settings.details,
         deadline=settings.deadline,
-        cache_salt=prefix.version.to_bytes(8) if prefix else b"",
+        cache_salt=identity + (prefix.version.to_bytes(8) if prefix else b""),
         prefix=prefix,
     )
 
