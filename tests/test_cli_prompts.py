@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from prompt_files import BIN, BROKEN, DECODER, ENCODER, KEY, matrix, peft, pt, tgis, write
+from lora_files import BROKEN_LORA, lora
+from prompt_files import BIN, BROKEN, DECODER, ENCODER, KEY, Files, matrix, peft, pt, tgis, write
 
 from tgis import __main__
 
@@ -16,6 +17,7 @@ def store(tmp_path: Path) -> Path:
     write(root / "team" / "tuned-8", peft({KEY: matrix(8)}))
     write(root / "team" / "half", {BIN: pt({KEY: matrix(6).half()})})
     write(root / "both", {DECODER: pt(matrix(8)), ENCODER: pt(matrix(5))})
+    write(root / "low-rank", lora())
     write(root / ".git", tgis(matrix()))
     (root / "alias").symlink_to(root / "plain")
     return root
@@ -28,14 +30,15 @@ def check(path: Path, *argv: str) -> int:
 def test_a_good_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(store) == 0
     assert capsys.readouterr().out == (
-        "ID            LAYOUT         TOKENS         WIDTH  TYPE     STATE\n"
-        "alias         TGIS           4              16     float32  ok\n"
-        "both          TGIS           8 + 5 encoder  16     float32  ok\n"
-        "plain         TGIS           4              16     float32  ok\n"
-        "team/half     PEFT           6              16     float16  ok\n"
-        "team/tuned-8  PROMPT_TUNING  8              16     float32  ok\n"
+        "ID            LAYOUT         TOKENS         RANK  WIDTH  TYPE     STATE\n"
+        "alias         TGIS           4                    16     float32  ok\n"
+        "both          TGIS           8 + 5 encoder        16     float32  ok\n"
+        "low-rank      LORA                          4            float32  ok\n"
+        "plain         TGIS           4                    16     float32  ok\n"
+        "team/half     PEFT           6                    16     float16  ok\n"
+        "team/tuned-8  PROMPT_TUNING  8                    16     float32  ok\n"
         "\n"
-        "5 good, 3 KiB in memory; 0 with a problem\n"
+        "6 good, 6 KiB in memory; 0 with a problem\n"
     )
 
 
@@ -47,7 +50,8 @@ def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_every_problem_is_told(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of which a server would say only that nothing is there."""
     write(store, tgis(matrix()))
-    write(store / "lora", peft({"lora_A": matrix()}, peft_type="LORA"))
+    write(store / "ia3", peft({"ia3": matrix()}, peft_type="IA3"))
+    write(store / "dora", lora(use_dora=True))
     write(store / "other", {"README": b"hello"})
     write(store / "nothing", {})
     write(store / "dotted.name", tgis(matrix()))
@@ -62,9 +66,10 @@ def test_every_problem_is_told(store: Path, tmp_path: Path, capsys: pytest.Captu
     bad_id = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
     for name, problem in {
         ".": "files directly in the store cannot be named",
-        "lora": "an adapter of type LORA, no soft prompt",
-        "other": "no soft prompt in it",
-        "nothing": "no soft prompt in it",
+        "ia3": "an adapter of type IA3, which is not supported",
+        "dora": "adapter_config.json has use_dora, which is not supported",
+        "other": "no soft prompt or adapter in it",
+        "nothing": "no soft prompt or adapter in it",
         "dotted.name": bad_id,
         "strange?[2J": bad_id,
         "out": "the id leads out of the store",
@@ -74,12 +79,12 @@ def test_every_problem_is_told(store: Path, tmp_path: Path, capsys: pytest.Captu
     for name in ("NaN", "a vector", "garbage", "a config too deep"):
         assert BROKEN[name][1] in states.pop(f"broken/{name.replace(' ', '_')}")
     assert set(states.values()) == {"ok"}
-    assert lines[-1] == "5 good, 3 KiB in memory; 11 with a problem"
+    assert lines[-1] == "6 good, 6 KiB in memory; 12 with a problem"
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_nothing_makes_it_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    write(tmp_path / "case", BROKEN[case][0])
+@pytest.mark.parametrize("case", [*BROKEN.values(), *BROKEN_LORA.values()], ids=[*BROKEN, *BROKEN_LORA])
+def test_nothing_makes_it_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[Files, str]) -> None:
+    write(tmp_path / "case", case[0])
     assert check(tmp_path, "--json", "--max-length", "8", "--cache-mb", "1") in (0, 1)
     (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert line["id"] == "case"

@@ -142,7 +142,7 @@ def test_only_regular_files_inside_the_store_are_opened(store: PromptStore, root
     assert str(refused(store, "directory")) == "decoder.pt cannot be read: Is a directory"
 
 
-@pytest.mark.parametrize("kind", ["LORA", "PREFIX_TUNING", "IA3"])
+@pytest.mark.parametrize("kind", ["ADALORA", "PREFIX_TUNING", "IA3"])
 def test_other_adapters_are_named(store: PromptStore, root: Path, kind: str) -> None:
     write(root / "other", peft({KEY: matrix()}, peft_type=kind))
     error = refused(store, "other")

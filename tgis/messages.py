@@ -118,6 +118,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     largest: int = 1 << 40  # tokens of the largest single request that fits into memory
     positions: int = 1 << 40  # tokens that an input, and an output, may have whatever the memory
     embedding_size: int = 0  # of a row of a soft prompt; 0: the engine takes none
+    linears: dict[str, tuple[int, int]] = {}  # inputs and outputs of layers that LoRA may change; empty: it may not
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether rows may have soft prompts or LoRA adapters."""
+        return self.embedding_size > 0 or bool(self.linears)
 
 
 class Admissions(msgspec.Struct, array_like=True, gc=False):

@@ -1,4 +1,4 @@
-"""What the two processes say to each other about soft prompts: values of `tgis.messages`, and no more."""
+"""What the two processes say to each other about soft prompts and LoRA adapters: values of `tgis.messages`, no more."""
 
 import enum
 
@@ -6,32 +6,34 @@ import msgspec
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The soft prompt that a request begins with: its embeddings take the place of the first `length` tokens."""
+    """What a request has from the store: a soft prompt, whose embeddings take the place of the first `length` tokens,
+    or a LoRA adapter, of no length.
+    """
 
     id: str  # as the call names it
     length: int
     decoder_length: int  # how many of these stand before the output of an encoder-decoder
     lookup: int  # number of the lookup that found it
-    version: int  # unlike that of any other embeddings: what was computed behind them is no good behind others
+    version: int  # unlike that of any other content: what was computed with it is no good with another
 
 
 class PromptOptions(msgspec.Struct, frozen=True):
-    """Where soft prompts are, and how much of them there may be."""
+    """Where soft prompts and adapters are, and how much of them there may be."""
 
     store: str  # directory
     cache_bytes: int
-    max_length: int  # virtual tokens of one
+    max_length: int  # virtual tokens of a soft prompt
 
 
 class LookupPrompt(msgspec.Struct, frozen=True, tag="lookup"):
-    """Find a soft prompt, and keep what is found until it is cancelled."""
+    """Find what an id names, and keep it until this is cancelled."""
 
     number: int  # unlike that of any request
     id: str
 
 
 class PromptProblem(enum.StrEnum):
-    """Why a soft prompt is not to be had."""
+    """Why it is not to be had."""
 
     BAD_ID = "bad_id"
     NOT_FOUND = "not_found"

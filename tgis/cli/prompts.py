@@ -1,4 +1,4 @@
-"""`tgis prompts`: what is in a store of soft prompts, checked as the server would."""
+"""`tgis prompts`: what is in a store of soft prompts and LoRA adapters, checked as the server would."""
 
 import json
 from argparse import Namespace
@@ -12,7 +12,7 @@ from tgis.errors import OptionError
 from tgis.models.files import embedding_size, find_model, is_encoder_decoder, max_sequence_length
 from tgis.options import Parser, choice, integer
 
-_COLUMNS = ("ID", "LAYOUT", "TOKENS", "WIDTH", "TYPE", "STATE")
+_COLUMNS = ("ID", "LAYOUT", "TOKENS", "RANK", "WIDTH", "TYPE", "STATE")
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _parser(prog: str) -> Parser:
-    parser = Parser(prog=prog, description="Look after soft prompts.")
+    parser = Parser(prog=prog, description="Look after soft prompts and LoRA adapters.")
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
     check = actions.add_parser(
         "check",
@@ -40,14 +40,14 @@ def _parser(prog: str) -> Parser:
         description="Say what is in a store, and what is wrong with it. The exit code is 1 if anything is.",
     )
     check.add_argument("path", type=Path, metavar="PATH", help="the store: PREFIX_STORE_PATH of a server")
-    check.add_argument("--model", metavar="NAME", help="directory of the model that the prompts are for")
+    check.add_argument("--model", metavar="NAME", help="directory of the model that they are for")
     number, dtype = integer(1), choice("float32", "float16", "bfloat16")
     check.add_argument(
         "--max-length", type=number, metavar="N", help="virtual tokens (default: half the model's length)"
     )
     check.add_argument("--dtype", type=dtype, metavar="NAME", default="float32", help="of the model (default: float32)")
     check.add_argument("--cache-mb", type=number, metavar="N", default=512, help="PROMPT_CACHE_SIZE_MB (default: 512)")
-    check.add_argument("--json", action="store_true", help="write a line of JSON for each prompt")
+    check.add_argument("--json", action="store_true", help="write a line of JSON for each")
     return parser
 
 
@@ -64,7 +64,10 @@ def _survey(options: Namespace) -> Iterable[Any]:
 
 def _print(lines: list[Any]) -> None:
     """A table, and what it comes to."""
-    rows = [(_shown(line.id), line.layout, line.tokens, line.width, line.dtype, line.problem or "ok") for line in lines]
+    rows = [
+        (_shown(line.id), line.layout, line.tokens, line.rank, line.width, line.dtype, line.problem or "ok")
+        for line in lines
+    ]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     for row in [_COLUMNS, *rows]:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

@@ -1,4 +1,4 @@
-"""Soft prompts: the store, the checks, the cache, and the lookups of the front end. `open_store` imports torch."""
+"""Soft prompts and LoRA adapters: store, checks, cache, lookups of the front end. `open_store` imports torch."""
 
 from importlib import import_module
 
@@ -8,6 +8,6 @@ from tgis.prompts.lookups import Store
 
 
 def open_store(options: PromptOptions, info: EngineInfo) -> Store:
-    """The store of `options`, its prompts made for the model that `info` describes."""
+    """The store of `options`, what it holds made for the model that `info` describes."""
     store: Store = import_module("tgis.prompts.store").PromptStore.for_engine(options, info)
     return store

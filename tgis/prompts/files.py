@@ -1,4 +1,4 @@
-"""The files of a soft prompt: from an id to its directory, and to bytes. Nothing outside the store is ever read."""
+"""The files of a soft prompt or adapter: from an id to its directory, and to bytes. All are inside the store."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The front end's lookups of soft prompts, answered in threads of their own, so that no step waits for a disk.
+"""The front end's lookups in the store, answered in threads of their own, so that no step waits for a disk.
 
 What a lookup has found is kept until the lookup is cancelled: its prompt stays loaded while the call is validated,
 and is exactly the one whose length was told, whatever becomes of the cache and of the files.
@@ -20,7 +20,7 @@ _THREADS = 4  # more than one, so that a slow disk or a large file holds up few
 
 
 class Prompt(Protocol):
-    """What an engine can put before a row."""
+    """What an engine can use for a row."""
 
     @property
     def length(self) -> int:
@@ -111,5 +111,5 @@ def _answer_of(number: int, done: "Future[Found]") -> PromptInfo:
         case PromptError() as error:
             return PromptInfo(number, problem=PromptProblem(error.problem), reason=str(error))
         case error:
-            log.error("a soft prompt could not be loaded", exc_info=error)
+            log.error("a soft prompt or adapter could not be loaded", exc_info=error)
             return PromptInfo(number, problem=PromptProblem.BROKEN, reason=f"internal error: {type(error).__name__}")

@@ -1,4 +1,4 @@
-"""What is in a store of soft prompts, one line for each directory: for people, not for serving."""
+"""What is in a store of soft prompts and adapters, one line for each directory: for people, not for serving."""
 
 import os
 from collections.abc import Iterator
@@ -8,17 +8,20 @@ import torch
 
 from tgis.errors import PromptError
 from tgis.prefix import PromptProblem
+from tgis.prompts.adapters import fit_adapter, read_adapter
 from tgis.prompts.files import FILES, PromptDirectory
-from tgis.prompts.tensors import Part, Parts, Target, fit, read_parts
+from tgis.prompts.lora import LoraFile
+from tgis.prompts.tensors import Part, Parts, Target
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One prompt, or what stands in its place; empty where something is not known."""
+    """One prompt or adapter, or what stands in its place; empty where something is not known."""
 
     id: str
     layout: str = ""
-    tokens: str = ""
+    tokens: str = ""  # virtual ones
+    rank: str = ""  # of a LoRA adapter
     width: str = ""
     dtype: str = ""
     size: int = 0  # bytes in memory
@@ -52,25 +55,28 @@ def _ids(root: str, above: str) -> Iterator[str]:
 
 def _line(root: str, prompt_id: str, target: Target, limit: int) -> Line:
     try:
-        parts = read_parts(PromptDirectory.of(root, prompt_id), limit)
+        found = read_adapter(PromptDirectory.of(root, prompt_id), limit)
     except PromptError as error:
         return Line(prompt_id, problem=_problem(error))
+    layout = "LORA" if isinstance(found, LoraFile) else found.layout
     try:
-        prompt = fit(parts, target, version=0)
+        size = fit_adapter(found, target, version=0).size
     except PromptError as error:
-        return Line(prompt_id, parts.layout, problem=_problem(error))
-    found = [part.tensor for part in (parts.decoder, parts.encoder) if part is not None]
-    widths = sorted({str(tensor.shape[1]) for tensor in found})
-    dtypes = sorted({_name(tensor.dtype) for tensor in found})
-    return Line(prompt_id, parts.layout, _tokens(parts), "/".join(widths), "/".join(dtypes), prompt.size)
+        return Line(prompt_id, layout, problem=_problem(error))
+    if isinstance(found, LoraFile):
+        ranks = "/".join(map(str, sorted(found.ranks)))
+        return Line(prompt_id, layout, rank=ranks, dtype=_dtypes(found.tensors), size=size)
+    tensors = [part.tensor for part in (found.decoder, found.encoder) if part is not None]
+    widths = "/".join(sorted({str(tensor.shape[1]) for tensor in tensors}))
+    return Line(prompt_id, layout, _tokens(found), width=widths, dtype=_dtypes(tensors), size=size)
 
 
 def _problem(error: PromptError) -> str:
     match error.problem:
         case PromptProblem.NOT_FOUND:
-            return "no soft prompt in it"
+            return "no soft prompt or adapter in it"
         case PromptProblem.UNSUPPORTED:
-            return f"an adapter of type {error}, no soft prompt"
+            return f"an adapter of type {error}, which is not supported"
     return str(error)
 
 
@@ -84,5 +90,5 @@ def _length(part: Part | None) -> str:
     return str(len(part.tensor)) if part else ""
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtypes(tensors: list[torch.Tensor]) -> str:
+    return "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))

@@ -1,10 +1,14 @@
-"""Soft prompts as tensors: what the files of TGIS's and PEFT's layout hold, checked, and made to fit a model."""
+"""Soft prompts as tensors: what the files of TGIS's and PEFT's layout hold, checked, and made to fit a model.
+
+What is true of any file of tensors is here too; LoRA adapters are next door.
+"""
 
 import io
 import pickle
 import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import safetensors.torch
@@ -19,6 +23,8 @@ _PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_CONFIG_BYTES = 1 << 20
 _ALLOCATION = 512  # bytes that torch allocates at a time
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class Target:
     dtype: torch.dtype
     device: torch.device
     encoder_decoder: bool | None = False
+    linears: Mapping[str, tuple[int, int]] | None = None  # inputs and outputs of layers that can be adapted, by name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +79,8 @@ class SoftPrompt:
 
     @property
     def size(self) -> int:
-        """Bytes of memory, as torch allocates them."""
-        sizes = [part.nbytes for part in (self.decoder, self.encoder) if part is not None]
-        return sum(-(-size // _ALLOCATION) * _ALLOCATION for size in sizes)
+        """Bytes of memory."""
+        return allocated(part for part in (self.decoder, self.encoder) if part is not None)
 
 
 class _AdapterConfig(msgspec.Struct):
@@ -102,7 +108,7 @@ def read_parts(directory: PromptDirectory, limit: int) -> Parts:
     if any(directory.has(name) for name in (CONFIG, SAFETENSORS, PICKLED)):
         return _read_peft(directory, limit)
     decoder, encoder = (
-        Part(name, _load(directory, name, limit)) if directory.has(name) else None for name in (DECODER, ENCODER)
+        Part(name, load(directory, name, limit)) if directory.has(name) else None for name in (DECODER, ENCODER)
     )
     if decoder is None and encoder is None:
         raise PromptError(PromptProblem.NOT_FOUND, f"invalid adapter: no {CONFIG} found")
@@ -112,6 +118,8 @@ def read_parts(directory: PromptDirectory, limit: int) -> Parts:
 def fit(parts: Parts, target: Target, version: int) -> SoftPrompt:
     """The prompt for the model; PromptError for what it cannot use."""
     decoder, encoder = parts.decoder, parts.encoder
+    if target.width == 0:
+        raise PromptError(PromptProblem.BROKEN, "it is a soft prompt, which this model does not take")
     if target.encoder_decoder is False:
         if decoder is None:
             raise PromptError(PromptProblem.BROKEN, "it is for encoder-decoder models, this one is decoder-only")
@@ -128,20 +136,16 @@ def fit(parts: Parts, target: Target, version: int) -> SoftPrompt:
 
 
 def _read_peft(directory: PromptDirectory, limit: int) -> Parts:
-    config = _read_config(directory) if directory.has(CONFIG) else None
-    # The place for other types of adapters, LORA first: they are known by their config alone.
+    config = read_config(directory, _AdapterConfig) if directory.has(CONFIG) else None
     if config is not None and config.peft_type not in _PEFT_TYPES:
         raise PromptError(PromptProblem.UNSUPPORTED, config.peft_type[:40])
-    name = SAFETENSORS if directory.has(SAFETENSORS) else PICKLED
-    if not directory.has(name):
-        raise PromptError(PromptProblem.BROKEN, f"neither {SAFETENSORS} nor {PICKLED} is there")
-    content = _load(directory, name, limit)
+    name, content = load_peft(directory, limit)
     if not isinstance(content, dict) or _KEY not in content:
         raise PromptError(PromptProblem.BROKEN, f"{name} holds no {_KEY}")
     part = Part(name, content[_KEY])
     if config is None:
         return Parts("PEFT", part, None, peft=True)
-    tensor = _checked(part)
+    tensor = checked(part)
     if config.rows != len(tensor) and (config.encoder_decoder or config.rows is not None):
         text = f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.rows}"
         raise PromptError(PromptProblem.BROKEN, text)
@@ -151,15 +155,24 @@ def _read_peft(directory: PromptDirectory, limit: int) -> Parts:
     return Parts(config.peft_type, part, None, peft=True)
 
 
-def _read_config(directory: PromptDirectory) -> _AdapterConfig:
+def read_config(directory: PromptDirectory, kind: type[T]) -> T:
+    """What adapter_config.json says, as far as `kind` wants to know."""
     data = directory.read(CONFIG, _MAX_CONFIG_BYTES)
     try:
-        return msgspec.json.decode(data, type=_AdapterConfig)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PromptError(PromptProblem.BROKEN, f"{CONFIG} is not valid: {error}") from error
 
 
-def _load(directory: PromptDirectory, name: str, limit: int) -> Any:
+def load_peft(directory: PromptDirectory, limit: int) -> tuple[str, Any]:
+    """The name of PEFT's file, which may be of two formats, and what it holds."""
+    name = SAFETENSORS if directory.has(SAFETENSORS) else PICKLED
+    if not directory.has(name):
+        raise PromptError(PromptProblem.BROKEN, f"neither {SAFETENSORS} nor {PICKLED} is there")
+    return name, load(directory, name, limit)
+
+
+def load(directory: PromptDirectory, name: str, limit: int) -> Any:
     """What a file of at most `limit` bytes holds: one tensor, or several by name; with bad luck, anything."""
     data = directory.read(name, limit)
     try:
@@ -182,7 +195,7 @@ def _unpacked_size(data: bytes) -> int:
         return sum(entry.file_size for entry in archive.infolist())
 
 
-def _checked(part: Part) -> torch.Tensor:
+def checked(part: Part) -> torch.Tensor:
     """The tensor, if it is one of two dimensions."""
     tensor = part.tensor
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -199,7 +212,7 @@ def _checked(part: Part) -> torch.Tensor:
 
 def fitted(part: Part, target: Target) -> torch.Tensor:
     """The tensor as the model needs it, in memory of its own; PromptError if that cannot be."""
-    name, tensor = part.file, _checked(part)
+    name, tensor = part.file, checked(part)
     rows, width = tensor.shape
     if not 1 <= rows <= target.max_length:
         text = f"{name} has {rows} virtual tokens, from 1 to {target.max_length} are allowed"
@@ -209,13 +222,23 @@ def fitted(part: Part, target: Target) -> torch.Tensor:
     if target.width not in (None, width):
         text = f"{name} has rows of {width} numbers, the model's embeddings have {target.width}"
         raise PromptError(PromptProblem.BROKEN, text)
+    return converted(name, tensor, target)
+
+
+def converted(name: str, tensor: torch.Tensor, target: Target, scale: float = 1.0) -> torch.Tensor:
+    """The tensor times `scale` in the model's type and on its device, in memory of its own, all of it finite."""
     if not tensor.isfinite().all():
         raise PromptError(PromptProblem.BROKEN, f"{name} has numbers that are not finite")
-    converted = torch.empty((rows, width), dtype=target.dtype).copy_(tensor)
-    if not converted.isfinite().all():
-        text = f"{name} has numbers that are not finite when converted from {tensor.dtype} to {converted.dtype}"
+    result = torch.empty(tensor.shape, dtype=target.dtype).copy_(tensor.double() * scale)
+    if not result.isfinite().all():
+        text = f"{name} has numbers that are not finite when converted from {tensor.dtype} to {result.dtype}"
         raise PromptError(PromptProblem.BROKEN, text)
-    moved = converted.to(target.device)
+    moved = result.to(target.device)
     if target.device.type == "cuda":
         torch.cuda.current_stream(target.device).synchronize()  # steps run on another stream
     return moved
+
+
+def allocated(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory, as torch allocates them."""
+    return sum(-(-tensor.nbytes // _ALLOCATION) * _ALLOCATION for tensor in tensors)

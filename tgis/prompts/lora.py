@@ -1,0 +1,200 @@
+"""LoRA adapters: PEFT's files, checked against the layers of a model and made to fit it.
+
+The tensors say which layers are changed. Of target_modules only a list is compared with them: an expression, as PEFT
+allows it there, could take for ever.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from tgis.errors import PromptError
+from tgis.prefix import PromptProblem
+from tgis.prompts.files import CONFIG, PromptDirectory
+from tgis.prompts.tensors import Part, Target, allocated, checked, converted, load_peft, read_config
+
+MAX_RANK = 512
+_KEY = re.compile(r"base_model\.model\.([\w.]{1,100})\.lora_([AB])\.weight")
+_NAME = re.compile(r"[\w.]+")
+# what leaves the model's own weights as they are; PEFT's other ways of beginning change these, too
+_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+class _Extensions(msgspec.Struct):
+    """What makes an adapter more than products of two matrices, unless it is empty or false."""
+
+    use_dora: Any = None
+    lora_bias: Any = None
+    modules_to_save: Any = None
+    trainable_token_indices: Any = None
+    target_parameters: Any = None
+    layer_replication: Any = None
+    alora_invocation_tokens: Any = None
+    use_qalora: Any = None
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
+    megatron_config: Any = None
+
+
+class _Config(_Extensions):
+    """What matters of adapter_config.json."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    target_modules: list[str] | str | None = None
+    bias: str = "none"
+    init_lora_weights: Any = True
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFile:
+    """An adapter as it was read: what is true of it whatever the model."""
+
+    file: str
+    config: _Config
+    layers: dict[str, dict[str, torch.Tensor]]  # by layer, then "A" [rank, inputs] and "B" [outputs, rank]
+
+    @property
+    def ranks(self) -> set[int]:
+        """Of all layers."""
+        return {len(layer["A"]) for layer in self.layers.values()}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All matrices."""
+        return [tensor for layer in self.layers.values() for tensor in layer.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to the output of a layer: its input times `down` (transposed) times `up`."""
+
+    down: torch.Tensor  # [rank, inputs]
+    up: torch.Tensor  # [rank, outputs], scaled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """An adapter that an engine can use, of the model's type and on its device."""
+
+    version: int  # unlike that of any other, and of any soft prompt
+    layers: dict[str, LowRank]  # by the name of the layer
+
+    @property
+    def length(self) -> int:
+        """Virtual tokens."""
+        return 0
+
+    @property
+    def decoder_length(self) -> int:
+        """Virtual tokens before the output of an encoder-decoder."""
+        return 0
+
+    @property
+    def rank(self) -> int:
+        """The largest."""
+        return max(len(layer.down) for layer in self.layers.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return allocated(part for layer in self.layers.values() for part in (layer.down, layer.up))
+
+
+def read_lora(directory: PromptDirectory, limit: int) -> LoraFile:
+    """The adapter of a directory, from a file of at most `limit` bytes; PromptError if it is not plain LoRA."""
+    config = read_config(directory, _Config)
+    _check_config(config)
+    name, content = load_peft(directory, limit)
+    if not isinstance(content, dict) or not content:
+        raise _broken(f"{name} holds no tensors by name")
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in content.items():
+        match = _KEY.fullmatch(key) if isinstance(key, str) else None
+        if match is None:
+            raise _broken(f"{name} holds {repr(key)[:100]}, which is no matrix of LoRA for a linear layer")
+        layer, side = match.groups()
+        layers.setdefault(layer, {})[side] = checked(Part(f"{name}: {layer}.lora_{side}", tensor))
+    for layer, pair in sorted(layers.items()):
+        _check_pair(f"{name}: {layer}", pair, _by_pattern(config.rank_pattern, layer, config.r))
+        if isinstance(config.target_modules, list) and not any(_ends(layer, one) for one in config.target_modules):
+            raise _broken(f"{name}: {layer} is not among the target_modules of {CONFIG}")
+    return LoraFile(name, config, layers)
+
+
+def fit_lora(lora: LoraFile, target: Target, version: int) -> LoraAdapter:
+    """The adapter for the model; PromptError for what it cannot use."""
+    if target.linears is not None and not target.linears:
+        raise _broken("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
+    layers = {}
+    for layer, pair in sorted(lora.layers.items()):
+        label = f"{lora.file}: {layer}"
+        if target.linears is not None:
+            _check_shape(label, pair, target.linears.get(layer))
+        down = converted(f"{label}.lora_A", pair["A"], target)
+        up = converted(f"{label}.lora_B", pair["B"].T, target, _scale(lora.config, layer))
+        layers[layer] = LowRank(down, up)
+    return LoraAdapter(version, layers)
+
+
+def _check_config(config: _Config) -> None:
+    for name in _Extensions.__struct_fields__:
+        if getattr(config, name):
+            raise _broken(f"{CONFIG} has {name}, which is not supported")
+    if config.bias != "none":
+        raise _broken(f"{CONFIG} has bias {config.bias[:20]!r}, only 'none' is supported")
+    if config.init_lora_weights not in _BEGINNINGS:
+        text = f"{CONFIG} has init_lora_weights {repr(config.init_lora_weights)[:20]}, which is not supported"
+        raise _broken(f"{text}: it changes the model's own weights")
+    for name, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        for key in pattern or ():
+            if not _NAME.fullmatch(key):
+                raise _broken(f"{CONFIG} has {key[:40]!r} in its {name}, only names are supported")
+
+
+def _check_pair(label: str, pair: Mapping[str, torch.Tensor], rank: int) -> None:
+    if len(pair) < 2:
+        raise _broken(f"{label} has lora_{min(pair)} alone")
+    found = (pair["A"].shape[0], pair["B"].shape[1])
+    if found != (rank, rank):
+        raise _broken(f"{label} has matrices of rank {found[0]} and {found[1]}, {CONFIG} says {rank}")
+    if not 1 <= rank <= MAX_RANK:
+        raise _broken(f"{label} has rank {rank}, from 1 to {MAX_RANK} are allowed")
+
+
+def _check_shape(label: str, pair: Mapping[str, torch.Tensor], wanted: tuple[int, int] | None) -> None:
+    found = (pair["A"].shape[1], pair["B"].shape[0])
+    if wanted is None:
+        raise _broken(f"{label} is no linear layer of this model that can be adapted")
+    if found != wanted:
+        text = f"{label} is for {found[0]} inputs and {found[1]} outputs"
+        raise _broken(f"{text}, the model's layer has {wanted[0]} and {wanted[1]}")
+
+
+def _scale(config: _Config, layer: str) -> float:
+    rank = _by_pattern(config.rank_pattern, layer, config.r)
+    alpha = _by_pattern(config.alpha_pattern, layer, config.lora_alpha)
+    return float(alpha / (math.sqrt(rank) if config.use_rslora else rank))
+
+
+def _by_pattern(pattern: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
+    """The value of the first name that the layer's ends with, as in PEFT."""
+    return next((value for name, value in (pattern or {}).items() if _ends(layer, name)), default)
+
+
+def _ends(layer: str, name: str) -> bool:
+    return layer == name or layer.endswith(f".{name}")
+
+
+def _broken(text: str) -> PromptError:
+    return PromptError(PromptProblem.BROKEN, text)
