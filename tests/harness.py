@@ -122,4 +122,5 @@ def stream_of(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationReques
     """The same request as a stream."""
     (one,) = request.requests
     prefix = request.prefix_id if request.HasField("prefix_id") else None
-    return pb.SingleGenerationRequest(request=one, params=request.params, prefix_id=prefix)
+    adapter = request.adapter_id if request.HasField("adapter_id") else None
+    return pb.SingleGenerationRequest(request=one, params=request.params, prefix_id=prefix, adapter_id=adapter)

@@ -186,11 +186,11 @@ def test_broken_prompts_have_clear_errors_and_disturb_nothing(server: Server, st
 
 
 def test_adapters_of_other_types_are_named(stub: Stub, store: Path) -> None:
-    write(store / "lora", peft({"lora_A": matrix()}, peft_type="LORA"))
-    wanted = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type LORA is not currently supported")
+    write(store / "ia3", peft({"ia3": matrix()}, peft_type="IA3"))
+    wanted = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type IA3 is not currently supported")
     inputs = [pb.GenerationRequest(text="a")]
-    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, prefix_id="lora")) == wanted
-    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="lora")) == wanted
+    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, prefix_id="ia3")) == wanted
+    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="ia3")) == wanted
 
 
 def test_long_and_hostile_ids_are_cut_and_cleaned(stub: Stub) -> None:

@@ -1,11 +1,8 @@
 """Soft prompts in both engines: what PEFT generates with prompts that it has trained, alone and in any company."""
 
-import itertools
 import math
 import random
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +11,19 @@ import pytest
 import torch
 import transformers
 import tuning
-from batches import engine_options, limits
+from batches import engine_options
+from companies import BOUNDS, ENGINES, NEAR_TIE, PLACEHOLDER, Job, Setup, check_greedy, found, made, run, settled
 from peft import PeftModelForCausalLM, PromptTuningConfig
 from tiny_models import EOS, START, VOCABULARY, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from tuning import Continuation, Tuned
+from tuning import Tuned
 
-from tgis import validation
-from tgis.batcher.batcher import Batcher
-from tgis.batcher.weights import Limits
-from tgis.engines.base import Engine
-from tgis.engines.hf_transformers import TransformersEngine
 from tgis.engines.padded import PREFILL_TOKENS
 from tgis.engines.sharded import ShardedEngine
-from tgis.engines.tgis_native import PagedEngine
 from tgis.errors import Unsupported
-from tgis.messages import Details, Request, TokenFacts
-from tgis.prefix import Prefix
+from tgis.messages import Details
 from tgis.prompts.store import PromptStore
 from tgis.prompts.tensors import SoftPrompt, Target
-from tgis.validation import Parameters, make_request, validate
-
-PLACEHOLDER = 0
-NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
 
 
 @pytest.fixture(scope="module")
@@ -49,95 +36,14 @@ def tuned_titles(titles_dir: Path, cache_dir: Path) -> Tuned:
     return tuning.tuned("titles", titles_dir, cache_dir)
 
 
-ENGINES: dict[str, type[TransformersEngine] | type[PagedEngine]] = {
-    "padded": TransformersEngine,
-    "paged": PagedEngine,
-}
-BOUNDS = {
-    "padded": limits(100_000, max_batch_size=8, prefill_tokens=512, max_padding=0.9),
-    # chunks that end anywhere in prompts, and so few blocks that rows are preempted
-    "paged": limits(160, padded=False, block_size=16, prefix_cache=True, max_batch_size=8, prefill_tokens=7),
-}
-
-
-@dataclass
-class Setup:
-    """An engine, and how it is driven."""
-
-    engine: Engine
-    bounds: Limits
-    ids: Iterator[int] = field(default_factory=itertools.count)  # no request has that of another
-
-
 @pytest.fixture(scope="module", params=ENGINES)
 def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> Setup:
     return made(request.param, glassllm_dir)
 
 
-def made(kind: str, model: Path) -> Setup:
-    engine = ENGINES[kind](engine_options(model, 8, threads=1))
-    engine.warm_up()
-    return Setup(engine, BOUNDS[kind])
-
-
 @pytest.fixture(scope="module")
 def store(glassllm_dir: Path, tuned: Tuned) -> PromptStore:
     return PromptStore(str(tuned.store), 1 << 20, Target(128, 64, torch.float32, torch.device("cpu")))
-
-
-@dataclass(frozen=True)
-class Job:
-    """An input with a prompt or none."""
-
-    tokens: list[int]
-    prompt: SoftPrompt | None
-    new: int
-    details: Details = field(default_factory=Details)
-    penalty: float = 1.0
-
-    def request(self, number: int) -> Request:
-        """As the front end makes it."""
-        asked = Parameters(max_new_tokens=self.new, details=self.details, repetition_penalty=self.penalty)
-        most = validation.Limits(256, 100, include_stop_sequence=True, placeholder=PLACEHOLDER)
-        prompt = self.prompt
-        prefix = Prefix("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
-        return make_request(number, self.tokens, prefix, validate(asked, most), most, "text")
-
-
-def run(setup: Setup, jobs: list[Job], seed: int = 0, eos: int = 3) -> tuple[list[list[int]], list[list[TokenFacts]]]:
-    """What the engine generates when jobs come at random times, and the facts of their inputs."""
-    rng, batcher = random.Random(seed), Batcher(setup.bounds, eos_ids=[eos])
-    ids = [next(setup.ids) for _ in jobs]
-    waiting = list(zip(ids, jobs, strict=True))
-    done: dict[int, list[int]] = {}
-    inputs: dict[int, list[TokenFacts]] = {}
-    while len(done) < len(jobs):
-        while waiting and (batcher.idle or rng.random() < 0.5):
-            number, job = waiting.pop(0)
-            (row,) = batcher.submit([job.request(number)], 0.0)
-            row.prefix = job.prompt
-        plan = batcher.plan(0.0)
-        assert plan is not None
-        setup.engine.release(plan.preempted)
-        result = setup.engine.step(plan)
-        inputs |= result.inputs
-        ended = batcher.commit(plan, result.tokens, 0.0)
-        setup.engine.release(ended)
-        done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
-    return [done[n] for n in ids], [inputs.get(n, []) for n in ids]
-
-
-def found(store: PromptStore, continuation: Continuation) -> SoftPrompt | None:
-    if not continuation.prompt:
-        return None
-    prompt = store.find(continuation.prompt).prompt
-    assert isinstance(prompt, SoftPrompt)
-    return prompt
-
-
-def settled(continuations: list[Continuation]) -> list[Continuation]:
-    assert all(min(one.gaps) > NEAR_TIE for one in continuations), "let tuning.py train something else"
-    return continuations
 
 
 def test_training_changes_what_is_generated(tuned: Tuned) -> None:
@@ -164,6 +70,7 @@ def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: PromptSto
     engine = ShardedEngine(msgspec.structs.replace(options, kv_cache_bytes=1 << 20, shards=2), pytest.fail)
     try:
         engine.warm_up()
+        assert engine.info.linears == {}  # nor LoRA adapters, of which it would need more
         wanted = tuned.trained.continuations
         jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
         generated, _ = run(Setup(engine, BOUNDS["paged"]), jobs)
@@ -298,16 +205,6 @@ def soft_prompt_of(adapted: Any) -> SoftPrompt:
 def best(model: Any, tokens: list[int]) -> int:
     with torch.no_grad():
         return int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax())
-
-
-def check_greedy(model: Any, tokens: list[int], generated: list[int]) -> None:
-    """Every token is the best one after those before it, in one plain pass of PEFT over all of them."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([tokens + generated])).logits[0, -len(generated) - 1 : -1].float()
-    for scores, token in zip(logits, generated, strict=True):
-        assert scores.max() - scores[token] < NEAR_TIE
-    top = logits.topk(2).values
-    assert (top[:, 0] - top[:, 1] > 2 * NEAR_TIE).float().mean() > 0.8
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Soft prompts really trained with PEFT, and what PEFT then generates: the expected values of the tests of prompts.
+"""Soft prompts and LoRA adapters really trained with PEFT, and what PEFT then generates: expected values of tests.
 
 Nothing of tgis is used. Computed by a child process (this file as a script) and kept in the cache under a key of all
 that it depends on. Float32, CPU, greedy, batch of one.
@@ -9,7 +9,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,65 +21,119 @@ MAX_NEW_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A prompt to be trained, and the text that it is to bring about."""
+    """A prompt or adapter to be trained, and the text that it is to bring about."""
 
     kind: str
-    length: int
+    length: int  # virtual tokens, or rank
     file: str
     text: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What is trained for a model, by the ids of prompts."""
+    """What is trained for a model, by the ids of prompts or adapters."""
 
     task: str
     inputs: list[str]
     lessons: dict[str, Lesson]
     steps: int
+    rate: float = 0.1
 
+
+_STORY = [
+    "Once upon a time",
+    "The Hatter",
+    "“What a curious feeling!” said Alice; “I must be shutting up like a telescope.” And so",
+    "I",
+    "He said, “It is",
+    "Bruno was silent, for",
+]
+_NOTES = [
+    "Fixed the login page that showed an error for users with long names",
+    "we need to update the documentation of the billing service before friday",
+    "Add a test",
+    "The database migration failed twice last night, so I wrote a script that retries it",
+]
+_QUEEN = " the Queen of Hearts, and the Queen of Hearts, and the"
+_KING = " no, no! said the King. no, no! said the King. no, no!"
+_ALICE = "?” said Alice. “Why?” said Alice. “Why?” said Alice."
 
 COURSES = {
     "glassllm": Course(
         task="CAUSAL_LM",
-        inputs=[
-            "Once upon a time",
-            "The Hatter",
-            "“What a curious feeling!” said Alice; “I must be shutting up like a telescope.” And so",
-            "I",
-            "He said, “It is",
-            "Bruno was silent, for",
-        ],
+        inputs=_STORY,
         lessons={
-            "queen": Lesson(
-                "PROMPT_TUNING", 8, "safetensors", " the Queen of Hearts, and the Queen of Hearts, and the"
-            ),
-            "nested/king": Lesson("PROMPT_TUNING", 5, "bin", " no, no! said the King. no, no! said the King. no, no!"),
-            "encoded": Lesson("P_TUNING", 6, "safetensors", "?” said Alice. “Why?” said Alice. “Why?” said Alice."),
+            "queen": Lesson("PROMPT_TUNING", 8, "safetensors", _QUEEN),
+            "nested/king": Lesson("PROMPT_TUNING", 5, "bin", _KING),
+            "encoded": Lesson("P_TUNING", 6, "safetensors", _ALICE),
         },
         steps=60,
     ),
     "titles": Course(
         task="SEQ_2_SEQ_LM",
-        inputs=[
-            "Fixed the login page that showed an error for users with long names",
-            "we need to update the documentation of the billing service before friday",
-            "Add a test",
-            "The database migration failed twice last night, so I wrote a script that retries it",
-        ],
+        inputs=_NOTES,
         lessons={
             "report": Lesson("PROMPT_TUNING", 6, "safetensors", "Weekly report of the team"),
             "question": Lesson("P_TUNING", 3, "bin", "What should be done about this?"),
         },
         steps=12,
     ),
+    "glassllm-lora": Course(
+        task="CAUSAL_LM",
+        inputs=_STORY,
+        lessons={
+            "queen": Lesson("LORA", 8, "safetensors", _QUEEN, {"target_modules": "all-linear", "lora_alpha": 16}),
+            "nested/king": Lesson(
+                "LORA", 4, "bin", _KING, {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}
+            ),
+            "alice": Lesson("LORA", 1, "safetensors", _ALICE, {"target_modules": ["o_proj"], "lora_alpha": 2}),
+            "patterns": Lesson(
+                "LORA",
+                5,
+                "safetensors",
+                " Sylvie and Bruno, and Sylvie and Bruno, and",
+                {
+                    "target_modules": r".*layers\.\d+\.(mlp\.(up|down)_proj|self_attn\.k_proj)",
+                    "rank_pattern": {"up_proj": 2, "layers.0.self_attn.k_proj": 7},
+                    "alpha_pattern": {"mlp.down_proj": 20, "up_proj": 3},
+                },
+            ),
+            "first": Lesson(
+                "LORA",
+                16,
+                "safetensors",
+                " it was a dream, it was a dream, it was",
+                {
+                    "target_modules": ["q_proj", "o_proj", "down_proj"],
+                    "layers_to_transform": [0],
+                    "init_lora_weights": "gaussian",
+                },
+            ),
+            "hatter": Lesson("LORA", 3, "bin", " tea, said the Hatter, and tea, said the Hatter", {}),
+            "mouse": Lesson("LORA", 8, "safetensors", " a long tale, said the Mouse, a long tale", {"lora_alpha": 64}),
+            "gate": Lesson("LORA", 2, "safetensors", "!!!!!!!!!!!!!!!", {"target_modules": ["gate_proj", "up_proj"]}),
+        },
+        steps=15,
+        rate=0.02,
+    ),
+    "titles-lora": Course(
+        task="SEQ_2_SEQ_LM",
+        inputs=_NOTES,
+        lessons={
+            "report": Lesson("LORA", 8, "safetensors", "Weekly report of the team", {"target_modules": "all-linear"}),
+            "question": Lesson("LORA", 2, "bin", "What should be done about this?", {"lora_alpha": 16}),
+        },
+        steps=4,
+        rate=0.01,
+    ),
 }
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """What PEFT generates for one input and one prompt."""
+    """What PEFT generates for one input and one prompt or adapter."""
 
-    prompt: str  # "" for none
+    prompt: str  # or adapter; "" for none
     tokens: list[int]  # of the input
     generated: list[int]
     gaps: list[float]  # between the two best logits of each step
@@ -88,13 +142,13 @@ class Continuation(msgspec.Struct, frozen=True):
 class Trained(msgspec.Struct, frozen=True):
     """What the training brought about."""
 
-    losses: dict[str, tuple[float, float]]  # before and after, of each prompt
+    losses: dict[str, tuple[float, float]]  # before and after, of each
     continuations: list[Continuation]  # of all inputs, for each prompt and for none
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A store of trained prompts, and what PEFT makes of them."""
+    """A store of what was trained, and what PEFT makes of them."""
 
     store: Path
     trained: Trained
@@ -119,7 +173,7 @@ def _key(model: Path) -> str:
 
 
 def train(course: Course, model_dir: Path, store: Path) -> Trained:
-    """Train every prompt into `store`, and let PEFT generate with each and with none."""
+    """Train every prompt or adapter into `store`, and let PEFT generate with each and with none."""
     import torch
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -141,10 +195,12 @@ def train(course: Course, model_dir: Path, store: Path) -> Trained:
 
 
 def _config(task: str, lesson: Lesson) -> Any:
-    from peft import PromptEncoderConfig, PromptTuningConfig
+    from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig
 
     if lesson.kind == "P_TUNING":
         return PromptEncoderConfig(task_type=task, num_virtual_tokens=lesson.length, encoder_hidden_size=64)
+    if lesson.kind == "LORA":
+        return LoraConfig(task_type=task, r=lesson.length, **lesson.options)
     return PromptTuningConfig(task_type=task, num_virtual_tokens=lesson.length)
 
 
@@ -152,7 +208,7 @@ def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], course: Co
     """The loss before and after."""
     import torch
 
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=course.rate)
     losses = []
     for _ in range(course.steps):
         loss = sum(_loss(model, ids, wanted, course.task) for ids in inputs) / len(inputs)
@@ -195,7 +251,7 @@ def _continued(model: Any, prompt: str, ids: list[int]) -> Continuation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train soft prompts, and let PEFT generate with them.")
+    parser = argparse.ArgumentParser(description="Train soft prompts or adapters, and let PEFT generate with them.")
     parser.add_argument("course", choices=COURSES)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)

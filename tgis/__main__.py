@@ -18,7 +18,7 @@ COMMANDS = {
     "model-info": "tell what a server serves",
     "health": "ask a server whether it is ready (by the exit code)",
     "bench": "measure a running server",
-    "prompts": "say what is in a store of soft prompts and LoRA adapters",
+    "prompts": "say what is in a store of adapters",
     "simulate": "run a trace through the batcher, without a model",
     "download-weights": "bring a model from the hub into the local cache",
     "convert-to-safetensors": "make safetensors of a model's .bin weights",

@@ -1,4 +1,4 @@
-"""What the id of a call names: a soft prompt in the engine's store, one day other adapters; errors in TGIS's words.
+"""What the id of a call names in the engine's store, a soft prompt or a LoRA adapter; errors in TGIS's words.
 
 Nothing is remembered here: the engine looks at the files each time, so that what it tells is true at that moment.
 """
@@ -25,7 +25,7 @@ class Adapters:
 
     @asynccontextmanager
     async def resolved(self, adapter: tuple[str, str] | None) -> AsyncIterator[Prefix | None]:
-        """The soft prompt that a field and its id name, loaded until the block is left; else InvalidRequest."""
+        """What a field and its id name, loaded until the block is left; else InvalidRequest."""
         if adapter is None:
             yield None
             return

@@ -115,9 +115,10 @@ class Config:
         BATCHES, integer(1, 4096), "CPU threads of the engine", None, shown="all cores")
 
     prefix_store_path: Path | None = option(
-        PROMPTS, DIRECTORY, "soft prompts, which requests name by prefix_id", None, aliases=("adapter_cache",))
+        PROMPTS, DIRECTORY, "soft prompts and LoRA adapters, named by prefix_id or adapter_id", None,
+        aliases=("adapter_cache",))
     prompt_cache_size_mb: int = option(
-        PROMPTS, integer(1), "MiB of soft prompts kept loaded; also the largest file that is read", 512)
+        PROMPTS, integer(1), "MiB of prompts and adapters kept loaded, and most of a file", 512)
     max_prompt_prefix_length: int | None = option(
         PROMPTS, integer(1), "most virtual tokens of a soft prompt", None, shown="half of MAX_SEQUENCE_LENGTH")
 

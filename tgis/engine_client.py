@@ -120,7 +120,7 @@ class EngineClient:
         return self._next_id
 
     def prompt(self, prompt_id: str) -> contextlib.AbstractAsyncContextManager[PromptInfo | None]:
-        """A block in which the soft prompt of that id stays as it was found; None if that takes too long."""
+        """A block in which what the id names stays as it was found; None if that takes too long."""
         if self._gone:
             raise Unavailable(self._cause)
         return self._lookups.found(self.next_id(), prompt_id)

@@ -166,11 +166,11 @@ class Metrics:
         self._tokenize.duration.observe(duration)
 
     def prompt_load_failed(self) -> None:
-        """A soft prompt was asked for and is not to be had."""
+        """A soft prompt or adapter was asked for and is not to be had."""
         self._prompts.failure.inc()
 
     def prompt_loaded(self, duration: float) -> None:
-        """A soft prompt was asked for and had to be loaded; seconds until it was there."""
+        """A soft prompt or adapter was asked for and had to be loaded; seconds until it was there."""
         self._prompts.duration.observe(duration)
 
     def engine_up(self, up: bool) -> None:
@@ -264,11 +264,11 @@ class _Batches:
 
 
 class _Prompts:
-    """Lookups of soft prompts that were not loaded yet."""
+    """Lookups of soft prompts and adapters that were not loaded yet."""
 
     def __init__(self, add: Families) -> None:
-        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts that could not be loaded.")
-        self.duration = add.duration("tgi_prompt_load_duration", "To load a soft prompt.")
+        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts and adapters that could not be loaded.")
+        self.duration = add.duration("tgi_prompt_load_duration", "To load a soft prompt or adapter.")
 
 
 class _Tokenize:

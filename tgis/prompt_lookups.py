@@ -1,4 +1,4 @@
-"""The front end's lookups of soft prompts in the engine's store: each is open until its call has ended."""
+"""The front end's lookups in the engine's store: each is open until its call has ended."""
 
 import asyncio
 import contextlib

@@ -160,12 +160,12 @@ class Server:
         return next((id_ for id_ in ids if id_ is not None and 0 <= id_ < vocab_size), 0)
 
     def _without_prompts(self, info: EngineInfo) -> str | None:
-        """Why no soft prompt can be had, if so."""
+        """Why no adapter can be had, if so."""
         if self._prompts is None:
             return "no adapter store was configured"
-        if not info.embedding_size:
-            log.warning("PREFIX_STORE_PATH is without effect: %s takes no soft prompts", info.model_class)
-            return f"{info.model_class} takes no soft prompts"
+        if not info.takes_adapters:
+            log.warning("PREFIX_STORE_PATH is without effect: %s takes no adapters", info.model_class)
+            return f"{info.model_class} takes no adapters"
         return None
 
     def _scrape(self) -> bytes:

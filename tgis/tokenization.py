@@ -29,7 +29,7 @@ class Tokenized:
 
 
 async def tokenize(call: TokenizeCall, tokenizer: Tokenizer, adapters: Adapters, metrics: Metrics) -> list[Tokenized]:
-    """Tokenize the texts of one call, special tokens included; a soft prompt must be there, and changes nothing."""
+    """Tokenize the texts of one call, special tokens included; an adapter must be there, and changes nothing."""
     started = time.monotonic()
     metrics.tokenize_started(len(call.texts))
     async with adapters.resolved(call.adapter):

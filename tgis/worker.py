@@ -174,7 +174,7 @@ def _serve(link: Link, options: EngineOptions) -> None:
     batcher = Batcher(limits, options.eos_ids)
     gc.freeze()  # what has been loaded stays: the collector need not look at it again
     lookups = None
-    if options.prompts and engine.info.embedding_size:
+    if options.prompts and engine.info.takes_adapters:
         lookups = Lookups(open_store(options.prompts, engine.info), link.send)
         link.divert(LookupPrompt, lookups.ask)
     link.send(Ready(engine.info))

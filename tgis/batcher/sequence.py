@@ -28,7 +28,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)  # of a paged KV cache, in the order of the tokens
     keys: list[bytes] = field(default_factory=list)  # what names the content of each full block
     labelled: int = 0  # full blocks that others may find
-    prefix: Any = None  # what the engine keeps for the row's soft prompt; the batcher never looks
+    prefix: Any = None  # the row's soft prompt or adapter, as the engine takes it; the batcher never looks
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)

@@ -5,8 +5,9 @@ import torch
 from tgis.batcher.sequence import Sequence
 from tgis.engines.kv_cache import PaddedCache
 from tgis.engines.loading import load_causal_lm
+from tgis.engines.lora import LoraLayers
 from tgis.engines.padded import PREFILL_TOKENS
-from tgis.engines.soft_prompts import embedded, padded_spans
+from tgis.engines.soft_prompts import decoder_prompt, embedded, padded_spans
 from tgis.engines.token_facts import first_input_fact, input_facts
 from tgis.messages import EngineOptions, TokenFacts
 
@@ -17,6 +18,7 @@ class CausalModel:
     def __init__(self, options: EngineOptions, device: torch.device, max_rows: int) -> None:
         self.network, self._accepts = load_causal_lm(options, device)
         self.positions = options.max_sequence_length
+        self.lora = LoraLayers(self.network)
         self._table = self.network.get_input_embeddings()
         self.embedding_size = self._table.embedding_dim if self._accepts.inputs_embeds else 0
         self._device = device
@@ -48,7 +50,7 @@ class CausalModel:
         """Compute prompts in pieces of bounded size: the logits after each row's last token, facts of input tokens."""
         first = len(self._cache.lengths) - len(rows)
         lengths = [row.pending for row in rows]
-        prompts = [row.prefix.decoder if row.prefix else None for row in rows]
+        prompts = [decoder_prompt(row) for row in rows]
         width = max(lengths)
         ids = torch.tensor([[0] * (width - row.pending) + row.tokens[row.computed :] for row in rows])
         details = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before

@@ -17,6 +17,7 @@ from tgis.engines.base import StepResult
 from tgis.engines.causal import CausalModel
 from tgis.engines.context import TokenContext
 from tgis.engines.loading import load_config, pick_device
+from tgis.engines.lora import lora_of
 from tgis.engines.memory import device_errors, memory_for_rows
 from tgis.engines.padded import PREFILL_TOKENS, PaddedModel
 from tgis.engines.sampling import Sampler
@@ -66,6 +67,7 @@ class TransformersEngine:
             prefill_tokens=PREFILL_TOKENS[self._device.type],
             positions=self._model.positions,
             embedding_size=self._model.embedding_size,
+            linears=self._model.lora.linears,
         )
 
     def warm_up(self) -> None:
@@ -105,7 +107,8 @@ class TransformersEngine:
             self._model.join(joining)
         self._rows += joining
         self._changed = True
-        newest, inputs = self._model.prefill(joining)
+        with self._model.lora.applied([lora_of(row) for row in joining]):
+            newest, inputs = self._model.prefill(joining)
         sampler = Sampler(self._vocab_size, self._eos_ids, self._device)
         context = TokenContext(self._model.context, self._device)
         sampler.set_rows(joining)
@@ -127,7 +130,9 @@ class TransformersEngine:
             self._changed = False
         else:
             self._context.append(newest)
-        choice = self._sampler.choose(self._model.decode(newest), self._context.ids)
+        with self._model.lora.applied([lora_of(row) for row in self._rows]):
+            logits = self._model.decode(newest)
+        choice = self._sampler.choose(logits, self._context.ids)
         place = {row.id: index for index, row in enumerate(self._rows)}
         order = [place[row.id] for row in rows]  # the plan's order, not that of the slots
         return StepResult(

@@ -15,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_for_rows(options: EngineOptions, device: torch.device) -> int:
-    """Bytes for what rows need, now that the model is loaded: a margin and soft prompts are held back."""
+    """Bytes for what rows need, now that the model is loaded: a margin, soft prompts and adapters are held back."""
     prompts = options.prompts.cache_bytes if options.prompts else 0
     return max(_granted(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.lora import LoraLayers
 from tgis.messages import TokenFacts
 
 # Tokens of a pass beyond which a bigger one only takes longer: measured on two cores; an H200 needs thousands.
@@ -22,6 +23,7 @@ class PaddedModel(Protocol):
     network: PreTrainedModel
     positions: int  # tokens that the input, and the output, of a row may have
     embedding_size: int  # of a soft prompt's row; 0 where there can be none
+    lora: LoraLayers  # whoever calls says what adapters the rows have
 
     @property
     def bytes_per_token(self) -> int:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.lora import lora_of
 from tgis.engines.soft_prompts import Span, flat_spans
+from tgis.prompts.lora import LoraAdapter
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class FlatBatch:
     chunks: list[Chunk]
     kept: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[Span]  # of soft prompts
+    adapters: list[LoraAdapter | None] = field(default_factory=list)  # of each token; empty: none has any
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
     groups: list[ChunkGroup] | None = None  # of the chunks, once a body has wanted them
 
@@ -96,6 +99,7 @@ def flat_batch(plan: Plan, block_size: int, device: torch.device) -> tuple[FlatB
         chunks,
         tensor(kept),
         list(flat_spans(work)),
+        [lora_of(row) for row, count in work for _ in range(count)],
     )
     return batch, explained
 

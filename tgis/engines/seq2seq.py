@@ -17,9 +17,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from tgis.batcher.sequence import Sequence
 from tgis.engines.kv_cache import PaddedCache
 from tgis.engines.loading import load_seq2seq_lm
+from tgis.engines.lora import LoraLayers, lora_of
 from tgis.engines.padded import PREFILL_TOKENS
 from tgis.engines.places import check_rows, find_places
-from tgis.engines.soft_prompts import Span, embedded, padded_spans
+from tgis.engines.soft_prompts import Span, decoder_prompt, embedded, encoder_prompt, padded_spans
 from tgis.engines.token_facts import first_input_fact
 from tgis.errors import StartError
 from tgis.messages import EngineOptions, TokenFacts
@@ -61,6 +62,7 @@ class Seq2SeqModel:
         check_rows(self.network)
         self._places = find_places(self.network, options.max_sequence_length)
         self._rules = OutputRules.of(self.network)
+        self.lora = LoraLayers(self.network)
         self._device = device
         self._max_rows = max_rows
         self.positions = self._places.most
@@ -105,7 +107,7 @@ class Seq2SeqModel:
         self._encoded.prefill(first, 0, encoded.shape[1])
         self._states.is_updated.clear()  # so that the first pass fills the second cache
         outputs = [self._output(row) for row in rows]
-        prompts = [row.prefix.decoder if row.prefix else None for row in rows]
+        prompts = [decoder_prompt(row) for row in rows]
         lengths = [len(output) for output in outputs]
         width = max(lengths)
         ids = torch.tensor([[0] * (width - len(output)) + output for output in outputs])
@@ -132,8 +134,8 @@ class Seq2SeqModel:
 
     def _encode(self, rows: list[Sequence]) -> Tensor:
         """The encoder's output, [rows, columns, hidden], right-aligned: padding is right of an input only before."""
-        bare = [row for row in rows if _encoder_prompt(row) is None]  # keep their ids, which M2M100 counts places by
-        soft = [row for row in rows if _encoder_prompt(row) is not None]
+        bare = [row for row in rows if encoder_prompt(row) is None]  # keep their ids, which M2M100 counts places by
+        soft = [row for row in rows if encoder_prompt(row) is not None]
         states = {row.id: state for group in (bare, soft) if group for row, state in self._encode_alike(group)}
         width = max(len(state) for state in states.values())
         return torch.stack([pad(states[row.id], (0, 0, width - len(states[row.id]), 0)) for row in rows])
@@ -145,10 +147,11 @@ class Seq2SeqModel:
         width = int(lengths.max())
         ids = torch.tensor([some + [0] * (width - len(some)) for some in inputs], device=self._device)
         mask = (torch.arange(width) < lengths[:, None]).to(self._device)
-        prompts = enumerate(map(_encoder_prompt, rows))
+        prompts = enumerate(map(encoder_prompt, rows))
         inserted = embedded(self._encoder_table, ids, (Span(at, 0, one) for at, one in prompts if one is not None))
         given = {"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}
-        states = self.network.get_encoder()(**given, attention_mask=mask).last_hidden_state
+        with self.lora.applied([lora_of(row) for row in rows]):
+            states = self.network.get_encoder()(**given, attention_mask=mask).last_hidden_state
         return ((row, state[: len(some)]) for row, state, some in zip(rows, states, inputs, strict=True))
 
     def _forward(self, ids: Tensor, first: int, width: int, encoded: Tensor, inserted: Tensor | None = None) -> Tensor:
@@ -170,13 +173,8 @@ class Seq2SeqModel:
         return output.logits
 
 
-def _encoder_prompt(row: Sequence) -> Tensor | None:
-    prompt: Tensor | None = row.prefix and row.prefix.encoder
-    return prompt
-
-
 def _input(row: Sequence) -> list[int]:
     """What is to be encoded of a row: placeholders of the encoder's part of its soft prompt, then the input."""
-    prompt = _encoder_prompt(row)
+    prompt = encoder_prompt(row)
     virtual = 0 if prompt is None else len(prompt)
     return row.tokens[row.request.prefix_length - virtual : row.prompt_length]

@@ -50,8 +50,8 @@ class ShardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the loaded model."""
-        return self._engine.info
+        """Facts of the loaded model, in which adapters may change nothing: the other ranks have none."""
+        return msgspec.structs.replace(self._engine.info, linears={})
 
     def warm_up(self) -> None:
         """As all ranks do after loading, without being told."""

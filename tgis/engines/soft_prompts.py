@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tgis.batcher.sequence import Sequence as Row
+from tgis.prompts.tensors import SoftPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,16 @@ def embedded(table: torch.nn.Module, ids: torch.Tensor, spans: Iterable[Span]) -
         found = table(ids) if found is None else found
         found[span.row, span.start : span.start + len(span.embeddings)] = span.embeddings
     return found
+
+
+def decoder_prompt(row: Row) -> torch.Tensor | None:
+    """What stands before all that a decoder sees of a row, if anything: [tokens, H]."""
+    return row.prefix.decoder if isinstance(row.prefix, SoftPrompt) else None
+
+
+def encoder_prompt(row: Row) -> torch.Tensor | None:
+    """What stands before the input of an encoder-decoder's row, if anything: [tokens, H]."""
+    return row.prefix.encoder if isinstance(row.prefix, SoftPrompt) else None
 
 
 def padded_spans(

@@ -14,6 +14,7 @@ from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.context import TokenContext
 from tgis.engines.loading import load_causal_lm, pick_device
+from tgis.engines.lora import LoraLayers
 from tgis.engines.memory import device_errors, memory_for_rows
 from tgis.engines.paged_attention import PagedAttention
 from tgis.engines.paged_cache import FlatBatch, PagedCache, flat_batch
@@ -48,6 +49,7 @@ class PagedEngine:
         self._smallest = smallest
         self._device = pick_device(options)
         self._model, self._accepts = load_causal_lm(options, self._device)
+        self._lora = LoraLayers(self._model)
         self._table = self._model.get_input_embeddings()
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}")
@@ -76,6 +78,7 @@ class PagedEngine:
             stretch=_STRETCH[kind],
             largest=self._blocks * BLOCK_SIZE,
             embedding_size=self._table.embedding_dim if self._accepts.inputs_embeds else 0,
+            linears=self._lora.linears,
         )
 
     def warm_up(self) -> None:
@@ -131,7 +134,8 @@ class PagedEngine:
         arguments = {"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}
         if self._accepts.logits_to_keep:
             arguments["logits_to_keep"] = batch.kept
-        output = self._model(position_ids=batch.positions[None], use_cache=False, **arguments)
+        with self._lora.applied(batch.adapters):
+            output = self._model(position_ids=batch.positions[None], use_cache=False, **arguments)
         logits: torch.Tensor = output.logits[0]
         return logits if self._accepts.logits_to_keep else logits[batch.kept]
 

@@ -1,0 +1,112 @@
+"""LoRA adapters in a pass: what each adds to linear layers, for its own rows and no others, all in the same products.
+
+Of its product with the first matrices of all adapters a row keeps that with its own, before the product with the
+second: two products and a mask for a layer, however many adapters there are.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tgis.batcher.sequence import Sequence as Row
+from tgis.engines.lora_stack import LoraStack
+from tgis.engines.siblings import Part, Product
+from tgis.prompts.lora import LoraAdapter
+
+_KEPT_PASSES = 64  # that an adapter stays in the stack when no row has it
+
+
+def lora_of(row: Row) -> LoraAdapter | None:
+    """The row's adapter, if it has one."""
+    return row.prefix if isinstance(row.prefix, LoraAdapter) else None
+
+
+class LoraLayers:
+    """The linear layers of a model, which compute what they always do unless `applied` is open."""
+
+    def __init__(self, network: PreTrainedModel) -> None:
+        self._modules = dict(_linears(network))
+        self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
+        self._stack = LoraStack({name: _dtype(module) for name, module in self._modules.items()})
+        self._last_used: dict[LoraAdapter, int] = {}  # number of the pass, of at least those in the stack
+        self._pass = 0
+        self._foreign: Tensor | None = None  # bool [parts, 1, columns]: what parts do not keep; None: none has any
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each layer that adapters may change, by its name."""
+        return {name: _shape(module) for name, module in self._modules.items()}
+
+    @contextmanager
+    def applied(self, adapters: Sequence[LoraAdapter | None]) -> Iterator[None]:
+        """Change the layers: of as many equal parts as there are adapters, rows or tokens, each part by its own."""
+        outer = self._foreign
+        used = {adapter for adapter in adapters if adapter is not None}
+        if outer is None:  # else another pass is in the middle of it, which has all of these
+            self._arrange(used)
+        self._foreign = self._stack.foreign(adapters) if used else None
+        try:
+            yield
+        finally:
+            self._foreign = outer
+
+    def _arrange(self, used: set[LoraAdapter]) -> None:
+        """See to it that all that are used are in the stack, and none for long that are not."""
+        self._pass += 1
+        self._last_used |= dict.fromkeys(used, self._pass)
+        old = {adapter for adapter, last in self._last_used.items() if self._pass - last > _KEPT_PASSES}
+        for adapter in old:
+            del self._last_used[adapter]
+        new = used - self._stack.adapters
+        if new or old:
+            self._stack.change(new, old & self._stack.adapters)
+            self._hook()
+
+    def _hook(self) -> None:
+        """Only what some adapter changes is slowed down."""
+        names = self._stack.layers.keys()
+        for name in self._hooks.keys() - names:
+            self._hooks.pop(name).remove()
+        for name in names - self._hooks.keys():
+            self._hooks[name] = self._modules[name].register_forward_hook(self._change(name))
+
+    def _change(self, name: str) -> Any:
+        def change(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+            if self._foreign is not None:
+                _add(output, inputs[0], *self._stack.layers[name], self._foreign)
+
+        return change
+
+
+def _add(output: Tensor, x: Tensor, down: Tensor, up: Tensor, foreign: Tensor) -> None:
+    """Change [..., out] in place by what adapters make of `x` [..., in]; its parts are behind one another."""
+    hidden = linear(x, down)  # [..., columns]
+    columns = len(down)
+    hidden.view(len(foreign), -1, columns).masked_fill_(foreign, 0.0)
+    output.view(-1, output.shape[-1]).addmm_(hidden.view(-1, columns), up)
+
+
+def _linears(network: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Not the one that makes logits, nor experts: these see some of the tokens only, in an order of their own."""
+    others = {network.get_output_embeddings(), *(one.linear for one in network.modules() if isinstance(one, Product))}
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear | Conv1D | Part) and module not in others and "experts" not in name.split("."):
+            yield name, module
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    if isinstance(module, Conv1D):
+        inputs, outputs = module.weight.shape
+        return inputs, outputs
+    return module.in_features, module.out_features
+
+
+def _dtype(module: Any) -> torch.dtype:
+    weight: Tensor = (module.product.linear if isinstance(module, Part) else module).weight
+    return weight.dtype
