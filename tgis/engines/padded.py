@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.kv_cache import KvCost
 from tgis.messages import TokenFacts
 
 # Tokens of a pass beyond which a bigger one only takes longer: measured on two cores; an H200 needs thousands.
@@ -24,8 +25,12 @@ class PaddedModel(Protocol):
     embedding_size: int  # of a soft prompt's row; 0 where there can be none
 
     @property
-    def bytes_per_token(self) -> int:
-        """What a row takes for each token that the batch is wide; known after the first pass."""
+    def kv_cost(self) -> KvCost:
+        """What the caches take at most; known after the first pass."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What the caches take now."""
 
     def join(self, rows: list[Sequence]) -> None:
         """Make room for new rows."""
