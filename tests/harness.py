@@ -82,7 +82,8 @@ def environment(**options: object) -> dict[str, str]:
 def serving(directory: Path, model: Path, timeout: float = 60, **options: object) -> Iterator[Server]:
     """A server of `model`, its log in `directory`; ended when the block is left."""
     log = directory / "server.log"
-    settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"} | options
+    settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
+    settings |= {"ESTIMATE_MEMORY": "off"} | options  # measuring would take longer than most tests
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tgis", "serve"],

@@ -47,6 +47,14 @@ FRACTION = decimal(0, 1, above=True)
 SECONDS = decimal(0, 86400, above=True)
 PORT = integer(0, 65535)
 
+LIBRARY_DEFAULTS = {  # what libraries of the engine process are told, unless somebody has told them otherwise
+    # Threads of a step wait for each other thousands of times. Spinning for ever, the default, takes ten times as
+    # long once anything else wants their cores; sleeping at once half as much again at all times.
+    "GOMP_SPINCOUNT": "3000",
+    # oneDNN makes code for each number of tokens and each shape of a layer, half a MiB, and keeps 1024 of them.
+    **dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "128"),
+}
+
 
 def _tokenization_workers(_environ: Mapping[str, str]) -> int:
     return min(max(len(os.sched_getaffinity(0)) - 1, 1), 8)
@@ -103,6 +111,9 @@ class Config:
         BATCHES, decimal(0, 1), "most padding that a prefill may have, as a proportion", 0.2)
     max_waiting_tokens: int = option(
         BATCHES, integer(0), "most steps that run before waiting requests interrupt for a prefill", 24)
+    estimate_memory: str = option(
+        BATCHES, choice("auto", "manual", "off"), "auto measures what fits, off counts the KV cache only,\n"
+        "manual trusts MAX_BATCH_SIZE x MAX_SEQUENCE_LENGTH", "auto")
     batch_safety_margin: int = option(BATCHES, integer(0, 100), "percent of memory held back", 20)
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
@@ -181,7 +192,6 @@ REFUSED = (  # unless the value asks for nothing
     Option(not_yet(TEXT), "quantize"),
     Option(not_yet(BOOLEAN, False), "trust_remote_code"),
     Option(not_yet(BOOLEAN, False), "pt2_compile"),
-    Option(choice("auto", "off", not_yet=("manual",)), "estimate_memory"),
     Option(not_yet(TEXT), "speculator_name"),
     Option(not_yet(TEXT), "otlp_endpoint"),
 )
@@ -238,13 +248,11 @@ def prepare(config: Config) -> None:
     To be called before any of them is imported. StartError if the directory cannot be made or trusted.
     """
     _make_private(config.cache_dir)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["HF_HUB_CACHE"] = str(config.hub_cache)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(config.hub_cache)}
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache_dir / "inductor"))
-    # Threads of a step wait for each other thousands of times. Spinning for ever, the default, makes a step ten
-    # times slower once anything else wants their cores; sleeping at once costs half as much again at all times.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    for name, value in LIBRARY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if not os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True").strip():
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
 
@@ -259,8 +267,6 @@ def _make_private(directory: Path) -> None:
         raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
     if shared and owner != os.getuid():
         raise StartError(f"CACHE_DIR: {directory} belongs to user {owner}, not to this one")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StartError(f"CACHE_DIR: {directory} is not writable")
 
 
 def _parser(prog: str) -> Parser:

@@ -113,6 +113,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_batch_size: int
     weight_limit: int  # tokens of context that fit into memory
     prefill_tokens: int  # tokens that one pass takes before it only gets slower
+    prefill_linear: float = 0.0  # tokens of context that each token of a prefill weighs
+    prefill_quadratic: float = 0.0  # and besides, for each token of its row
     block_size: int = 0  # tokens of a KV block; rows of such engines compute parts of their prompts beside others
     stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
     largest: int = 1 << 40  # tokens of the largest single request that fits into memory
@@ -178,6 +180,8 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     kv_cache_bytes: int | None = None  # None: the engine's own share of the free memory
     shards: int = 1  # processes that compute every step together
     prompts: PromptOptions | None = None
+    estimate_memory: str = "off"  # auto, manual or off
+    cache_dir: str = ""  # needed by auto
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

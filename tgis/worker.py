@@ -155,7 +155,12 @@ def limits_of(options: EngineOptions, info: EngineInfo) -> Limits:
     """What bounds the batches of this engine."""
     return Limits(
         max_batch_size=info.max_batch_size,
-        memory=MemoryModel.of_tokens(info.weight_limit),
+        memory=MemoryModel(
+            info.weight_limit,
+            prefill_linear=info.prefill_linear,
+            prefill_quadratic_0=info.prefill_linear,
+            prefill_quadratic_1=info.prefill_quadratic,
+        ),
         prefill_tokens=info.prefill_tokens,
         max_padding=options.max_prefill_padding,
         padded=info.padded,

@@ -66,8 +66,9 @@ class WholeDoor:
         self._counts = counts
         lengths = [(len(row.tokens), row.final_length - len(row.tokens)) for row in running]
         self._forecast = Forecast(lengths, limits.padded, allowance.context)
-        self._room = limits.memory.weight_limit - _weight_now(limits, running)
-        self._prefill = Prefill(limits.padded)
+        self._running, self._prefill = Prefill(limits.padded), Prefill(limits.padded)
+        for length, _ in lengths:
+            self._running.add(length)
         self._alone = not running
 
     def refusal(self, row: Sequence) -> Refusal | None:
@@ -90,14 +91,22 @@ class WholeDoor:
 
     def _prefill_refusal(self, length: int) -> Refusal | None:
         wider = self._prefill.with_row(length)
-        weight = self._limits.memory.prefill(wider.count, wider.longest, wider.total, self._limits.padded)
-        if weight > self._room or (wider.count > 1 and wider.tokens > self._allowance.prefill_tokens):
+        too_heavy = self._weight_during(wider) > self._limits.memory.weight_limit
+        if too_heavy or (wider.count > 1 and wider.tokens > self._allowance.prefill_tokens):
             self._counts.prefill_weight_exceeded += 1
             return Refusal.PREFILL
         if wider.padding > self._limits.max_padding:
             self._counts.prefill_padding_exceeded += 1
             return Refusal.PADDING
         return None
+
+    def _weight_during(self, prefill: Prefill) -> int:
+        """Weight of the batch with the new rows in it, and of what their prefill takes beyond keeping them."""
+        memory, padded = self._limits.memory, self._limits.padded
+        gradient = memory.gradient(padded)
+        alone = memory.prefill(prefill.count, prefill.longest, prefill.total, padded)
+        beyond = max(0, alone - int(gradient * prefill.tokens))
+        return int(gradient * self._running.tokens_beside(prefill)) + beyond
 
 
 class BlockDoor:
@@ -149,10 +158,6 @@ class BlockDoor:
         if self._pager.exceeds(row, self._room) or self._pager.needed(row) >= self._room:
             return Refusal.MEMORY
         return None
-
-
-def _weight_now(limits: Limits, rows: list[Sequence]) -> int:
-    return int(context_now(rows, limits.padded) * limits.memory.gradient(limits.padded))
 
 
 def context_peak(rows: list[Sequence], padded: bool) -> int:

@@ -96,7 +96,7 @@ def area(lengths: Collection[int], padded: bool) -> int:
 
 
 class Prefill:
-    """The shape of a prefill while it is put together."""
+    """The shape of a prefill, or of any batch, while it is put together."""
 
     def __init__(self, padded: bool) -> None:
         self._padded = padded
@@ -116,6 +116,12 @@ class Prefill:
         other.count, other.longest, other.total = self.count, self.longest, self.total
         other.add(tokens)
         return other
+
+    def tokens_beside(self, other: "Prefill") -> int:
+        """Tokens of both together, padding included."""
+        if self._padded:
+            return (self.count + other.count) * max(self.longest, other.longest)
+        return self.total + other.total
 
     @property
     def tokens(self) -> int:

@@ -3,7 +3,7 @@
 import torch
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.kv_cache import PaddedCache
+from tgis.engines.kv_cache import KvCost, PaddedCache
 from tgis.engines.loading import load_causal_lm
 from tgis.engines.lora import LoraLayers
 from tgis.engines.padded import PREFILL_TOKENS
@@ -26,9 +26,14 @@ class CausalModel:
         self._cache = PaddedCache(max_rows)
 
     @property
-    def bytes_per_token(self) -> int:
+    def kv_cost(self) -> KvCost:
         """Of all layers."""
-        return self._cache.bytes_per_token
+        return self._cache.cost
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all layers."""
+        return self._cache.held_bytes
 
     def context(self, row: Sequence) -> list[int]:
         """Input and generated tokens, without the virtual ones."""

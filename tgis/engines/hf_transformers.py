@@ -4,7 +4,6 @@ The model code is transformers' own; around it KV caches that rows join and leav
 on the CPU, and sampling over the whole batch. It never downloads and never runs code of a model directory.
 """
 
-import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -12,23 +11,22 @@ from contextlib import contextmanager
 import torch
 
 from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.weights import MemoryModel
 from tgis.engines.attention import use_packed_attention
 from tgis.engines.base import StepResult
 from tgis.engines.causal import CausalModel
 from tgis.engines.context import TokenContext
+from tgis.engines.estimate import padded_memory
 from tgis.engines.loading import load_config, pick_device
 from tgis.engines.lora import lora_of
-from tgis.engines.memory import device_errors, memory_for_rows
+from tgis.engines.memory import device_errors
 from tgis.engines.padded import PREFILL_TOKENS, PaddedModel
 from tgis.engines.sampling import Sampler
 from tgis.engines.seq2seq import Seq2SeqModel
 from tgis.errors import OutOfMemory
 from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling
 
-log = logging.getLogger(__name__)
-
 _DEFAULT_BATCH = {"cpu": 64, "cuda": 256}
-_KV_OVERHEAD = 2.5  # a cache buffer is up to 1.5 times its rows, and a layer exists twice while it is moved
 
 
 class TransformersEngine:
@@ -49,7 +47,7 @@ class TransformersEngine:
         self._context = TokenContext(self._model.context, self._device)
         self._rows: list[Sequence] = []
         self._changed = True  # whether rows have joined or left since the last decode
-        self._weight_limit = 0
+        self._memory = MemoryModel.of_tokens(0)  # until it is warm
 
     @property
     def info(self) -> EngineInfo:
@@ -63,7 +61,9 @@ class TransformersEngine:
             encoder_decoder=network.config.is_encoder_decoder,
             padded=True,
             max_batch_size=self._max_batch_size,
-            weight_limit=self._weight_limit,
+            weight_limit=self._memory.weight_limit,
+            prefill_linear=self._memory.prefill_linear,
+            prefill_quadratic=self._memory.prefill_quadratic_1,
             prefill_tokens=PREFILL_TOKENS[self._device.type],
             positions=self._model.positions,
             embedding_size=self._model.embedding_size,
@@ -71,17 +71,16 @@ class TransformersEngine:
         )
 
     def warm_up(self) -> None:
-        """Generate two tokens for one row; learn what a token of context costs."""
+        """Generate two tokens for one row; learn what steps take of memory."""
         request = Request(-1, [0] * 8, 2, capped=False, sampling=Sampling(), details=Details())
         row = Sequence(request, queued_at=0.0)
         for _ in range(2):
             tokens = self.step(Plan.whole([row])).tokens
             row.computed = len(row.tokens)
             row.tokens += tokens
+        cost = self._model.kv_cost
         self.release([row])
-        free = memory_for_rows(self._options, self._device)
-        self._weight_limit = int(free / _KV_OVERHEAD) // self._model.bytes_per_token
-        log.info("room for %d tokens of context", self._weight_limit)
+        self._memory = padded_memory(self, self._options, self._device, cost, lambda: self._model.held_bytes)
 
     def step(self, plan: Plan) -> StepResult:
         """One prefill of the plan's rows, or one token for all rows."""
@@ -89,7 +88,7 @@ class TransformersEngine:
             return self._prefill(plan.rows) if plan.prefill else self._decode(plan.rows)
 
     def release(self, rows: Rows[Sequence]) -> None:
-        """The last row takes the place of each that leaves."""
+        """The last row takes the place of each that leaves; when none is left, nothing is held."""
         held = [row for row in rows if row in self._rows]
         for row in held:
             index = self._rows.index(row)
@@ -98,6 +97,8 @@ class TransformersEngine:
             self._rows.pop()
         if held:
             self._changed = True
+        if not self._rows:
+            self._model.clear()
 
     def close(self) -> None:
         """Everything goes with the process."""

@@ -12,6 +12,8 @@ writes one column further right, and only when the buffer's edge is reached are 
 What stands left of a row is finite but meaningless: the attention mask hides it. Owns no token and no request.
 """
 
+import math
+import mmap
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +21,19 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_GROWTH = 1.5  # of the needed width: half a width of room to move right before the rows are moved back
+_SPARE = 4  # one slot for so many, and one column for as many, is allocated in advance
 _COLUMN_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """What a cache takes at most, in bytes: so many for each token of the batch, padding included, and some besides."""
+
+    token: float
+    fixed: int
+
+    def __add__(self, other: "KvCost") -> "KvCost":
+        return KvCost(self.token + other.token, self.fixed + other.fixed)
 
 
 @dataclass(slots=True)
@@ -109,7 +122,11 @@ class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.window.slots, like.shape[1], self.window.columns, like.shape[3])
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if not like.is_cpu:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        # Pages of its own, which the system has back at once: on the heap, buffers that grow leave holes.
+        pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
+        return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
 
     def _moved(self, old: torch.Tensor, rows: slice, source: slice, target: slice) -> torch.Tensor:
         new = self._buffer(old)
@@ -136,6 +153,17 @@ class PaddedCache:
     def bytes_per_token(self) -> int:
         """Bytes of keys and values for one token of one row, over all layers; known after the first pass."""
         return sum(layer.bytes_per_token for layer in self.states.layers)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all buffers."""
+        return self._window.slots * self._window.columns * self.bytes_per_token
+
+    @property
+    def cost(self) -> KvCost:
+        """What buffers can come to; known after the first pass. One of a layer exists twice while it is moved."""
+        each = self.bytes_per_token * (1 + 1 / (2 * len(self.states.layers)))
+        return KvCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
 
     def join(self, lengths: list[int]) -> None:
         """Make room for new rows of these lengths (tokens about to be computed), behind the present ones."""
@@ -191,14 +219,10 @@ class PaddedCache:
         w = self._window
         if slots <= w.slots and width <= self._end and self._end + room <= w.columns:
             return
-        if slots <= w.slots and not self.lengths and width <= w.columns:
-            self._end = width
-            return
         source = slice(self._end - self.width, self._end)
-        if slots > w.slots:
-            w.slots = min(self._max_slots, max(slots, 2 * w.slots))
-        needed = int(_GROWTH * (width + room))
-        w.columns = -(-max(needed, _COLUMN_STEP) // _COLUMN_STEP) * _COLUMN_STEP
+        w.slots = min(self._max_slots, slots + slots // _SPARE)
+        needed = width + room
+        w.columns = -(-(needed + needed // _SPARE) // _COLUMN_STEP) * _COLUMN_STEP
         self._end = width
         for layer in self.states.layers:
             layer.move(slice(0, len(self.lengths)), source, slice(width - self.width, width))

@@ -11,41 +11,79 @@ import torch
 from tgis.errors import OutOfMemory, StartError
 from tgis.messages import EngineOptions
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self")
+_MEMINFO = Path("/proc/meminfo")
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def memory_for_rows(options: EngineOptions, device: torch.device) -> int:
     """Bytes for what rows need, now that the model is loaded: a margin, soft prompts and adapters are held back."""
     prompts = options.prompts.cache_bytes if options.prompts else 0
-    return max(_granted(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
+    return max(granted_memory(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
 
 
-def _granted(device: torch.device) -> int:
+def granted_memory(device: torch.device) -> int:
     """Bytes that can be allocated now."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fraction = torch.cuda.get_per_process_memory_fraction(device)
-        share: int = min(free + reusable, int(total * fraction) - torch.cuda.memory_allocated(device))
-        return share
-    return min(_machine_available(), _container_available())
+        free, _ = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        reusable = torch.cuda.memory_reserved(device) - allocated
+        return int(min(free + reusable, memory_limit(device) - allocated))
+    return min([kilobytes(_MEMINFO, "MemAvailable"), *(limit - used for limit, used in _containers())])
 
 
-def _machine_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+def memory_limit(device: torch.device) -> int:
+    """Bytes that could be allocated if none were."""
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        return int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min([kilobytes(_MEMINFO, "MemTotal"), *(limit for limit, _ in _containers())])
+
+
+def in_words(size: float) -> str:
+    """Bytes as people and the limits of containers count them."""
+    power = 0
+    while size >= 1000 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.3g} {_UNITS[power]}"
+
+
+def kilobytes(file: Path, name: str) -> int:
+    """The bytes of an entry of a file of /proc that tells them in kB."""
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("every Linux since 3.14 says MemAvailable")
+    raise OSError(f"{file} does not tell {name}")
 
 
-def _container_available() -> int:
-    """What the container's limit leaves (cgroup v2); a machine without one grants everything."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except FileNotFoundError:
-        return 1 << 62
-    return 1 << 62 if limit == "max" else int(limit) - used
+def _containers() -> Iterator[tuple[int, int]]:
+    """Limit and use of every control group that this process is in and that has a limit.
+
+    Seen from within a container its group is the root, so the path that the kernel tells may not exist.
+    """
+    for line in (PROCESS / "cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, files = _CGROUPS, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            root, files = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        group = root / name.lstrip("/")
+        for directory in [group, *group.parents]:
+            if directory.is_relative_to(root) and (directory / files[0]).is_file():
+                yield from _limit_and_use(directory, *files)
+
+
+def _limit_and_use(directory: Path, most: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
+    limit = (directory / most).read_text().strip()
+    if limit != "max":
+        lines = (directory / "memory.stat").read_text().splitlines()
+        facts = {name.removeprefix(prefix): int(value) for name, value in (line.split() for line in lines)}
+        mapped = facts.get("file_mapped", facts.get("mapped_file", 0))
+        cached = facts["active_file"] + facts["inactive_file"] - mapped  # what the kernel gives up when asked
+        yield int(limit), int((directory / used).read_text()) - max(0, cached)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.kv_cache import KvCost
 from tgis.engines.lora import LoraLayers
 from tgis.messages import TokenFacts
 
@@ -26,8 +27,12 @@ class PaddedModel(Protocol):
     lora: LoraLayers  # whoever calls says what adapters the rows have
 
     @property
-    def bytes_per_token(self) -> int:
-        """What a row takes for each token that the batch is wide; known after the first pass."""
+    def kv_cost(self) -> KvCost:
+        """What the caches take at most; known after the first pass."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What the caches take now."""
 
     def join(self, rows: list[Sequence]) -> None:
         """Make room for new rows."""

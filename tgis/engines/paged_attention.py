@@ -19,6 +19,8 @@ from tgis.engines import cpu_attention
 from tgis.engines.paged_cache import Chunk, FlatBatch, PagedCache
 from tgis.engines.prefill_attention import fits, make_groups, prefill_attention
 
+_GATHERED = 1 << 16  # most tokens, padding included, whose keys and values of a layer are copied side by side
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -126,16 +128,25 @@ def _fast_chunks(
 
 
 def _singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
-    """Rows with one token each, q [B, H, D]: over their blocks, gathered side by side."""
-    count, width = batch.tables.shape
-    k, v = (
-        states.index_select(0, batch.tables.flatten()).unflatten(0, (count, width)).flatten(1, 2).transpose(1, 2)
-        for states in layer
-    )  # [B, K, W, D]
+    """Rows with one token each, q [B, H, D]: over their blocks, gathered side by side, of some rows at a time."""
+    columns = batch.tables.shape[1] * layer[0].shape[1]
     mask = batch.masks.get(rules.window)
     if mask is None:
         places = batch.lengths[:, None] - 1
-        mask = batch.masks[rules.window] = _mask(places, k.shape[2], rules.window, q.dtype)[:, None]
+        mask = batch.masks[rules.window] = _mask(places, columns, rules.window, q.dtype)[:, None]
+    some = max(1, _GATHERED // columns)
+    parts = [
+        _gathered(tables, rows, seen, layer, rules)
+        for tables, rows, seen in zip(batch.tables.split(some), q.split(some), mask.split(some), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _gathered(tables: Tensor, q: Tensor, mask: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+    k, v = (
+        states.index_select(0, tables.flatten()).unflatten(0, tables.shape).flatten(1, 2).transpose(1, 2)
+        for states in layer
+    )  # [B, K, W, D]
     packed = q.unflatten(1, (k.shape[1], -1))  # [B, K, G, D]
     return _attend(packed, k, v, mask, rules).flatten(1, 2)
 

@@ -129,6 +129,11 @@ class PagedCache:
         """Over all layers seen."""
         return sum(int(t[0].nbytes) for layer in self._layers.values() for t in layer)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of all layers seen."""
+        return self.bytes_per_block * self._blocks
+
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer; `key` and `value` [tokens, heads, head size] say of what shape they are."""
         if index not in self._layers:

@@ -15,7 +15,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.kv_cache import PaddedCache
+from tgis.engines.kv_cache import KvCost, PaddedCache
 from tgis.engines.loading import load_seq2seq_lm
 from tgis.engines.lora import LoraLayers, lora_of
 from tgis.engines.padded import PREFILL_TOKENS
@@ -72,9 +72,14 @@ class Seq2SeqModel:
         self.clear()
 
     @property
-    def bytes_per_token(self) -> int:
+    def kv_cost(self) -> KvCost:
         """Of both caches: the longest input and the longest output may belong to different rows."""
-        return self._encoded.bytes_per_token + self._decoded.bytes_per_token
+        return self._encoded.cost + self._decoded.cost
+
+    @property
+    def held_bytes(self) -> int:
+        """Of both caches."""
+        return self._encoded.held_bytes + self._decoded.held_bytes
 
     def context(self, row: Sequence) -> list[int]:
         """What the decoder has seen: the start token and the output."""

@@ -13,6 +13,7 @@ import torch
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.context import TokenContext
+from tgis.engines.estimate import beside_blocks, measured_length
 from tgis.engines.loading import load_causal_lm, pick_device
 from tgis.engines.lora import LoraLayers
 from tgis.engines.memory import device_errors, memory_for_rows
@@ -21,7 +22,7 @@ from tgis.engines.paged_cache import FlatBatch, PagedCache, flat_batch
 from tgis.engines.sampling import Choice, Sampler
 from tgis.engines.soft_prompts import embedded
 from tgis.engines.token_facts import first_input_fact, input_facts
-from tgis.errors import Unsupported
+from tgis.errors import StartError, Unsupported
 from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling, TokenFacts
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ _DEFAULT_BATCH = {"cpu": 64, "cuda": 256}
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts only: more brings no more speed
 _STRETCH = {"cpu": 2.5, "cuda": 8.0}
 _CPU_SHARE = 0.4  # of the free memory, for the KV cache, where no option says how much
+_LONG_ROW = 4096  # tokens of the longest row by which memory is measured, or twice as many as a step takes
 _TRIAL_TOKENS = 40
 _WINDOWS = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}  # and of which layers
 _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; half precision is coarser
@@ -84,8 +86,9 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Size the KV cache by the memory that the largest step leaves, and run a real one."""
         bytes_per_block = self._attention.cache.bytes_per_block
-        needed = self._max_batch_size * -(-self._options.max_sequence_length // BLOCK_SIZE)
-        self._blocks = self._smallest(min(self._kv_bytes() // bytes_per_block, needed))
+        self._blocks = self._smallest(self._affordable(bytes_per_block))
+        if self._blocks < 1:
+            raise StartError("no memory is left for the KV cache: lower MAX_BATCH_SIZE or grant more memory")
         self._attention.cache = PagedCache(self._blocks, BLOCK_SIZE)
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all",
@@ -198,12 +201,28 @@ class PagedEngine:
             if local and window not in self._attention.windows:
                 raise Unsupported(f"layers with {name} {window} do not tell of it when they attend")
 
-    def _kv_bytes(self) -> int:
-        """For this process; ranks share the machine's memory, but have a GPU each."""
+    def _affordable(self, bytes_per_block: int) -> int:
+        """Blocks that there is memory for, or fewer: what the largest batch can fill."""
+        longest = -(-self._options.max_sequence_length // BLOCK_SIZE)
+        useful = self._max_batch_size * longest
         if self._options.kv_cache_bytes is not None:
-            return self._options.kv_cache_bytes // self._options.shards
-        free = memory_for_rows(self._options, self._device)
-        return int(free * _CPU_SHARE) // self._options.shards if self._device.type == "cpu" else free
+            return min(useful, self._options.kv_cache_bytes // self._options.shards // bytes_per_block)
+        if self._options.estimate_memory == "manual":
+            return max(longest, useful * (100 - self._options.batch_safety_margin) // 100)
+        return min(useful, self._kv_bytes(bytes_per_block) // bytes_per_block)
+
+    def _kv_bytes(self, bytes_per_block: int) -> int:
+        """For this process; ranks share the machine's memory, but have a GPU each."""
+        on_cpu = self._device.type == "cpu"
+        free = memory_for_rows(self._options, self._device) // (self._options.shards if on_cpu else 1)
+        share = int(free * _CPU_SHARE) if on_cpu else free
+        if self._options.estimate_memory == "off":
+            return share
+        fitting = self._smallest(share // bytes_per_block * BLOCK_SIZE)
+        longest = measured_length(self, self._options, _LONG_ROW, fitting)
+        self._attention.cache = PagedCache(-(-longest // BLOCK_SIZE), BLOCK_SIZE)
+        held = lambda: self._attention.cache.held_bytes  # noqa: E731 - it changes
+        return min(share, free - beside_blocks(self, self._options, self._device, longest, held, self._smallest))
 
 
 def _trial_blocks() -> int:
