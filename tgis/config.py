@@ -112,8 +112,7 @@ class Config:
     max_waiting_tokens: int = option(
         BATCHES, integer(0), "most steps that run before waiting requests interrupt for a prefill", 24)
     estimate_memory: str = option(
-        BATCHES, choice("auto", "manual", "off"), "auto measures what fits, off counts the KV cache only,\n"
-        "manual trusts MAX_BATCH_SIZE x MAX_SEQUENCE_LENGTH", "auto")
+        BATCHES, choice("auto", "manual", "off"), "auto measures, off counts KV only, manual trusts the limits", "auto")
     batch_safety_margin: int = option(BATCHES, integer(0, 100), "percent of memory held back", 20)
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
