@@ -47,6 +47,7 @@ class SyntheticEngine:
     block_size: int = 0
     dtype: str = "none"
     device: str = "none"
+    vocab_size: int = 100
     steps: int = 0
     rows: list[Sequence] = field(default_factory=list)
     worst: int = 0
@@ -58,7 +59,7 @@ class SyntheticEngine:
             model_class="Synthetic",
             device=self.device,
             dtype=self.dtype,
-            vocab_size=100,
+            vocab_size=self.vocab_size,
             encoder_decoder=self.encoder_decoder,
             padded=not self.block_size,
             max_batch_size=self.max_batch_size,

@@ -67,6 +67,16 @@ def test_the_margin_is_taken_off_once(start: Start) -> None:
     assert (less.prefill_linear, less.gradient(padded=True)) == (1.0, 1.0)
 
 
+def test_logits_with_facts_count_on_a_cpu_even_if_they_are_not_seen(start: Start) -> None:
+    silent = {"formula": Formula(token=1000), "vocab_size": 50_000}
+    seen, _ = start(facts=silent | {"device": "cuda:0"})
+    known, _ = start(facts=silent | {"device": "cpu"})
+    worst_pass = 3 * 512 * 50_000 * 4  # of three copies of all scores, in float32
+    room = int((0.8 * FREE - KV.fixed - worst_pass) / 61_000)
+    assert known.weight_limit == pytest.approx(room, abs=1)
+    assert known.weight_limit < seen.weight_limit
+
+
 def test_prefills_of_whole_inputs_weigh_by_the_square(start: Start) -> None:
     found, _ = start(facts={"encoder_decoder": True, "formula": Formula(token=1000, square=610.0)})
     assert found.prefill_quadratic_1 == pytest.approx(0.01, rel=0.01)  # of a token, which is 61,000 bytes

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 _AREA = 4096  # tokens of context, by which the cost of one is found
 _SHORT = 8  # tokens of each of many rows
 _TOP_N = 10  # most candidates that a request may ask for
+_COPIES = 3  # of the logits of tokens whose facts are told; on CPUs they are seen in some runs and not in others
+_FLOAT_BYTES = 4
 
 # The most that a row can ask for: a flat distribution, all of it sorted, with changed scores. And another way of
 # choosing beside it, because each way takes a copy of its rows' scores.
@@ -113,10 +115,17 @@ class Prober:
             self.engine.step(plan)
         except OutOfMemory:
             raise self._refusal() from None
-        peak = max(0, self._meter.peak() - self._idle - self._held())
+        peak = max(self._known(plan), self._meter.peak() - self._idle - self._held())
         tokens = max(len(row.tokens) for row in plan.rows)
         log.info("  %d rows of %d tokens: %s beside the KV cache", len(plan.rows), tokens, in_words(peak))
         return peak
+
+    def _known(self, plan: Plan) -> int:
+        """Bytes that a step on a CPU may take, whatever is seen of it."""
+        info = self.engine.info
+        rows = zip(plan.rows, plan.counts, strict=True)
+        told = sum(count for row, count in rows if row.request.details.inputs and not row.generated)
+        return _COPIES * told * info.vocab_size * _FLOAT_BYTES if info.device == "cpu" else 0
 
     def _row(self, length: int, generated: int = 0, *, number: int, inputs: bool) -> Sequence:
         """Every other row is a token shorter, so that there is padding; one chooses in another way."""
