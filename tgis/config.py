@@ -41,7 +41,7 @@ from tgis.tls import Certificates, TlsFiles
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Limits of requests", "Batches and memory", "Text"
 PROMPTS, NETWORK, PROCESS, LOGS = "Soft prompts", "Network", "Process", "Logs"
 
-ENGINE = choice("auto", "tgis_native", "hf_transformers", "fake", not_yet=("hf_optimum_ort", "ibm_fms"))
+ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake", not_yet=("ibm_fms",))
 DTYPE = choice("float32", "float16", "bfloat16", not_yet=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
 FRACTION = decimal(0, 1, above=True)
 SECONDS = decimal(0, 86400, above=True)

@@ -5,14 +5,13 @@ on the CPU, and sampling over the whole batch. It never downloads and never runs
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 
 import torch
 
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.engines.attention import use_packed_attention
 from tgis.engines.base import StepResult
 from tgis.engines.causal import CausalModel
 from tgis.engines.context import TokenContext
@@ -30,20 +29,25 @@ log = logging.getLogger(__name__)
 _DEFAULT_BATCH = {"cpu": 64, "cuda": 256}
 _KV_OVERHEAD = 2.5  # a cache buffer is up to 1.5 times its rows, and a layer exists twice while it is moved
 
+LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # the device, most rows
+
+
+def load_model(options: EngineOptions, device: torch.device, max_rows: int) -> PaddedModel:
+    """The model of the options' directory."""
+    family = Seq2SeqModel if load_config(options).is_encoder_decoder else CausalModel
+    return family(options, device, max_rows)
+
 
 class TransformersEngine:
     """A padded batch: rows are in the same order here, in the model, in the sampler and in the context."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:
         torch.set_grad_enabled(False)
         self._options = options
         self._device = pick_device(options)
         self._max_batch_size = options.max_batch_size or _DEFAULT_BATCH[self._device.type]
-        family = Seq2SeqModel if load_config(options).is_encoder_decoder else CausalModel
-        self._model: PaddedModel = family(options, self._device, self._max_batch_size)
-        if self._device.type == "cpu":
-            use_packed_attention(self._model.network)
-        self._vocab_size = self._model.network.get_output_embeddings().weight.shape[0]
+        self._model = load(options, self._device, self._max_batch_size)
+        self._vocab_size = self._model.facts.vocab_size
         self._eos_ids = options.eos_ids
         self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
         self._context = TokenContext(self._model.context, self._device)
@@ -54,13 +58,13 @@ class TransformersEngine:
     @property
     def info(self) -> EngineInfo:
         """Facts of the loaded model."""
-        network = self._model.network
+        facts = self._model.facts
         return EngineInfo(
-            model_class=type(network).__name__,
+            model_class=facts.name,
             device=str(self._device),
-            dtype=str(network.dtype).removeprefix("torch."),
+            dtype=str(facts.dtype).removeprefix("torch."),
             vocab_size=self._vocab_size,
-            encoder_decoder=network.config.is_encoder_decoder,
+            encoder_decoder=facts.encoder_decoder,
             padded=True,
             max_batch_size=self._max_batch_size,
             weight_limit=self._weight_limit,
