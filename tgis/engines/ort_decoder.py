@@ -3,6 +3,7 @@
 Names, head counts, sizes and dtypes come from the graphs; one that wants what nobody here can give is refused.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,6 +16,9 @@ from tgis.engines.ort_states import Block
 from tgis.errors import StartError
 
 LOGITS, PAST, PRESENT, ENCODER = "logits", "past_key_values.", "present.", ".encoder."
+_PROBE = 12  # columns
+_PROBES = ([_PROBE - 1, _PROBE // 2 - 1], [_PROBE // 2 - 1])
+_NOISE = 0.1  # of the logits' spread, which numbers of eight bits bring along
 _KNOWN = {
     "input_ids",
     "attention_mask",
@@ -68,11 +72,6 @@ class Decoder:
         return self.others.outputs[LOGITS].size(2)
 
     @property
-    def logits_dtype(self) -> torch.dtype:
-        """That the graphs compute."""
-        return self.others.outputs[LOGITS].dtype
-
-    @property
     def reads_past_in_pieces(self) -> bool:
         """Whether a prompt may be computed in several passes, as one graph made for that can."""
         return self.first is self.others and "use_cache_branch" not in self.others.inputs
@@ -81,6 +80,10 @@ class Decoder:
         """Of the states of these names."""
         ports = [self.others.inputs[PAST + name] for name in names]
         return sum(port.size(1) * port.size(3) * port.dtype.itemsize for port in ports)
+
+    def logits(self, rows: int, device: torch.device) -> Tensor:
+        """Room for those of one token of each row, [rows, V]."""
+        return torch.empty((rows, self.vocabulary), dtype=self.others.outputs[LOGITS].dtype, device=device)
 
     def block(self, names: tuple[str, ...], lengths: list[int], device: torch.device, padded_left: bool) -> Block:
         """States of these names for rows of which nothing has been computed."""
@@ -94,7 +97,7 @@ class Decoder:
         beginning = block.columns == 0
         graph = self.first if beginning else self.others
         room = block.room(block.columns + ids.shape[1])
-        logits = torch.empty((*ids.shape, self.vocabulary), dtype=self.logits_dtype, device=ids.device)
+        logits = self.logits(ids.numel(), ids.device).view(*ids.shape, -1)
         given = self._given(block, ids, cross)
         wanted = {LOGITS: logits} | {PRESENT + name: tensor for name, tensor in zip(self.decoded, room, strict=True)}
         if cross is not None and beginning:
@@ -130,3 +133,22 @@ class Decoder:
         outputs = {LOGITS: 3} | {PRESENT + name: 4 for name in self.decoded}
         self.others.expect(inputs, outputs)
         self.first.expect(inputs, outputs | {PRESENT + name: 4 for name in self.encoded})
+
+
+def ignores_padding(decoder: Decoder, device: torch.device, cross: Callable[[int], Cross | None]) -> bool:
+    """Whether a row's logits are those that it gets without padding on its left; `cross` for so many rows.
+
+    A graph that is told both what to see and where it stands need not be tried.
+    """
+    takes = decoder.others.inputs
+    if "attention_mask" not in takes or "position_ids" in takes:
+        return "attention_mask" in takes
+    ids = torch.arange(4, 4 + _PROBE, device=device).expand(2, -1)
+    long, short = (decoder.block(decoder.decoded, list(lengths), device, padded_left=True) for lengths in _PROBES)
+    many, one = cross(2), cross(1)
+    pairs = []
+    for start, stop in ((0, _PROBE - 1), (_PROBE - 1, _PROBE)):  # a first pass, and one with a past
+        beside = decoder.run(long, ids[:, start:stop], many)[1, -1]
+        alone = decoder.run(short, ids[:1, max(start, _PROBE // 2) : stop], one)[0, -1]
+        pairs.append((beside, alone))
+    return all(float((beside - alone).abs().max()) < _NOISE * float(alone.std()) for beside, alone in pairs)

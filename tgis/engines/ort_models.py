@@ -1,7 +1,7 @@
 """ONNX graphs as models of the padded engine: decoder-only, and encoder-decoder.
 
-Graphs of encoder-decoders take no mask for the output, and count its places themselves: there only rows whose
-outputs are equally long can share a pass.
+Some graphs take no mask of what the decoder has seen, or count places without it, as those of encoder-decoders that
+Optimum exports by itself: there only rows that are equally long can share a pass.
 """
 
 from pathlib import Path
@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.lora import LoraLayers
-from tgis.engines.ort_decoder import Cross, Decoder
+from tgis.engines.ort_decoder import Cross, Decoder, ignores_padding
 from tgis.engines.ort_files import find_graphs
 from tgis.engines.ort_graph import Graph
-from tgis.engines.ort_states import Block, Cohort, Cohorts
+from tgis.engines.ort_states import Block, Cohort, Cohorts, alike
 from tgis.engines.padded import PREFILL_TOKENS, ModelFacts, asking, in_pieces
 from tgis.engines.seq2seq import OutputRules
 from tgis.engines.token_facts import first_input_fact
@@ -34,9 +33,9 @@ class OnnxCausalModel:
         files = find_graphs(Path(options.model_path), encoder_decoder=False)
         self._decoder = Decoder.load(files, device, options.threads)
         self._device = device
-        self.lora = LoraLayers(None)
         self.facts = _facts(config, self._decoder)
         self.positions = options.max_sequence_length
+        self._together = ignores_padding(self._decoder, device, lambda _: None)
         self.clear()
 
     @property
@@ -63,6 +62,15 @@ class OnnxCausalModel:
     def prefill(self, rows: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenFacts]]]:
         """Compute prompts, in pieces where the graph can: the logits after each's last token, facts of input tokens."""
         first = self._cohorts.rows - len(rows)
+        logits = self._decoder.logits(len(rows), self._device)
+        inputs: dict[int, list[TokenFacts]] = {}
+        for places in alike([row.pending for row in rows], self._together):
+            group = [rows[place] for place in places]
+            logits[places], facts = self._prefill(group, [first + place for place in places])
+            inputs |= facts
+        return logits, inputs
+
+    def _prefill(self, rows: list[Sequence], numbers: list[int]) -> tuple[Tensor, dict[int, list[TokenFacts]]]:
         lengths = [row.pending for row in rows]
         width = max(lengths)
         ids = torch.tensor([[0] * (width - row.pending) + row.tokens for row in rows], device=self._device)
@@ -70,14 +78,15 @@ class OnnxCausalModel:
         whole = not self._decoder.reads_past_in_pieces
         piece = width if whole else max(1, PREFILL_TOKENS[self._device.type] // len(rows))
         found = in_pieces(rows, piece, lambda start, stop: self._decoder.run(block, ids[:, start:stop]))
-        self._cohorts.add(Cohort(list(range(first, first + len(rows))), block))
+        self._cohorts.add(Cohort(numbers, block))
         return found
 
     def decode(self, newest: Tensor) -> Tensor:
         """One more token of every row."""
-        (cohort,) = self._cohorts.regrouped(lambda _: None)
-        logits = self._decoder.run(cohort.one_more(), newest[cohort.rows, None])[:, -1]
-        return logits[cohort.order]
+        logits = self._decoder.logits(len(newest), self._device)
+        for cohort in self._cohorts.regrouped(self._together):
+            logits[cohort.rows] = self._decoder.run(cohort.one_more(), newest[cohort.rows, None])[:, -1]
+        return logits
 
 
 class OnnxSeq2SeqModel:
@@ -96,6 +105,7 @@ class OnnxSeq2SeqModel:
         self.facts = _facts(config, self._decoder)
         most = getattr(config, "max_position_embeddings", None)
         self.positions = min(options.max_sequence_length, most or options.max_sequence_length)
+        self._together = ignores_padding(self._decoder, device, self._probe)
         self.clear()
 
     @property
@@ -125,25 +135,25 @@ class OnnxSeq2SeqModel:
         first = self._cohorts.rows - len(rows)
         states, mask = self._encode(rows)
         outputs = [self.context(row) for row in rows]
-        logits = self._empty_logits(len(rows))
-        for length in {len(output) for output in outputs}:
-            places = [place for place, output in enumerate(outputs) if len(output) == length]
+        lengths = [len(output) for output in outputs]
+        logits = self._decoder.logits(len(rows), self._device)
+        for places in alike(lengths, self._together):
+            width = max(lengths[place] for place in places)
+            ids = torch.tensor([[0] * (width - lengths[place]) + outputs[place] for place in places])
+            decoded = self._block([lengths[place] for place in places], self._decoder.decoded, left=True)
             encoded = self._block([rows[place].prompt_length for place in places], self._decoder.encoded, left=False)
-            decoded = self._block([length] * len(places), self._decoder.decoded, left=True)
-            ids = torch.tensor([outputs[place] for place in places], device=self._device)
             cross = Cross(mask[places], states[places], encoded)
-            logits[places] = self._decoder.run(decoded, ids, cross)[:, -1]
+            logits[places] = self._decoder.run(decoded, ids.to(self._device), cross)[:, -1]
             self._cohorts.add(Cohort([first + place for place in places], decoded, encoded))
         self._rules.apply(logits, [place for place, row in enumerate(rows) if not row.generated])
         return logits, {row.id: [first_input_fact(row.request.details)] * row.prompt_length for row in asking(rows)}
 
     def decode(self, newest: Tensor) -> Tensor:
         """One more token of every row."""
-        logits = self._empty_logits(len(newest))
-        for cohort in self._cohorts.regrouped(lambda cohort: cohort.decoded.lengths[0]):
-            decoded = cohort.one_more()
-            ids = newest[cohort.rows, None]
-            logits[cohort.rows] = self._decoder.run(decoded, ids, self._cross(cohort.encoded))[:, -1]
+        logits = self._decoder.logits(len(newest), self._device)
+        for cohort in self._cohorts.regrouped(self._together):
+            cross = self._cross(cohort.encoded)
+            logits[cohort.rows] = self._decoder.run(cohort.one_more(), newest[cohort.rows, None], cross)[:, -1]
         self._rules.apply(logits, [])
         return logits
 
@@ -151,12 +161,20 @@ class OnnxSeq2SeqModel:
         """The encoder's output, [rows, columns, hidden], padding on the right; its mask."""
         lengths = [row.prompt_length for row in rows]
         width = max(lengths)
-        inputs = [row.tokens[:length] + [0] * (width - length) for row, length in zip(rows, lengths, strict=True)]
-        ids = torch.tensor(inputs, device=self._device)
-        mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long().to(self._device)
+        ids = [row.tokens[:length] + [0] * (width - length) for row, length in zip(rows, lengths, strict=True)]
+        mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+        return self._encoded(torch.tensor(ids, device=self._device), mask.to(self._device))
+
+    def _encoded(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         states = self._hidden(*ids.shape)
         self._encoder.run({"input_ids": ids, "attention_mask": mask}, {_HIDDEN: states})
         return states, mask
+
+    def _probe(self, rows: int) -> Cross:
+        """Of rows that have the same input."""
+        ids = torch.arange(4, 7, device=self._device).repeat(rows, 1)
+        states, mask = self._encoded(ids, torch.ones_like(ids))
+        return Cross(mask, states, self._block([3] * rows, self._decoder.encoded, left=False))
 
     def _cross(self, encoded: Block | None) -> Cross:
         """Of rows whose inputs have been read before."""
@@ -171,9 +189,6 @@ class OnnxSeq2SeqModel:
 
     def _block(self, lengths: list[int], names: tuple[str, ...], *, left: bool) -> Block:
         return self._decoder.block(names, lengths, self._device, padded_left=left)
-
-    def _empty_logits(self, rows: int) -> Tensor:
-        return torch.empty((rows, self.facts.vocab_size), dtype=self._decoder.logits_dtype, device=self._device)
 
 
 def _facts(config: PreTrainedConfig, decoder: Decoder) -> ModelFacts:

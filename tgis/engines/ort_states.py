@@ -4,7 +4,6 @@ A block is rectangular: rows that are shorter have padding on the side that its 
 one are a cohort; which rows can, the model knows. Owns the numbers of rows, no token and no request.
 """
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -88,11 +87,6 @@ class Cohort:
         """Decoded, and encoded if there is such a thing."""
         return [self.decoded] if self.encoded is None else [self.decoded, self.encoded]
 
-    @property
-    def order(self) -> list[int]:
-        """The place of each row of the batch, if all are here."""
-        return [self.rows.index(row) for row in range(len(self.rows))]
-
     def one_more(self) -> Block:
         """Before a pass over one more token of each row: what it extends."""
         for block in self.blocks:
@@ -135,13 +129,19 @@ class Cohorts:
             cohort.rows = [row if number == self.rows else number for number in cohort.rows]
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
 
-    def regrouped(self, key: Callable[[Cohort], Hashable]) -> list[Cohort]:
-        """All cohorts, after those of one key have become one."""
-        groups: dict[Hashable, list[Cohort]] = {}
-        for cohort in self._cohorts:
-            groups.setdefault(key(cohort), []).append(cohort)
-        self._cohorts = [_merged(group) for group in groups.values()]
+    def regrouped(self, together: bool) -> list[Cohort]:
+        """Cohorts as large as they can be: one if all rows can go together, else one for each length."""
+        found = self._cohorts
+        groups = alike([cohort.decoded.lengths[0] for cohort in found], together)
+        self._cohorts = [_merged([found[index] for index in group]) for group in groups]
         return self._cohorts
+
+
+def alike(lengths: list[int], together: bool) -> list[list[int]]:
+    """The places of what can go together: all of them, or those of each length."""
+    if together:
+        return [list(range(len(lengths)))]
+    return [[place for place, own in enumerate(lengths) if own == length] for length in sorted(set(lengths))]
 
 
 def _merged(group: list[Cohort]) -> Cohort:
