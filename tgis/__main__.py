@@ -18,13 +18,14 @@ COMMANDS = {
     "model-info": "tell what a server serves",
     "health": "ask a server whether it is ready (by the exit code)",
     "bench": "measure a running server",
-    "prompts": "say what is in a store of adapters",
+    "convert-to-onnx": "make ONNX graphs of a model, for the engine hf_optimum_ort",
+    "prompts": "say what is in a store of soft prompts",
     "simulate": "run a trace through the batcher, without a model",
     "download-weights": "bring a model from the hub into the local cache",
     "convert-to-safetensors": "make safetensors of a model's .bin weights",
     "convert-to-fast-tokenizer": "make a tokenizer.json of an older tokenizer",
 }
-MODEL_FILES = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer")
+MODEL_FILES = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
 INTERRUPTED = 130  # as shells report SIGINT
 
 

@@ -228,8 +228,19 @@ def from_process(argv: list[str], prog: str = "tgis serve") -> Config:
 def hub_cache_from_process() -> Path:
     """Where `tgis serve` with this environment looks for models of the hub; no other option is looked at."""
     names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")
+    return _some_of_process(*names).hub_cache
+
+
+def cache_dir_from_process() -> Path:
+    """Where `tgis serve` with this environment keeps its files, made if it is not there."""
+    directory = _some_of_process("CACHE_DIR", "TMPDIR").cache_dir
+    _make_private(directory)
+    return directory
+
+
+def _some_of_process(*names: str) -> Config:
     environ = {name: os.environ[name] for name in names if name in os.environ}
-    return parse(["--model-name", "any"], environ, "tgis").hub_cache
+    return parse(["--model-name", "any"], environ, "tgis")
 
 
 def prepare(config: Config) -> None:

@@ -1,8 +1,9 @@
 """The child process of `tgis.models.onnx_export`: lets Optimum write ONNX graphs of a model.
 
-`python optimum_export.py MODEL OUT`, both directories, where Optimum and a transformers that it works with are
-installed, and perhaps no tgis. The decoder of an encoder-decoder gets what Optimum leaves out, a mask of the output,
-and counts the places of its tokens by it: so rows whose outputs are not equally long can share a pass.
+`python optimum_export.py MODEL OUT [PACKAGES]`, all directories; Optimum and a transformers that it works with are in
+PACKAGES, else where this Python has its own, perhaps without tgis. The decoder of an encoder-decoder gets what Optimum
+leaves out, a mask of the output, and counts the places of its tokens by it: so rows whose outputs are not equally long
+can share a pass.
 """
 
 import inspect
@@ -13,11 +14,12 @@ from typing import Any
 
 def main() -> None:
     """Reads local files only and runs none of the model's code; any exception is for the parent to report."""
+    model_path, out, *packages = sys.argv[1:]
+    sys.path[:1] = packages  # instead of the folder of this file, whose modules have names that others have too
     os.environ["HF_HUB_OFFLINE"] = "1"  # read by the imports that follow
     from optimum.exporters.onnx import onnx_export_from_model  # noqa: PLC0415 - see above
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: PLC0415
 
-    model_path, out = sys.argv[1:]
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_pretrained(
