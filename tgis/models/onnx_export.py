@@ -30,7 +30,7 @@ class Conversion:
     """What is wanted."""
 
     optimize: bool = False
-    quantize: bool = False  # weights to int8, activations as they come
+    quantize: bool = False  # to int8
     python: Path | None = None  # an interpreter that has Optimum; None: one is made ready in the cache directory
     wheels: Path | None = None  # for that, instead of a package index
 
@@ -39,7 +39,7 @@ def convert_to_onnx(model: ModelFiles, out: Path, wanted: Conversion, cache_dir:
     """Write the graphs and what else serving needs into `out`, which appears when all is done."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartError(f"{out} is there already")
-    if missing := [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise StartError(f"convert-to-onnx needs {' and '.join(missing)}: pip install 'tgis[onnx]'")
     find_weights(model.path)
     try:
