@@ -160,7 +160,7 @@ def test_booleans(text: str) -> None:
         ("BIND_ADDRESS", "localhost", "must be an IP address"),
         ("DTYPE", "float8", "must be one of float32, float16, bfloat16"),
         ("DTYPE", "int8", "is not supported yet"),
-        ("DEPLOYMENT_FRAMEWORK", "hf_optimum_ort", "is not supported yet"),
+        ("DEPLOYMENT_FRAMEWORK", "ibm_fms", "is not supported yet"),
         ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of auto, tgis_native, hf_transformers, fake"),
         ("MODEL_NAME", "a\x00b", "must be printable text"),
         ("NUM_SHARD", "0", "must be a whole number from 1 to 64"),
