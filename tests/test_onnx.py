@@ -72,9 +72,12 @@ SERVED = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in ("smo
 def test_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_path: Path, request: Any) -> None:
     """Every prompt alone, with all details; then all of them and more, overlapping, and some that leave."""
     answers = list(oracle.answers(name, model, cache_dir, request.config.getoption("--oracle-recompute")).values())
-    options = {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort", "NUM_THREADS": 1}
     most = MAX_NEW_TOKENS[name]
-    with serving(tmp_path, exported(model, cache_dir), **options) as server, server.stub() as stub:
+    graphs = exported(model, cache_dir)
+    with (
+        serving(tmp_path, graphs, DEPLOYMENT_FRAMEWORK="hf_optimum_ort", NUM_THREADS=1) as server,
+        server.stub() as stub,
+    ):
         for answer in answers:
             (got,) = generate(stub, [answer], most, EVERYTHING)
             Comparison(answer, most, EVERYTHING).check(got)

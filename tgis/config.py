@@ -71,7 +71,7 @@ class Config:
     model_name: str = required(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
     revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown="main")
     deployment_framework: str = option(
-        MODEL, ENGINE, "tgis_native, hf_transformers, fake, or auto for what can run the model", "auto",
+        MODEL, ENGINE, "tgis_native, hf_transformers, hf_optimum_ort, fake, or auto for what can run the model", "auto",
         renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
@@ -225,21 +225,10 @@ def from_process(argv: list[str], prog: str = "tgis serve") -> Config:
     return parse(argv, os.environ, prog)
 
 
-def hub_cache_from_process() -> Path:
-    """Where `tgis serve` with this environment looks for models of the hub; no other option is looked at."""
+def places_from_process() -> Config:
+    """Where `tgis serve` with this environment looks for models of the hub, and keeps files; no other option."""
     names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")
-    return _some_of_process(*names).hub_cache
-
-
-def cache_dir_from_process() -> Path:
-    """Where `tgis serve` with this environment keeps its files, made if it is not there."""
-    directory = _some_of_process("CACHE_DIR", "TMPDIR").cache_dir
-    _make_private(directory)
-    return directory
-
-
-def _some_of_process(*names: str) -> Config:
-    environ = {name: os.environ[name] for name in names if name in os.environ}
+    environ = {name: os.environ[name] for name in (*names, "CACHE_DIR", "TMPDIR") if name in os.environ}
     return parse(["--model-name", "any"], environ, "tgis")
 
 
@@ -248,7 +237,7 @@ def prepare(config: Config) -> None:
 
     To be called before any of them is imported. StartError if the directory cannot be made or trusted.
     """
-    _make_private(config.cache_dir)
+    make_private(config.cache_dir)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_HUB_CACHE"] = str(config.hub_cache)
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
@@ -260,7 +249,7 @@ def prepare(config: Config) -> None:
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     """Where everybody may write, only a directory of this user is safe: others could fill it first."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -39,6 +39,8 @@ def main(argv: list[str], prog: str) -> int:
     parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's: always done
     options = parser.parse_args(argv)
     wanted = Conversion(options.optimize, options.quantize is not None, options.python, options.wheels)
-    convert_to_onnx(model.find(options), options.out, wanted, config.cache_dir_from_process())
+    cache = config.places_from_process().cache_dir
+    config.make_private(cache)
+    convert_to_onnx(model.find(options), options.out, wanted, cache)
     print(options.out)
     return 0

@@ -25,6 +25,8 @@ def load_engine(options: EngineOptions) -> TransformersEngine:
 def _load_model(options: EngineOptions, device: torch.device, _max_rows: int) -> PaddedModel:
     if device.type == "cuda" and not cuda_is_built():
         raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
+    if options.prompts is not None:
+        raise StartError("PREFIX_STORE_PATH: the engine hf_optimum_ort takes no soft prompts")
     config = load_config(options)
     model = (OnnxSeq2SeqModel if config.is_encoder_decoder else OnnxCausalModel)(options, config, device)
     dtype = str(model.facts.dtype).removeprefix("torch.")
