@@ -161,7 +161,7 @@ def test_booleans(text: str) -> None:
         ("DTYPE", "float8", "must be one of float32, float16, bfloat16"),
         ("DTYPE", "int8", "is not supported yet"),
         ("DEPLOYMENT_FRAMEWORK", "ibm_fms", "is not supported yet"),
-        ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of auto, tgis_native, hf_transformers, fake"),
+        ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of auto, tgis_native, hf_transformers, hf_optimum_ort, fake"),
         ("MODEL_NAME", "a\x00b", "must be printable text"),
         ("NUM_SHARD", "0", "must be a whole number from 1 to 64"),
     ],

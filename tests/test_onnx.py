@@ -22,7 +22,6 @@ from test_engine_setbacks import run as run_with_setbacks
 from tiny_models import run
 
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.engines import ort_graph
 from tgis.engines.hf_optimum_ort import load_engine
 from tgis.engines.hf_transformers import TransformersEngine
 from tgis.engines.ort_decoder import ignores_padding
@@ -32,6 +31,7 @@ from tgis.engines.ort_states import Block
 from tgis.engines.padded import PREFILL_TOKENS
 from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, Request, Sampling
+from tgis.prefix import PromptOptions
 
 SMALL = ["glassllm", "detransliterator"]
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def test_what_is_told_of_the_model(graphs: Path, model: Path, caplog: pytest.Log
     assert "DTYPE=bfloat16 is without effect: the graphs were exported in float32" in caplog.text
 
 
-def test_lack_of_memory_is_told_from_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_is_told_from_bugs() -> None:
     class Broken(Exception):
         pass
 
@@ -169,9 +169,8 @@ def test_lack_of_memory_is_told_from_bugs(monkeypatch: pytest.MonkeyPatch) -> No
         def run_with_iobinding(self, text: str) -> None:
             raise Broken(text)
 
-    monkeypatch.setattr(ort_graph, "_errors", lambda: (Broken,))
     graph = object.__new__(Graph)
-    graph._session = Session()
+    graph._session, graph._errors = Session(), (Broken,)
     with pytest.raises(OutOfMemory, match="out of memory in a pass of onnxruntime"):
         graph._run("Failed to allocate memory for requested buffer of size 99")
     with pytest.raises(Broken):
@@ -259,6 +258,12 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
     assert refusal(both) == f"{both} has no encoder_model.onnx, {needs}"
     (both / "encoder_model.onnx").touch()
     assert refusal(both) == f"{both} has no ONNX graphs, neither {last}"
+
+
+def test_soft_prompts_are_refused_at_the_start(glassllm_dir: Path) -> None:
+    prompts = PromptOptions("/store", 1 << 20, 16)
+    with pytest.raises(StartError, match="PREFIX_STORE_PATH: the engine hf_optimum_ort takes no soft"):
+        load_engine(msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=1), prompts=prompts))
 
 
 def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:

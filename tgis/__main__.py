@@ -18,7 +18,7 @@ COMMANDS = {
     "model-info": "tell what a server serves",
     "health": "ask a server whether it is ready (by the exit code)",
     "bench": "measure a running server",
-    "convert-to-onnx": "make ONNX graphs of a model, for the engine hf_optimum_ort",
+    "convert-to-onnx": "make ONNX graphs for the engine hf_optimum_ort",
     "prompts": "say what is in a store of soft prompts",
     "simulate": "run a trace through the batcher, without a model",
     "download-weights": "bring a model from the hub into the local cache",

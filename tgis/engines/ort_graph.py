@@ -48,6 +48,7 @@ class Graph:
         self.file = file
         self._device = device
         self._session = _open(file, device, threads)
+        self._errors = _errors()
         self.inputs = {port.name: self._port(port) for port in self._session.get_inputs()}
         self.outputs = {port.name: self._port(port) for port in self._session.get_outputs()}
 
@@ -64,23 +65,23 @@ class Graph:
 
     def run(self, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
         """One pass: contiguous tensors of the device, those of `given` that the graph takes; fills `wanted`."""
-        binding = self._session.io_binding()
-        index = self._device.index or 0
-        for name, port in self.inputs.items():
-            tensor = given[name].to(port.dtype)
-            assert tensor.is_contiguous()
-            binding.bind_input(name, self._device.type, index, port.number, tuple(tensor.shape), tensor.data_ptr())
-        for name, tensor in wanted.items():
-            assert tensor.is_contiguous()
-            number = self.outputs[name].number
-            binding.bind_output(name, self._device.type, index, number, tuple(tensor.shape), tensor.data_ptr())
+        tensors = {name: given[name].to(port.dtype) for name, port in self.inputs.items()}  # alive until the end
+        binding, index = self._session.io_binding(), self._device.index or 0
+        for bind, ports, bound in (
+            (binding.bind_input, self.inputs, tensors),
+            (binding.bind_output, self.outputs, wanted),
+        ):
+            for name, tensor in bound.items():
+                assert tensor.is_contiguous()
+                bind(name, self._device.type, index, ports[name].number, tuple(tensor.shape), tensor.data_ptr())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # onnxruntime has a stream of its own
         self._run(binding)
 
     def _run(self, binding: Any) -> None:
-        errors = _errors()
         try:
             self._session.run_with_iobinding(binding)
-        except errors as error:
+        except self._errors as error:
             if any(sign in str(error) for sign in _NO_MEMORY):
                 raise OutOfMemory("the device is out of memory in a pass of onnxruntime") from error
             raise
