@@ -71,7 +71,7 @@ class Config:
     model_name: str = required(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
     revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown="main")
     deployment_framework: str = option(
-        MODEL, ENGINE, "tgis_native, hf_transformers, hf_optimum_ort, fake, or auto for what can run the model", "auto",
+        MODEL, ENGINE, "tgis_native, hf_transformers, hf_optimum_ort, fake; auto: what can run it", "auto",
         renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)

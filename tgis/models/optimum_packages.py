@@ -41,9 +41,7 @@ def _install(target: Path, wheels: Path | None) -> None:
         command += ["--no-index", "--find-links", str(wheels)]
     try:
         if reason := child.run(command, INSTALL_SECONDS):
-            raise StartError(
-                f"cannot install {REQUIREMENTS.name} (--wheels and --python work without a network): {reason}"
-            )
+            raise StartError(f"cannot install Optimum (--wheels and --python need no network): {reason}")
         staging.chmod(0o755)
         staging.rename(target)
     finally:
