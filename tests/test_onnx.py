@@ -262,7 +262,7 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
 
 def test_soft_prompts_are_refused_at_the_start(glassllm_dir: Path) -> None:
     prompts = PromptOptions("/store", 1 << 20, 16)
-    with pytest.raises(StartError, match="PREFIX_STORE_PATH: the engine hf_optimum_ort takes no soft"):
+    with pytest.raises(StartError, match="PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters"):
         load_engine(msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=1), prompts=prompts))
 
 

@@ -18,12 +18,12 @@ COMMANDS = {
     "model-info": "tell what a server serves",
     "health": "ask a server whether it is ready (by the exit code)",
     "bench": "measure a running server",
-    "convert-to-onnx": "make ONNX graphs for the engine hf_optimum_ort",
-    "prompts": "say what is in a store of soft prompts",
+    "prompts": "say what is in a store of adapters",
     "simulate": "run a trace through the batcher, without a model",
     "download-weights": "bring a model from the hub into the local cache",
     "convert-to-safetensors": "make safetensors of a model's .bin weights",
     "convert-to-fast-tokenizer": "make a tokenizer.json of an older tokenizer",
+    "convert-to-onnx": "make ONNX graphs for the engine hf_optimum_ort",
 }
 MODEL_FILES = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
 INTERRUPTED = 130  # as shells report SIGINT

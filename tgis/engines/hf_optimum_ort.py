@@ -1,5 +1,5 @@
 """Engine `hf_optimum_ort`: graphs that Optimum has exported, run by onnxruntime in the padded batches of
-hf_transformers. Their dtype is their own; soft prompts cannot be given to them.
+hf_transformers. Their dtype is their own; soft prompts and LoRA adapters cannot be given to them.
 """
 
 import logging
@@ -26,7 +26,7 @@ def _load_model(options: EngineOptions, device: torch.device, _max_rows: int) ->
     if device.type == "cuda" and not cuda_is_built():
         raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
     if options.prompts is not None:
-        raise StartError("PREFIX_STORE_PATH: the engine hf_optimum_ort takes no soft prompts")
+        raise StartError("PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters")
     config = load_config(options)
     model = (OnnxSeq2SeqModel if config.is_encoder_decoder else OnnxCausalModel)(options, config, device)
     dtype = str(model.facts.dtype).removeprefix("torch.")

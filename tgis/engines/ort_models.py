@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.lora import LoraLayers
 from tgis.engines.ort_decoder import Cross, Decoder, ignores_padding
 from tgis.engines.ort_files import find_graphs
 from tgis.engines.ort_graph import Graph
@@ -33,6 +34,7 @@ class OnnxCausalModel:
         files = find_graphs(Path(options.model_path), encoder_decoder=False)
         self._decoder = Decoder.load(files, device, options.threads)
         self._device = device
+        self.lora = LoraLayers(None)
         self.facts = _facts(config, self._decoder)
         self.positions = options.max_sequence_length
         self._together = ignores_padding(self._decoder, device, lambda _: None)
@@ -101,6 +103,7 @@ class OnnxSeq2SeqModel:
         self._encoder.expect(inputs={"input_ids", "attention_mask"}, outputs={_HIDDEN: 3})
         self._decoder = Decoder.load(files, device, options.threads)
         self._device = device
+        self.lora = LoraLayers(None)
         self._rules = OutputRules.of(_generation_config(options, config), device)
         self.facts = _facts(config, self._decoder)
         most = getattr(config, "max_position_embeddings", None)
