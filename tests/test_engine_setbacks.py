@@ -9,8 +9,10 @@ from batches import engine_options
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits, MemoryModel
+from tgis.engines.causal import CausalModel
 from tgis.engines.hf_transformers import TransformersEngine
 from tgis.engines.kv_cache import PaddedLayer
+from tgis.engines.seq2seq import Seq2SeqModel
 from tgis.errors import OutOfMemory, StartError
 from tgis.messages import Details, Request, Sampling, TokenFacts
 
@@ -92,6 +94,11 @@ class Failing:
         return self.function(*args, **kwargs)
 
 
+def network_of(engine: TransformersEngine) -> torch.nn.Module:
+    assert isinstance(engine._model, CausalModel | Seq2SeqModel)
+    return engine._model.network
+
+
 LACK, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
 
 
@@ -99,7 +106,7 @@ LACK, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
 def test_a_pass_that_fails_changes_nobodys_result(
     engine: TransformersEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
 ) -> None:
-    network = engine._model.network
+    network = network_of(engine)
     monkeypatch.setattr(network, "forward", Failing(network.forward, error, calls))
     check(run(engine, requests()), alone)
     assert engine._rows == []
@@ -116,7 +123,7 @@ def test_a_cache_that_cannot_grow_changes_nobodys_result(
 
 
 def test_a_lost_device_is_fatal(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = engine._model.network
+    network = network_of(engine)
     monkeypatch.setattr(network, "forward", Failing(network.forward, torch.AcceleratorError("device-side assert"), {1}))
     row = Sequence(requests()[0], 0.0)
     with pytest.raises(StartError, match="device is lost"):

@@ -23,8 +23,9 @@ COMMANDS = {
     "download-weights": "bring a model from the hub into the local cache",
     "convert-to-safetensors": "make safetensors of a model's .bin weights",
     "convert-to-fast-tokenizer": "make a tokenizer.json of an older tokenizer",
+    "convert-to-onnx": "make ONNX graphs for the engine hf_optimum_ort",
 }
-MODEL_FILES = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer")
+MODEL_FILES = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
 INTERRUPTED = 130  # as shells report SIGINT
 
 

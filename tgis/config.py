@@ -41,7 +41,7 @@ from tgis.tls import Certificates, TlsFiles
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Limits of requests", "Batches and memory", "Text"
 PROMPTS, NETWORK, PROCESS, LOGS = "Soft prompts", "Network", "Process", "Logs"
 
-ENGINE = choice("auto", "tgis_native", "hf_transformers", "fake", not_yet=("hf_optimum_ort", "ibm_fms"))
+ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake", not_yet=("ibm_fms",))
 DTYPE = choice("float32", "float16", "bfloat16", not_yet=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
 FRACTION = decimal(0, 1, above=True)
 SECONDS = decimal(0, 86400, above=True)
@@ -79,7 +79,7 @@ class Config:
     model_name: str = required(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
     revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown="main")
     deployment_framework: str = option(
-        MODEL, ENGINE, "tgis_native, hf_transformers, fake, or auto for what can run the model", "auto",
+        MODEL, ENGINE, "tgis_native, hf_transformers, hf_optimum_ort, fake; auto: what can run it", "auto",
         renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
@@ -234,11 +234,11 @@ def from_process(argv: list[str], prog: str = "tgis serve") -> Config:
     return parse(argv, os.environ, prog)
 
 
-def hub_cache_from_process() -> Path:
-    """Where `tgis serve` with this environment looks for models of the hub; no other option is looked at."""
+def places_from_process() -> Config:
+    """Where `tgis serve` with this environment looks for models of the hub, and keeps files; no other option."""
     names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")
-    environ = {name: os.environ[name] for name in names if name in os.environ}
-    return parse(["--model-name", "any"], environ, "tgis").hub_cache
+    environ = {name: os.environ[name] for name in (*names, "CACHE_DIR", "TMPDIR") if name in os.environ}
+    return parse(["--model-name", "any"], environ, "tgis")
 
 
 def prepare(config: Config) -> None:
@@ -246,7 +246,7 @@ def prepare(config: Config) -> None:
 
     To be called before any of them is imported. StartError if the directory cannot be made or trusted.
     """
-    _make_private(config.cache_dir)
+    make_private(config.cache_dir)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(config.hub_cache)}
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache_dir / "inductor"))
@@ -256,7 +256,7 @@ def prepare(config: Config) -> None:
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     """Where everybody may write, only a directory of this user is safe: others could fill it first."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ def run(config: Config) -> int:
     for warning in config.warnings:
         log.warning("%s", warning)
     model = find_model(config.model_name, config.revision, str(config.hub_cache))
-    if config.engine != "fake":
+    if config.engine not in ("fake", "hf_optimum_ort"):  # which look for files of their own, or for none
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)
     return asyncio.run(Server(config, model, tokenizer).serve())

@@ -73,7 +73,7 @@ def _parser(prog: str) -> Parser:
 def _bring(options: argparse.Namespace) -> Path:
     """The directory of the model, up to date if the hub can be reached."""
     api = HfApi(token=options.token or None, library_name="tgis", library_version=tgis.__version__)
-    cache = config.hub_cache_from_process()
+    cache = config.places_from_process().hub_cache
     try:
         listing = hub.look_up(api, options.model_name, options.revision)
     except hub.Unreachable as error:

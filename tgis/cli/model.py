@@ -23,4 +23,4 @@ def add_arguments(parser: argparse.ArgumentParser, about: str) -> None:
 
 def find(options: argparse.Namespace) -> ModelFiles:
     """The model on this machine; StartError if there is none."""
-    return find_model(options.model_name, options.revision, str(config.hub_cache_from_process()))
+    return find_model(options.model_name, options.revision, str(config.places_from_process().hub_cache))

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 _ENGINES = {
     "fake": ("tgis.engines.fake", "FakeEngine"),
+    "hf_optimum_ort": ("tgis.engines.hf_optimum_ort", "load_engine"),
     "hf_transformers": ("tgis.engines.hf_transformers", "TransformersEngine"),
     "tgis_native": ("tgis.engines.tgis_native", "PagedEngine"),
 }
@@ -35,6 +36,6 @@ def load_engine(options: EngineOptions, end: Callable[[str], NoReturn]) -> Engin
 
 
 def _load(name: str, options: EngineOptions) -> Engine:
-    module, class_name = _ENGINES[name]
-    engine: Engine = getattr(import_module(module), class_name)(options)
+    module, maker = _ENGINES[name]
+    engine: Engine = getattr(import_module(module), maker)(options)
     return engine

@@ -3,12 +3,12 @@
 import torch
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.attention import use_packed_attention
 from tgis.engines.kv_cache import KvCost, PaddedCache
-from tgis.engines.loading import load_causal_lm
+from tgis.engines.loading import facts_of, load_causal_lm
 from tgis.engines.lora import LoraLayers
-from tgis.engines.padded import PREFILL_TOKENS
+from tgis.engines.padded import PREFILL_TOKENS, asking, in_pieces
 from tgis.engines.soft_prompts import decoder_prompt, embedded, padded_spans
-from tgis.engines.token_facts import first_input_fact, input_facts
 from tgis.messages import EngineOptions, TokenFacts
 
 
@@ -17,6 +17,9 @@ class CausalModel:
 
     def __init__(self, options: EngineOptions, device: torch.device, max_rows: int) -> None:
         self.network, self._accepts = load_causal_lm(options, device)
+        if device.type == "cpu":
+            use_packed_attention(self.network)
+        self.facts = facts_of(self.network)
         self.positions = options.max_sequence_length
         self.lora = LoraLayers(self.network)
         self._table = self.network.get_input_embeddings()
@@ -58,23 +61,15 @@ class CausalModel:
         prompts = [decoder_prompt(row) for row in rows]
         width = max(lengths)
         ids = torch.tensor([[0] * (width - row.pending) + row.tokens[row.computed :] for row in rows])
-        details = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before
-        inputs = {row.id: [first_input_fact(row.request.details)] for row in details}
-        piece = max(1, PREFILL_TOKENS["cpu" if details else self._device.type] // len(rows))
-        for start in range(0, width, piece):
-            stop = min(start + piece, width)
+        keep, sort = (0, "cpu") if asking(rows) else (1, self._device.type)
+
+        def forward(start: int, stop: int) -> torch.Tensor:
             self._cache.prefill(first, start, stop)
             columns = ids[:, start:stop].to(self._device)
             inserted = embedded(self._table, columns, padded_spans(prompts, lengths, start, stop))
-            logits = self._forward(columns, first, stop, keep=0 if details else 1, inserted=inserted)
-            for row in details:
-                shift = width - row.pending  # columns of padding left of the row
-                begin, end = max(start, shift), min(stop, width - 1)
-                if begin < end:
-                    predicted = row.tokens[begin - shift + 1 : end - shift + 1]
-                    scores = logits[rows.index(row), begin - start : end - start]
-                    inputs[row.id] += input_facts(scores, predicted, row.request.details)
-        return logits[:, -1], inputs
+            return self._forward(columns, first, stop, keep, inserted)
+
+        return in_pieces(rows, max(1, PREFILL_TOKENS[sort] // len(rows)), forward)
 
     def decode(self, newest: torch.Tensor) -> torch.Tensor:
         """One more token of every row."""

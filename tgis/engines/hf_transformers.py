@@ -4,7 +4,7 @@ The model code is transformers' own; around it KV caches that rows join and leav
 on the CPU, and sampling over the whole batch. It never downloads and never runs code of a model directory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 
@@ -12,7 +12,6 @@ import torch
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import MemoryModel
-from tgis.engines.attention import use_packed_attention
 from tgis.engines.base import StepResult
 from tgis.engines.causal import CausalModel
 from tgis.engines.context import TokenContext
@@ -28,20 +27,25 @@ from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling
 
 _DEFAULT_BATCH = {"cpu": 64, "cuda": 256}
 
+LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # the device, most rows
+
+
+def load_model(options: EngineOptions, device: torch.device, max_rows: int) -> PaddedModel:
+    """The model of the options' directory."""
+    family = Seq2SeqModel if load_config(options).is_encoder_decoder else CausalModel
+    return family(options, device, max_rows)
+
 
 class TransformersEngine:
     """A padded batch: rows are in the same order here, in the model, in the sampler and in the context."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:
         torch.set_grad_enabled(False)
         self._options = options
         self._device = pick_device(options)
         self._max_batch_size = options.max_batch_size or _DEFAULT_BATCH[self._device.type]
-        family = Seq2SeqModel if load_config(options).is_encoder_decoder else CausalModel
-        self._model: PaddedModel = family(options, self._device, self._max_batch_size)
-        if self._device.type == "cpu":
-            use_packed_attention(self._model.network)
-        self._vocab_size = self._model.network.get_output_embeddings().weight.shape[0]
+        self._model = load(options, self._device, self._max_batch_size)
+        self._vocab_size = self._model.facts.vocab_size
         self._eos_ids = options.eos_ids
         self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
         self._context = TokenContext(self._model.context, self._device)
@@ -52,13 +56,13 @@ class TransformersEngine:
     @property
     def info(self) -> EngineInfo:
         """Facts of the loaded model."""
-        network = self._model.network
+        facts = self._model.facts
         return EngineInfo(
-            model_class=type(network).__name__,
+            model_class=facts.name,
             device=str(self._device),
-            dtype=str(network.dtype).removeprefix("torch."),
+            dtype=str(facts.dtype).removeprefix("torch."),
             vocab_size=self._vocab_size,
-            encoder_decoder=network.config.is_encoder_decoder,
+            encoder_decoder=facts.encoder_decoder,
             padded=True,
             max_batch_size=self._max_batch_size,
             weight_limit=self._memory.weight_limit,

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.packing import pack_linears
+from tgis.engines.padded import ModelFacts
 from tgis.engines.siblings import merge_siblings
 from tgis.errors import StartError, Unsupported
 from tgis.messages import EngineOptions
@@ -57,6 +58,12 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
 def load_seq2seq_lm(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """An encoder-decoder model, ready in the same way."""
     return _ready(AutoModelForSeq2SeqLM, options, device)
+
+
+def facts_of(model: PreTrainedModel) -> ModelFacts:
+    """What a model is."""
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    return ModelFacts(type(model).__name__, model.dtype, vocab_size, model.config.is_encoder_decoder)
 
 
 def _ready(family: Any, options: EngineOptions, device: torch.device) -> PreTrainedModel:

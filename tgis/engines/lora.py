@@ -28,10 +28,10 @@ def lora_of(row: Row) -> LoraAdapter | None:
 
 
 class LoraLayers:
-    """The linear layers of a model, which compute what they always do unless `applied` is open."""
+    """The linear layers of a model, which compute what they always do unless `applied` is open; None has no layers."""
 
-    def __init__(self, network: PreTrainedModel) -> None:
-        self._modules = dict(_linears(network))
+    def __init__(self, network: PreTrainedModel | None) -> None:
+        self._modules = {} if network is None else dict(_linears(network))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._stack = LoraStack({name: _dtype(module) for name, module in self._modules.items()})
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass, of at least those in the stack

@@ -11,14 +11,15 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import EncoderDecoderCache, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.attention import use_packed_attention
 from tgis.engines.kv_cache import KvCost, PaddedCache
-from tgis.engines.loading import load_seq2seq_lm
+from tgis.engines.loading import facts_of, load_seq2seq_lm
 from tgis.engines.lora import LoraLayers, lora_of
-from tgis.engines.padded import PREFILL_TOKENS
+from tgis.engines.padded import PREFILL_TOKENS, asking
 from tgis.engines.places import check_rows, find_places
 from tgis.engines.soft_prompts import Span, decoder_prompt, embedded, encoder_prompt, padded_spans
 from tgis.engines.token_facts import first_input_fact
@@ -35,15 +36,13 @@ class OutputRules:
     never: Tensor  # ids that no output may hold, such as Marian's padding
 
     @classmethod
-    def of(cls, network: PreTrainedModel) -> Self:
-        """Those of the model; StartError unless it says where to start."""
-        config = network.generation_config
+    def of(cls, config: GenerationConfig, device: torch.device) -> Self:
+        """Those of a model's generation config; StartError unless it says where to start."""
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if not isinstance(start, int):
-            kind = network.config.model_type
-            raise StartError(f"decoder_start_token_id of a model of type {kind} must be one token, not {start!r:.40}")
+            raise StartError(f"decoder_start_token_id of an encoder-decoder must be one token, not {start!r:.40}")
         words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
-        never = torch.tensor([*words, *(config.suppress_tokens or [])], dtype=torch.int64, device=network.device)
+        never = torch.tensor([*words, *(config.suppress_tokens or [])], dtype=torch.int64, device=device)
         return cls(start, config.forced_bos_token_id, never)
 
     def apply(self, logits: Tensor, beginning: list[int]) -> None:
@@ -59,9 +58,12 @@ class Seq2SeqModel:
 
     def __init__(self, options: EngineOptions, device: torch.device, max_rows: int) -> None:
         self.network = load_seq2seq_lm(options, device)
+        if device.type == "cpu":
+            use_packed_attention(self.network)
         check_rows(self.network)
+        self.facts = facts_of(self.network)
         self._places = find_places(self.network, options.max_sequence_length)
-        self._rules = OutputRules.of(self.network)
+        self._rules = OutputRules.of(self.network.generation_config, device)
         self.lora = LoraLayers(self.network)
         self._device = device
         self._max_rows = max_rows
@@ -124,8 +126,8 @@ class Seq2SeqModel:
             inserted = embedded(self._decoder_table, columns, padded_spans(prompts, lengths, start, stop))
             logits = self._forward(columns, first, stop, encoded, inserted)
         self._rules.apply(logits[:, -1], [index for index, row in enumerate(rows) if not row.generated])
-        told = [row for row in rows if row.request.details.inputs and not row.generated]  # else told before
-        return logits[:, -1], {row.id: [first_input_fact(row.request.details)] * len(_input(row)) for row in told}
+        told = {row.id: [first_input_fact(row.request.details)] * len(_input(row)) for row in asking(rows)}
+        return logits[:, -1], told
 
     def decode(self, newest: Tensor) -> Tensor:
         """One more token of every row."""

@@ -1,0 +1,46 @@
+"""`tgis convert-to-onnx`: ONNX graphs of a model, for the engine hf_optimum_ort."""
+
+import argparse
+import os
+from pathlib import Path
+
+from tgis import config
+from tgis.cli import model
+from tgis.models.onnx_export import Conversion, convert_to_onnx
+from tgis.options import DIRECTORY, PATH, TEXT, Kind, Parser
+
+
+def _program(text: str) -> Path:
+    if not os.path.isfile(TEXT(text)) or not os.access(text, os.X_OK):
+        raise ValueError("is not a program")
+    return Path(text)
+
+
+PROGRAM = Kind("PATH", _program)
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Convert; the last line, on stdout, is the directory of the result."""
+    parser = Parser(
+        prog=prog,
+        description="Make ONNX graphs of a model on this machine, in a directory that tgis serve can serve with"
+        " DEPLOYMENT_FRAMEWORK=hf_optimum_ort. Optimum, which exports them, needs an older transformers than tgis:"
+        " both are installed once in a folder of their own in CACHE_DIR, where only the export sees them.",
+        epilog=model.ENVIRONMENT,
+    )
+    model.add_arguments(parser, "a directory, or a name in the local hub cache")
+    parser.add_argument("out", type=PATH, metavar="OUT", help="directory to be made")
+    parser.add_argument("--optimize", action="store_true", help="fold constants and fuse operators, for the CPU")
+    parser.add_argument("--quantize", choices=["int8"], help="weights of matrix products to eight bits")
+    parser.add_argument("--python", type=PROGRAM, metavar="PATH", help="interpreter that has Optimum")
+    parser.add_argument(
+        "--wheels", type=DIRECTORY, metavar="PATH", help="folder with Optimum's wheels, where there is no network"
+    )
+    parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's: always done
+    options = parser.parse_args(argv)
+    wanted = Conversion(options.optimize, options.quantize is not None, options.python, options.wheels)
+    cache = config.places_from_process().cache_dir
+    config.make_private(cache)
+    convert_to_onnx(model.find(options), options.out, wanted, cache)
+    print(options.out)
+    return 0

@@ -1,0 +1,47 @@
+"""Where the graphs of a model are: the layouts that Optimum writes, old and new.
+
+Decoder-only: `model.onnx`, which takes the past, be it empty; or `decoder_model_merged.onnx`; or a pair,
+`decoder_model.onnx` for the first pass and `decoder_with_past_model.onnx` for all others. An encoder-decoder has
+`encoder_model.onnx` and one of the latter two. They lie in the model's directory or in `onnx` below it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgis.errors import StartError
+
+ENCODER, SINGLE, MERGED = "encoder_model.onnx", "model.onnx", "decoder_model_merged.onnx"
+FIRST, OTHERS = "decoder_model.onnx", "decoder_with_past_model.onnx"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFiles:
+    """What runs when; `first` and `others` are one file where that can do both."""
+
+    first: Path  # a decoder's first pass
+    others: Path  # with a past
+    encoder: Path | None = None
+
+
+def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
+    """The graphs of a model's directory; StartError that names what is missing."""
+    folder = model if any(model.glob("*.onnx")) or not (model / "onnx").is_dir() else model / "onnx"
+    if not encoder_decoder:
+        return _decoder(folder, (SINGLE, MERGED))
+    if not (folder / ENCODER).is_file():
+        raise StartError(f"{folder} has no {ENCODER}, which an encoder-decoder needs (see tgis convert-to-onnx)")
+    decoder = _decoder(folder, (MERGED,))
+    return GraphFiles(decoder.first, decoder.others, folder / ENCODER)
+
+
+def _decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
+    for name in alone:
+        if (folder / name).is_file():
+            return GraphFiles(folder / name, folder / name)
+    missing = [name for name in (FIRST, OTHERS) if not (folder / name).is_file()]
+    if len(missing) == 1:
+        raise StartError(f"{folder} has no {missing[0]}, the other half of its decoder (see tgis convert-to-onnx)")
+    if missing:
+        wanted = " nor ".join((*alone, f"{FIRST} with {OTHERS}"))
+        raise StartError(f"{folder} has no ONNX graphs, neither {wanted}: tgis convert-to-onnx makes them")
+    return GraphFiles(folder / FIRST, folder / OTHERS)

@@ -1,0 +1,129 @@
+"""One ONNX graph in onnxruntime: what it takes and gives, and passes whose tensors are bound where they lie.
+
+The only file that knows onnxruntime. Knows nothing of rows and of what a tensor means.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgis.errors import OutOfMemory, StartError
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_TYPES = {  # of onnxruntime: torch's, and the number of ONNX
+    "tensor(float)": (torch.float32, 1),
+    "tensor(int32)": (torch.int32, 6),
+    "tensor(int64)": (torch.int64, 7),
+    "tensor(bool)": (torch.bool, 9),
+    "tensor(float16)": (torch.float16, 10),
+    "tensor(bfloat16)": (torch.bfloat16, 16),
+}
+_ERRORS_ONLY = 3
+_NO_MEMORY = ("Failed to allocate memory", "bad_alloc", "out of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or an output of a graph."""
+
+    dtype: torch.dtype
+    number: int  # the dtype's in ONNX
+    shape: tuple[int | None, ...]  # None: any
+
+    def size(self, axis: int) -> int:
+        """Of an axis that has a fixed one, as `Graph.expect` has found."""
+        size = self.shape[axis]
+        assert size is not None
+        return size
+
+
+class Graph:
+    """A file of ONNX, ready to run on a device."""
+
+    def __init__(self, file: Path, device: torch.device, threads: int | None) -> None:
+        self.file = file
+        self._device = device
+        self._session = _open(file, device, threads)
+        self._errors = _errors()
+        self.inputs = {port.name: self._port(port) for port in self._session.get_inputs()}
+        self.outputs = {port.name: self._port(port) for port in self._session.get_outputs()}
+
+    def expect(self, inputs: Collection[str], outputs: Mapping[str, int]) -> None:
+        """StartError unless it takes nothing but `inputs` and gives `outputs` of so many axes, the last one fixed."""
+        if strange := [name for name in self.inputs if name not in inputs]:
+            raise StartError(f"{self.file} wants an input {strange[0]!r:.80}, which nobody here can give")
+        for name, axes in outputs.items():
+            if name not in self.outputs:
+                raise StartError(f"{self.file} has no output {name}")
+            shape = self.outputs[name].shape
+            if len(shape) != axes or shape[-1] is None:
+                raise StartError(f"{self.file}: {name} has the shape {shape}, not {axes} axes, the last one fixed")
+
+    def run(self, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+        """One pass: contiguous tensors of the device, those of `given` that the graph takes; fills `wanted`."""
+        tensors = {name: given[name].to(port.dtype) for name, port in self.inputs.items()}  # alive until the end
+        binding, index = self._session.io_binding(), self._device.index or 0
+        for bind, ports, bound in (
+            (binding.bind_input, self.inputs, tensors),
+            (binding.bind_output, self.outputs, wanted),
+        ):
+            for name, tensor in bound.items():
+                assert tensor.is_contiguous()
+                bind(name, self._device.type, index, ports[name].number, tuple(tensor.shape), tensor.data_ptr())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # onnxruntime has a stream of its own
+        self._run(binding)
+
+    def _run(self, binding: Any) -> None:
+        try:
+            self._session.run_with_iobinding(binding)
+        except self._errors as error:
+            if any(sign in str(error) for sign in _NO_MEMORY):
+                raise OutOfMemory("the device is out of memory in a pass of onnxruntime") from error
+            raise
+
+    def _port(self, port: Any) -> Port:
+        if port.type not in _TYPES:
+            raise StartError(f"{self.file}: {port.name} is a {port.type}, which is not supported")
+        dtype, number = _TYPES[port.type]
+        return Port(dtype, number, tuple(size if isinstance(size, int) else None for size in port.shape))
+
+
+def cuda_is_built() -> bool:
+    """Whether the onnxruntime that is installed can compute on CUDA."""
+    return _PROVIDERS["cuda"] in _runtime().get_available_providers()
+
+
+def _runtime() -> Any:
+    try:
+        import onnxruntime  # noqa: PLC0415 - an extra: whoever wants no graphs need not have it
+    except ModuleNotFoundError as error:
+        raise StartError("the engine hf_optimum_ort needs onnxruntime: pip install 'tgis[onnx]'") from error
+    return onnxruntime
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """All that onnxruntime raises; its exceptions have no parent of their own."""
+    state = _runtime().capi.onnxruntime_pybind11_state
+    known = (getattr(state, name) for name in dir(state))
+    return tuple(one for one in known if isinstance(one, type) and issubclass(one, Exception))
+
+
+def _open(file: Path, device: torch.device, threads: int | None) -> Any:
+    runtime = _runtime()
+    options = runtime.SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY
+    options.intra_op_num_threads = threads or 0
+    # Between passes the cores belong to whatever chooses the tokens.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    provider = _PROVIDERS[device.type]
+    chosen = (provider, {"device_id": str(device.index or 0)}) if device.type == "cuda" else provider
+    try:
+        return runtime.InferenceSession(file, options, providers=[chosen])
+    except _errors() as error:
+        reason = str(error).strip().splitlines()[0]
+        raise StartError(f"onnxruntime cannot load {file}: {reason:.300}") from error
