@@ -5,7 +5,7 @@ PACKAGE := setup.cfg constraints.txt pyproject.toml
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all soak check format bench clean
+.PHONY: help venv proto demo-model serve test test-all soak check format bench bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,9 @@ format: venv ## format the code and repair what the linter can
 
 bench: venv ## measure this machine; ARGS goes to tgis.bench.suite
 	$(BIN)/python -m tgis.bench.suite $(ARGS)
+
+bench-gpu: venv ## measure tgis_native on this machine's GPU; ARGS goes to tgis.bench.gpu
+	$(BIN)/python -m tgis.bench.gpu $(ARGS)
 
 clean: ## remove everything that make made, but for the demo models in .cache
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
