@@ -152,7 +152,7 @@ def test_layers_that_keep_their_windows_to_themselves_are_not_paged_for_longer_t
 def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:
     config = transformers.T5Config(**SMALL | {"bos_token_id": None}, **T5_LIKE)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(StartError, match="decoder_start_token_id of a model of type t5 must be one token, not None"):
+    with pytest.raises(StartError, match="decoder_start_token_id of an encoder-decoder must be one token, not None"):
         TransformersEngine(engine_options(tmp_path, 6, threads=1))
 
 

@@ -22,6 +22,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "deployment_framework": (("tgis_native", "tgis_native"), ("hf_custom_tp", "tgis_native")),
     "flash_attention": (("true", True), ("1", True)),
     "paged_attention": (("true", True), ("1", True)),
+    "pt2_compile": (("true", True), ("1", True)),
     "num_shard": (("2", 2), ("64", 64)),
     "dtype": (("float32", "float32"), ("bfloat16", "bfloat16")),
     "hf_hub_cache": (("/a", Path("/a")), ("b", Path("b"))),
@@ -189,7 +190,6 @@ def test_unknown_and_incomplete_flags_are_one_line() -> None:
     [
         ("QUANTIZE", [], "gptq"),
         ("TRUST_REMOTE_CODE", ["false", "0"], "true"),
-        ("PT2_COMPILE", ["false"], "true"),
         ("SPECULATOR_NAME", [], "m"),
         ("OTLP_ENDPOINT", [], "collector:4317"),
     ],

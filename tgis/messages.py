@@ -180,6 +180,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     kv_cache_bytes: int | None = None  # None: the engine's own share of the free memory
     shards: int = 1  # processes that compute every step together
     prompts: PromptOptions | None = None
+    compile: bool = False  # what can be, by torch.compile
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # needed by auto
 

@@ -198,6 +198,7 @@ class Server:
             max_prefill_padding=config.max_prefill_padding,
             max_waiting_tokens=config.max_waiting_tokens,
             batch_safety_margin=config.batch_safety_margin,
+            compile=config.pt2_compile,
             estimate_memory=config.estimate_memory,
             cache_dir=str(config.cache_dir),
             cuda_memory_fraction=config.cuda_process_memory_fraction,

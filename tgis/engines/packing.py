@@ -27,8 +27,14 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
         self.bias = linear.bias
         self.weight = linear.weight.detach().to("meta")  # no numbers: some models look at the type
 
+        self.operator = self.multiply  # or the same in a compiled graph
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., in] -> [..., out]
         """Multiply and add the bias."""
+        return self.operator(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The same."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

@@ -44,6 +44,7 @@ class PagedAttention:
         self.batch: FlatBatch | None = None
         self.cache = PagedCache(0, 1)
         self.windows: set[int | None] = set()  # that layers have named
+        self.operator: Callable[..., Tensor] = self.attend  # or one that does the same inside of a compiled graph
         AttentionInterface.register(name, self)
 
     def __call__(
@@ -60,18 +61,32 @@ class PagedAttention:
         **_others: Any,
     ) -> tuple[Tensor, None]:
         """The output, [1, T, H, E]; the signature is that of transformers' attention functions."""
+        return self.operator(query, key, value, module.layer_idx, scaling, sliding_window, softcap, s_aux), None
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: int,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The same, for the layer of that index."""
         batch = self.batch
         assert batch is not None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
-        layer = self.cache.layer(module.layer_idx, k, v)
+        layer = self.cache.layer(index, k, v)
         for stored, new in zip(layer, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
-        self.windows.add(sliding_window)
-        rules = Rules(scaling or q.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
+        self.windows.add(window)
+        rules = Rules(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
         decode, prefill = _bodies(q, layer, rules)
         parts = [decode(batch, q[: batch.singles], layer, rules)] if batch.singles else []
         parts += prefill(batch, q, k, v, layer, rules) if batch.chunks else []
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
 def _bodies(q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> tuple[_Decode, _Prefill]:

@@ -5,15 +5,19 @@ tried out when it has loaded: both must give the same logits. Rows and blocks ar
 """
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from contextlib import nullcontext
 
 import torch
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.compiling import CompiledDecoder
 from tgis.engines.context import TokenContext
 from tgis.engines.estimate import beside_blocks, measured_length
+from tgis.engines.graphs import DecodeGraphs, recorder
 from tgis.engines.loading import load_causal_lm, pick_device
 from tgis.engines.lora import LoraLayers
 from tgis.engines.memory import device_errors, memory_for_rows
@@ -60,6 +64,8 @@ class PagedEngine:
         self._sampled: list[Sequence] = []
         self._inputs: dict[int, list[TokenFacts]] = {}  # request id -> facts so far
         self._blocks = 0
+        self._compiled: CompiledDecoder | None = None
+        self._graphs: DecodeGraphs | None = None
         self._try_out()
 
     @property
@@ -89,7 +95,7 @@ class PagedEngine:
         self._blocks = self._smallest(self._affordable(bytes_per_block))
         if self._blocks < 1:
             raise StartError("no memory is left for the KV cache: lower MAX_BATCH_SIZE or grant more memory")
-        self._attention.cache = PagedCache(self._blocks, BLOCK_SIZE)
+        self._attention.cache = PagedCache(self._blocks + 1, BLOCK_SIZE)  # the last one is nobody's
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all",
             self._blocks,
@@ -97,9 +103,46 @@ class PagedEngine:
             bytes_per_block / BLOCK_SIZE / 1024,
             self._blocks * bytes_per_block / 2**30,
         )
-        row = _row(list(range(1, 9)))
-        self.step(Plan.whole([row]))
-        self.release([row])
+        self._warm()
+        if self._options.compile and self._options.shards == 1:
+            self._compile()
+        if self._device.type == "cuda" and self._options.shards == 1:
+            self._record()
+
+    def _warm(self) -> None:
+        """A step of several tokens, and one of a single token."""
+        row = _row(list(range(1, 10)))
+        for count in (8, 1):
+            self.compute(Plan([row], [count], [row], prefill=count > 1))
+            row.computed += count
+
+    def _compile(self) -> None:
+        """Make the graphs that steps need; a model or a machine where that fails goes without."""
+        started = time.monotonic()
+        self._compiled = CompiledDecoder(self._model, self._attention)
+        log.info("compiling the model's operators")
+        self._compiled.start()
+        try:
+            self._warm()
+        except RuntimeError as error:
+            log.warning("PT2_COMPILE is without effect: %s", str(error).strip().splitlines()[0])
+            self._compiled.undo()
+            return
+        self._compiled.finish()
+        log.info("compiled in %.1f s", time.monotonic() - started)
+
+    def _record(self) -> None:
+        """Record decode steps; a model that cannot be recorded runs as it is."""
+        width = -(-self._options.max_sequence_length // BLOCK_SIZE)
+        graphs = DecodeGraphs(self._forward, self._max_batch_size, width, scratch=self._blocks * BLOCK_SIZE)
+        try:
+            with torch.inference_mode():
+                graphs.record(recorder(), self._device)
+        except RuntimeError as error:
+            log.warning("decode steps cannot be recorded as CUDA graphs: %s", str(error).splitlines()[0])
+            torch.cuda.synchronize()
+            return
+        self._graphs = graphs
 
     def step(self, plan: Plan) -> StepResult:
         """One pass over the counted tokens of all rows of the plan."""
@@ -115,7 +158,8 @@ class PagedEngine:
     def compute(self, plan: Plan) -> tuple[torch.Tensor, dict[int, slice]]:
         """The logits of a step, and where those of rows are, as `flat_batch` says."""
         batch, explained = flat_batch(plan, BLOCK_SIZE, self._device)
-        return self._forward(batch), explained
+        recorded = self._graphs.logits(batch) if self._graphs else None
+        return self._forward(batch) if recorded is None else recorded, explained
 
     def release(self, rows: Rows[Sequence]) -> None:
         """Forget what was found out about their inputs."""
@@ -137,7 +181,9 @@ class PagedEngine:
         arguments = {"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}
         if self._accepts.logits_to_keep:
             arguments["logits_to_keep"] = batch.kept
-        with self._lora.applied(batch.adapters):
+        plain = bool(batch.spans) or any(batch.adapters)
+        compiled = self._compiled.used(plain=plain) if self._compiled else nullcontext()
+        with compiled, self._lora.applied(batch.adapters):
             output = self._model(position_ids=batch.positions[None], use_cache=False, **arguments)
         logits: torch.Tensor = output.logits[0]
         return logits if self._accepts.logits_to_keep else logits[batch.kept]
