@@ -2,8 +2,8 @@
 
 from tgis.batcher.sequence import Plan, Sequence
 
-_LEAST_BESIDE = 32  # tokens of prompts beside rows that decode, however much they slow down
-_LEAST_SHARE = 8  # one part in so many of a step's tokens is for prompts, however many rows decode
+_LEAST_BESIDE = 16  # tokens of prompts beside rows that decode, however much they slow down
+_LEAST_SHARE = 32  # one part in so many of a step's tokens is for prompts, however many rows decode
 _FACTS_PER_STEP = 512  # input tokens of a row whose logits are looked at in one step
 _MEMORY = 0.9  # of the time that steps used to take
 
