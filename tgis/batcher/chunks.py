@@ -17,7 +17,7 @@ class ChunkPace:
     def __init__(self, step_tokens: int, stretch: float) -> None:
         self._step_tokens = step_tokens
         self._stretch = stretch
-        self._beside = max(step_tokens // 8, _LEAST_BESIDE)
+        self._beside = max(step_tokens // 8, 2 * _LEAST_BESIDE)  # to begin with
         self._begun = 0.0
         self._decode = 0.0  # seconds of a step without prompts, lately
         self._decoding = self._prompts = 0  # tokens of the step that runs
