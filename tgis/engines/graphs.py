@@ -70,7 +70,7 @@ class DecodeGraphs:
     def logits(self, batch: FlatBatch) -> Tensor | None:
         """Those of a batch, good until the next call; None if it is not of a recorded kind."""
         count = batch.singles
-        others = batch.chunks or batch.spans or any(batch.adapters)
+        others = batch.chunks or batch.spans or batch.adapters
         if not self._sizes or others or count > self._most or len(batch.kept) != count:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]

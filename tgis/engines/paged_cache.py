@@ -99,7 +99,7 @@ def flat_batch(plan: Plan, block_size: int, device: torch.device) -> tuple[FlatB
         chunks,
         tensor(kept),
         list(flat_spans(work)),
-        [lora_of(row) for row, count in work for _ in range(count)],
+        [lora_of(row) for row, count in work for _ in range(count)] if any(lora_of(row) for row, _ in work) else [],
     )
     return batch, explained
 

@@ -181,7 +181,7 @@ class PagedEngine:
         arguments = {"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}
         if self._accepts.logits_to_keep:
             arguments["logits_to_keep"] = batch.kept
-        plain = bool(batch.spans) or any(batch.adapters)
+        plain = bool(batch.spans or batch.adapters)
         compiled = self._compiled.used(plain=plain) if self._compiled else nullcontext()
         with compiled, self._lora.applied(batch.adapters):
             output = self._model(position_ids=batch.positions[None], use_cache=False, **arguments)
