@@ -10,6 +10,7 @@ import torch
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 
 from tgis.engines import cpu_attention
+from tgis.engines.c_kernels import library
 from tgis.engines.cpu_attention import decode_attention, has_kernel
 
 FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}
@@ -21,8 +22,12 @@ def in_int64(case: Case, dtype: torch.dtype) -> Case:
 
 @pytest.fixture
 def uncached() -> "Callable[[], None]":
-    cpu_attention._kernel.cache_clear()
-    return cpu_attention._kernel.cache_clear
+    def clear() -> None:
+        library.cache_clear()
+        cpu_attention._kernel.cache_clear()
+
+    clear()
+    return clear
 
 
 @pytest.mark.parametrize("name", FITTING)

@@ -1,28 +1,20 @@
-"""Decode attention over the paged KV cache on CPUs: a kernel in C, compiled when an engine starts, if it can be.
+"""Decode attention over the paged KV cache on CPUs: a kernel in C.
 
-It runs in the OpenMP threads of PyTorch. Without a C compiler, or for shapes and dtypes that it does not know, nothing
-is lost but speed: the bodies in plain PyTorch give the same.
+Where it cannot be compiled, and for shapes and dtypes that it does not know, bodies in plain PyTorch give the same.
 """
 
 import ctypes
-import logging
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from tgis.engines.c_kernels import library
 
-_SOURCE = Path(__file__).with_name("decode_attention.c")
 _LANES = 16
 _UNLIMITED = 2**62
-_SECONDS = 60.0  # for the compiler
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -95,33 +87,9 @@ def _shape(q: Tensor, keys: Tensor, values: Tensor) -> _Shape:
 def _kernel(shape: _Shape) -> Callable[[_Work], int] | None:
     if shape.k_size % _LANES or shape.v_size % _LANES:
         return None
-    compiler = shutil.which("cc")
-    if compiler is None:
-        log.info("no C compiler (cc): decode attention is plain PyTorch, which is slower")
+    compiled = library("decode_attention.c", **asdict(shape))
+    if compiled is None:
         return None
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            return _load(_compile(compiler, shape, Path(directory)))
-        except (OSError, subprocess.SubprocessError) as error:
-            log.warning("decode attention could not be compiled, plain PyTorch is slower: %s", error)
-            return None
-
-
-def _compile(compiler: str, shape: _Shape, directory: Path) -> Path:
-    """The kernel's library. OpenMP is not linked to it: it must be the one of PyTorch, which is there already."""
-    macros = [f"-D{field.name.upper()}={value}" for field, value in zip(fields(shape), astuple(shape), strict=True)]
-    flags = ["-O3", "-march=native", "-fopenmp", "-fPIC", *macros]
-    compiled, library = directory / "kernel.o", directory / "kernel.so"
-    commands: tuple[list[str | Path], ...] = (
-        [compiler, *flags, "-c", _SOURCE, "-o", compiled],
-        [compiler, "-shared", compiled, "-lm", "-o", library],
-    )
-    for command in commands:
-        subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
-    return library
-
-
-def _load(library: Path) -> Callable[[_Work], int]:
-    kernel = ctypes.CDLL(str(library)).decode_attention
+    kernel = compiled.decode_attention
     kernel.argtypes, kernel.restype = [ctypes.POINTER(_Work)], ctypes.c_int
     return kernel

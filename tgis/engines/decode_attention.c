@@ -1,6 +1,6 @@
 /* Decode attention over the paged KV cache on CPUs: one new token a row, no copy of what it sees.
 
-   cpu_attention.py compiles this when an engine starts, for the processor at hand and for one shape: HALF says whether
+   cpu_attention.py has this compiled when an engine starts, for the processor at hand and one shape: HALF says whether
    the numbers are bfloat16 or float32; K_SIZE and V_SIZE are the sizes of a key and of a value, multiples of LANES;
    GROUP query heads share each of KV_HEADS heads; BLOCK tokens make a block. Sums are in float32. */
 
