@@ -8,6 +8,27 @@ _FACTS_PER_STEP = 512  # input tokens of a row whose logits are looked at in one
 _MEMORY = 0.9  # of the time that steps used to take
 
 
+class DecodeTimes:
+    """Seconds that a step without prompts takes, by its number of rows, from those seen lately."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by the bits of the number
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        known = self._seconds.get(rows.bit_length(), seconds)
+        self._seconds[rows.bit_length()] = _MEMORY * known + (1 - _MEMORY) * seconds
+
+    def of(self, rows: int) -> float | None:
+        """What is expected of so many rows, rather too long than too short; None if nothing has been seen."""
+        bits = rows.bit_length()
+        seen = [known for known in self._seconds if known <= bits] or list(self._seconds)
+        if not seen:
+            return None
+        nearest = max(seen) if max(seen) <= bits else min(seen)
+        return self._seconds[nearest] * (1 << max(0, bits - nearest))
+
+
 class ChunkPace:
     """How many tokens of prompts run beside rows that decode, so that a step takes at most `stretch` times as long.
 
@@ -19,7 +40,7 @@ class ChunkPace:
         self._stretch = stretch
         self._beside = max(step_tokens // 8, 2 * _LEAST_BESIDE)  # to begin with
         self._begun = 0.0
-        self._decode = 0.0  # seconds of a step without prompts, lately
+        self._decode = DecodeTimes()
         self._decoding = self._prompts = 0  # tokens of the step that runs
 
     def budget(self, rows: list[Sequence], most: int) -> int:
@@ -38,13 +59,16 @@ class ChunkPace:
         """It has succeeded."""
         seconds = now - self._begun
         if not self._prompts:
-            self._decode = _MEMORY * self._decode + (1 - _MEMORY) * seconds if self._decode else seconds
-        elif self._decoding and self._decode:
-            allowed = self._stretch * self._decode
-            if seconds > allowed:
-                self._beside = max(int(self._beside * max(allowed / seconds, 0.5)), _LEAST_BESIDE)
-            elif self._prompts >= self._beside:
-                self._beside = min(self._beside + self._beside // 8 + 1, self._step_tokens)
+            self._decode.add(self._decoding, seconds)
+        elif self._decoding and (usual := self._decode.of(self._decoding)):
+            self._adapt(seconds / (self._stretch * usual))
+
+    def _adapt(self, excess: float) -> None:
+        """To a step that took so many times as long as it may."""
+        if excess > 1:
+            self._beside = max(int(self._beside / min(excess, 2)), _LEAST_BESIDE)
+        elif self._prompts >= self._beside:
+            self._beside = min(self._beside + self._beside // 8 + 1, self._step_tokens)
 
 
 def share_out(rows: list[Sequence], budget: int) -> tuple[list[Sequence], list[int]]:

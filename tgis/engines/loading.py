@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from tgis.engines.fusing import fuse
 from tgis.engines.packing import pack_linears
 from tgis.engines.padded import ModelFacts
 from tgis.engines.siblings import merge_siblings
@@ -75,7 +76,7 @@ def _ready(family: Any, options: EngineOptions, device: torch.device) -> PreTrai
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
     model = _load(family, options, config, dtype).eval().to(device)
     if device.type == "cpu":  # where merging was measured to bring nothing beyond packing
-        log.info("packed %d linear layers", pack_linears(model))
+        log.info("packed %d linear layers, fused the small operators of %d others", pack_linears(model), fuse(model))
     else:
         log.info("merged %d linear layers into wider ones", merge_siblings(model, **_example(config, device)))
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
