@@ -24,7 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path) -> EngineOptions:
-    return msgspec.structs.replace(engine_options(model, 4, None), engine="tgis_native", compile=True)
+    # in double precision, for which the CPU has no kernels of ours
+    changes = {"engine": "tgis_native", "compile": True, "dtype": "float64"}
+    return msgspec.structs.replace(engine_options(model, 4, None), **changes)
 
 
 def requests(count: int) -> list[Request]:
@@ -41,7 +43,7 @@ def graphs() -> int:
 
 
 def expected(model: Path, request: Request) -> list[int]:
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
     ids = torch.tensor([request.tokens])
     output = network.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
     return list(output[0, len(request.tokens) :].tolist())
@@ -82,4 +84,15 @@ def test_a_machine_without_a_compiler_goes_without(
     (request,) = requests(1)
     found = run(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
     assert "PT2_COMPILE is without effect: no compiler" in caplog.text
+    assert found == [expected(model, request)]
+
+
+def test_nothing_is_compiled_where_the_cpu_has_kernels(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine = PagedEngine(msgspec.structs.replace(options(model), dtype="float32"))
+    before = graphs()
+    (request,) = requests(1)
+    found = run(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    assert "PT2_COMPILE is without effect" in caplog.text
+    assert graphs() == before
     assert found == [expected(model, request)]

@@ -83,7 +83,7 @@ class Config:
         renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
-    pt2_compile: bool = option(MODEL, BOOLEAN, "let torch.compile fuse what tgis_native computes", False)
+    pt2_compile: bool = option(MODEL, BOOLEAN, "let torch.compile fuse what tgis_native computes on a GPU", False)
     num_shard: int = option(
         MODEL, integer(1, 64), "processes, with a GPU each, that share tgis_native's model", 1,
         aliases=("num_gpus",))

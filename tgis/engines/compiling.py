@@ -1,23 +1,27 @@
 """PT2_COMPILE: torch.compile for what stands between the products and the attention of a decoder, in one graph.
 
-These two are operators of their own in it, since a packed weight and a paged cache are nothing that a compiler knows.
-Whatever would need another graph than those made at the start runs as it is: no request waits for a compiler.
+Attention is an operator of its own in it, since a paged cache is nothing that a compiler knows. Whatever would need
+another graph than those made at the start runs as it is: no request waits for a compiler.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tgis.engines.fusing import RmsNorm
 from tgis.engines.packing import PackedLinear
 from tgis.engines.paged_attention import PagedAttention
 
 _ATTEND = "attend(Tensor q, Tensor k, Tensor v, int layer, float? scale, int? window, float? cap, Tensor? s) -> Tensor"
-_MULTIPLY = "multiply(Tensor x, int layer, int size) -> Tensor"
+
+
+def can_compile(model: PreTrainedModel) -> bool:
+    """Not where operators have been replaced by kernels of the CPU, which leave a compiler nothing to gain."""
+    return not any(isinstance(module, (PackedLinear, RmsNorm)) for module in model.modules())
 
 
 class CompiledDecoder:
@@ -25,20 +29,15 @@ class CompiledDecoder:
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
         self._decoder = model.base_model
-        self._linears = [module for module in self._decoder.modules() if isinstance(module, PackedLinear)]
         self._attention = attention
         self._plain = self._decoder.forward
         self._library = torch.library.Library(attention.name, "DEF")  # its operators live as long as it does
         self._define(_ATTEND, self._attend, lambda q, _k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]))
-        self._define(_MULTIPLY, self._multiply, lambda x, _layer, size: x.new_empty(*x.shape[:-1], size))
         self._stance = "force_eager"
 
     def start(self) -> None:
         """Compile a graph for whatever comes that has none."""
-        operators = getattr(torch.ops, self._attention.name)
-        for index, linear in enumerate(self._linears):
-            linear.operator = partial(operators.multiply, layer=index, size=linear.out_features)
-        self._attention.operator = operators.attend
+        self._attention.operator = getattr(torch.ops, self._attention.name).attend
         self._decoder.forward = torch.compile(self._plain, dynamic=True)
         self._stance = "default"
 
@@ -48,8 +47,6 @@ class CompiledDecoder:
 
     def undo(self) -> None:
         """Compute as before `start`."""
-        for linear in self._linears:
-            linear.operator = linear.multiply
         self._attention.operator = self._attention.attend
         self._decoder.forward = self._plain
         self._stance = "force_eager"
@@ -67,6 +64,3 @@ class CompiledDecoder:
 
     def _attend(self, *arguments: Any) -> Tensor:
         return self._attention.attend(*arguments).contiguous()
-
-    def _multiply(self, x: Tensor, layer: int, _size: int) -> Tensor:
-        return self._linears[layer].multiply(x)

@@ -36,14 +36,9 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
         self.bias = linear.bias
         self.product: Product = (OurProduct if has_kernel(local) else OneDnnProduct)(local)
         self.weight = linear.weight.detach().to("meta")  # no numbers: some models look at the type
-        self.operator = self.multiply  # or the same in a compiled graph
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         """Multiply and add the bias."""
-        return self.operator(x)
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """The same."""
         return self.product(x, self.bias)
 
 

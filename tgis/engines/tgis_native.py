@@ -14,7 +14,7 @@ import torch
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.compiling import CompiledDecoder
+from tgis.engines.compiling import CompiledDecoder, can_compile
 from tgis.engines.context import TokenContext
 from tgis.engines.estimate import beside_blocks, measured_length
 from tgis.engines.graphs import DecodeGraphs, recorder
@@ -118,6 +118,9 @@ class PagedEngine:
 
     def _compile(self) -> None:
         """Make the graphs that steps need; a model or a machine where that fails goes without."""
+        if not can_compile(self._model):
+            log.info("PT2_COMPILE is without effect: this model's operators are kernels of the CPU already")
+            return
         started = time.monotonic()
         self._compiled = CompiledDecoder(self._model, self._attention)
         log.info("compiling the model's operators")
