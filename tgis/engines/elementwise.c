@@ -3,37 +3,10 @@
    HALF says whether the numbers are bfloat16 or float32; all else is float32, and is rounded once. */
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "lanes.h"
 
 #define ENOUGH 16384 /* numbers that are worth more than one thread */
-
-#if HALF
-typedef uint16_t number;
-#else
-typedef float number;
-#endif
-
-static inline float get(number x) {
-#if HALF
-    const uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-#else
-    return x;
-#endif
-}
-
-static inline number put(float x) {
-#if HALF
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* to the nearest, or even */
-#else
-    return x;
-#endif
-}
 
 /* y [rows, size] = x / sqrt(mean of the squares of its row + eps) * (weight [size] + offset) */
 void norm(
@@ -43,36 +16,52 @@ void norm(
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= ENOUGH)
     for (int64_t row = 0; row < rows; row++) {
         const number *from = x + row * size;
-        number *to = y + row * size;
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < size; i++) squares += get(from[i]) * get(from[i]);
-        const float factor = 1 / sqrtf(squares / size + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) to[i] = put(get(from[i]) * factor * (get(weight[i]) + offset));
+        wide squares = {0};
+        for (int64_t i = 0; i < size; i += LANES) {
+            const wide part = load_some(from + i, size - i);
+            squares += part * part;
+        }
+        const float factor = 1 / sqrtf(sum(squares) / size + eps);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const wide scale = load_some(weight + i, size - i) + offset;
+            store_some(y + row * size + i, load_some(from + i, size - i) * factor * scale, size - i);
+        }
     }
 }
 
-/* y = x * cos + (-second half of x, first half of x) * sin; x and y [batch, heads, tokens, size] with the strides
-   [batch, heads, tokens] and 1, cos and sin [batch or 1, tokens, size] with the stride `step` of batches. */
-void rotate(
-    const number *x, const number *cosines, const number *sines, number *y, int64_t batch, int64_t heads,
-    int64_t tokens, int64_t size, const int64_t *from, const int64_t *to, int64_t step, int64_t threads
-) {
+/* Of one tensor [batch, heads, tokens, size]: where it is, and where that goes; strides of all dimensions but the last. */
+typedef struct {
+    const number *x;
+    number *y;
+    int64_t heads, from[3], to[3];
+} states;
+
+static void rotate_token(const states *w, int64_t b, int64_t t, int64_t size, const number *c, const number *s) {
     const int64_t half = size / 2;
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (batch * heads * tokens * size >= ENOUGH)
+    for (int64_t h = 0; h < w->heads; h++) {
+        const number *first = w->x + b * w->from[0] + h * w->from[1] + t * w->from[2], *second = first + half;
+        number *out = w->y + b * w->to[0] + h * w->to[1] + t * w->to[2];
+        for (int64_t i = 0; i < half; i += LANES) {
+            const int64_t count = half - i;
+            const wide a = load_some(first + i, count), z = load_some(second + i, count);
+            store_some(out + i, a * load_some(c + i, count) - z * load_some(s + i, count), count);
+            store_some(out + half + i, z * load_some(c + half + i, count) + a * load_some(s + half + i, count), count);
+        }
+    }
+}
+
+/* y = x * cos + (-second half of x, first half of x) * sin, of two tensors; cos and sin [batch or 1, tokens, size] with
+   the stride `step` of batches. */
+void rotate(
+    const states *q, const states *k, const number *cosines, const number *sines, int64_t batch, int64_t tokens,
+    int64_t size, int64_t step, int64_t threads
+) {
+    const int64_t numbers = batch * (q->heads + k->heads) * tokens * size;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (numbers >= ENOUGH)
     for (int64_t b = 0; b < batch; b++)
         for (int64_t t = 0; t < tokens; t++) {
-            const number *c = cosines + b * step + t * size, *s = sines + b * step + t * size;
-            for (int64_t h = 0; h < heads; h++) {
-                const number *in = x + b * from[0] + h * from[1] + t * from[2];
-                number *out = y + b * to[0] + h * to[1] + t * to[2];
-#pragma omp simd
-                for (int64_t i = 0; i < half; i++) {
-                    const float first = get(in[i]), second = get(in[i + half]);
-                    out[i] = put(first * get(c[i]) - second * get(s[i]));
-                    out[i + half] = put(second * get(c[i + half]) + first * get(s[i + half]));
-                }
-            }
+            const int64_t place = b * step + t * size;
+            rotate_token(q, b, t, size, cosines + place, sines + place);
+            rotate_token(k, b, t, size, cosines + place, sines + place);
         }
 }

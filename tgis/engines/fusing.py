@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,27 +61,39 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     """`q` [B, H, T, D] and `k` [B, K, T, D] (heads and tokens the other way round if `unsqueeze_dim` is 2), each half
     of them rotated with the other by the angles of which `cos` and `sin` are [B or 1, T, D].
     """
-    cos, sin = cos.contiguous(), sin.contiguous()
-    return _rotated(q, cos, sin, unsqueeze_dim), _rotated(k, cos, sin, unsqueeze_dim)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    kernels = _kernels(x.dtype)
+    kernels = _kernels(q.dtype)
     assert kernels is not None
-    assert x.dtype == cos.dtype == sin.dtype, (x.dtype, cos.dtype)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty_like(x)
-    order = (0, heads, 3 - heads)
-    batch, count, tokens = (x.shape[i] for i in order)
-    assert cos.shape == sin.shape == (cos.shape[0], tokens, x.shape[3]), (cos.shape, x.shape)
-    pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-    strides = (_Strides(*(t.stride(i) for i in order)) for t in (x, y))
+    assert q.dtype == k.dtype == cos.dtype == sin.dtype, (q.dtype, cos.dtype)
+    order = (0, unsqueeze_dim, 3 - unsqueeze_dim)  # batch, heads, tokens
+    batch, _, tokens = (q.shape[place] for place in order)
+    assert cos.shape == sin.shape == (cos.shape[0], tokens, q.shape[3]), (cos.shape, q.shape)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    outputs = torch.empty_like(q), torch.empty_like(k)
+    work = (_States.of(x, y, order) for x, y in zip((q, k), outputs, strict=True))
     step = cos.stride(0) if cos.shape[0] > 1 else 0
-    kernels.rotate(*pointers, batch, count, tokens, x.shape[3], *strides, step, torch.get_num_threads())
-    return y
+    shape = batch, tokens, q.shape[3], step
+    kernels.rotate(*work, cos.data_ptr(), sin.data_ptr(), *shape, torch.get_num_threads())
+    return outputs
 
 
-_Strides = ctypes.c_int64 * 3
+class _States(ctypes.Structure):
+    """A tensor as `rotate` of elementwise.c takes it, and where the result goes."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("heads", ctypes.c_int64),
+        ("from_", ctypes.c_int64 * 3),
+        ("to", ctypes.c_int64 * 3),
+    )
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, order: tuple[int, int, int]) -> Self:
+        """`order`: which dimensions are batch, heads and tokens."""
+        before, after = x.stride(), y.stride()
+        strides = (tuple(strides[place] for place in order) for strides in (before, after))
+        return cls(x.data_ptr(), y.data_ptr(), x.shape[order[1]], *strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +110,8 @@ def _kernels(dtype: torch.dtype) -> _Kernels | None:
     pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     norm, rotate = compiled.norm, compiled.rotate
     norm.argtypes, norm.restype = [pointer] * 3 + [whole] * 2 + [real] * 2 + [whole], None
-    rotate.argtypes, rotate.restype = [pointer] * 4 + [whole] * 4 + [ctypes.POINTER(whole)] * 2 + [whole] * 2, None
+    states = ctypes.POINTER(_States)
+    rotate.argtypes, rotate.restype = [states] * 2 + [pointer] * 2 + [whole] * 5, None
     return _Kernels(norm, rotate)
 
 

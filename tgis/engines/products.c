@@ -11,9 +11,17 @@
 #define LANES 16
 #define TILE 32     /* outputs that are computed together */
 #define GROUP 8     /* rows that are computed together */
-#define CHUNK 64    /* rows that share what is in the cache of a weight */
-#define DEPTH 2048  /* inputs that are read before the next group of rows reads the same */
-#define AHEAD 4096  /* bytes of the weight that are fetched before they are needed */
+#ifndef CHUNK
+#ifndef CHUNK
+#ifndef CHUNK
+#ifndef CHUNK
+#define CHUNK 64    /* rows that a thread takes at a time */
+#endif
+#endif
+#endif
+#endif
+#define LINE 64     /* bytes that are fetched together */
+#define AHEAD 4096  /* bytes that are fetched ahead by a single group of rows */
 
 #if HALF
 #define PAIR 2 /* inputs that lie side by side in the packed weight */
@@ -51,82 +59,84 @@ static inline __m512 add(__m512 sums, const number *inputs, const number *weight
 #endif
 }
 
-static inline void store(number *to, const float *from, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES) {
-        const __mmask16 mask = count - i < LANES ? (1u << (count - i)) - 1 : 0xffff;
-        const __m512 sums = _mm512_maskz_loadu_ps(mask, from + i);
-#if HALF
-        _mm256_mask_storeu_epi16(to + i, mask, (__m256i)_mm512_cvtneps_pbh(sums));
-#else
-        _mm512_mask_storeu_ps(to + i, mask, sums);
-#endif
-    }
+/* Which of LANES numbers from `first` on are among `count`. */
+static inline __mmask16 among(int64_t first, int64_t count) {
+    return count - first >= LANES ? 0xffff : count > first ? (1u << (count - first)) - 1 : 0;
 }
 
-/* The bias of a tile, of which `count` outputs exist, as the first sum of a row. */
-static inline void begin(float *sums, const number *bias, int64_t count) {
-    memset(sums, 0, TILE * sizeof *sums);
-    for (int64_t i = 0; bias && i < count; i++) {
+static inline __m512 load(const number *from, __mmask16 mask) {
 #if HALF
-        const uint32_t bits = (uint32_t)bias[i] << 16;
-        memcpy(sums + i, &bits, sizeof bits);
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 #else
-        sums[i] = bias[i];
+    return _mm512_maskz_loadu_ps(mask, from);
 #endif
-    }
 }
 
-/* Adds to the sums [rows, TILE] the products of `depth` inputs of each of the rows; `weights` [depth / PAIR, TILE, PAIR] */
+static inline void store(number *to, __mmask16 mask, __m512 sums) {
+#if HALF
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(sums));
+#else
+    _mm512_mask_storeu_ps(to, mask, sums);
+#endif
+}
+
+typedef struct {
+    const number *x, *weight, *bias; /* [rows, inputs]; [tiles, inputs / PAIR, TILE, PAIR]; [outputs], or none */
+    number *y;                       /* [rows, outputs] */
+    int64_t rows, inputs, outputs;
+} work;
+
+/* A tile of the outputs of `rows` rows from `row` on. Meanwhile `step` bytes at a time are fetched from `next` on. */
 static inline __attribute__((always_inline)) void multiply(
-    const int rows, const number *x, int64_t inputs, const number *weights, int64_t depth, float *sums
+    const work *w, const int rows, int64_t row, int64_t tile, const char *next, int64_t step
 ) {
-    __m512 s[GROUP][TILE / LANES];
+    const number *x = w->x + row * w->inputs, *weights = w->weight + tile * w->inputs * TILE;
+    const int64_t first = tile * TILE;
+    __m512 sums[GROUP][TILE / LANES];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < TILE / LANES; i++) s[r][i] = _mm512_loadu_ps(sums + r * TILE + i * LANES);
-    for (int64_t k = 0; k < depth; k += PAIR) {
-        const number *w = weights + k * TILE;
-        for (int i = 0; i < TILE / LANES; i++) _mm_prefetch((const char *)(w + i * LANES * PAIR) + AHEAD, _MM_HINT_T0);
+        for (int i = 0; i < TILE / LANES; i++)
+            sums[r][i] = w->bias ? load(w->bias + first + i * LANES, among(first + i * LANES, w->outputs))
+                                 : _mm512_setzero_ps();
+    for (int64_t k = 0; k < w->inputs; k += PAIR, next += step) {
+        _mm_prefetch(next, _MM_HINT_T0);
+        _mm_prefetch(next + LINE, _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < TILE / LANES; i++) s[r][i] = add(s[r][i], x + r * inputs + k, w + i * LANES * PAIR);
+            for (int i = 0; i < TILE / LANES; i++)
+                sums[r][i] = add(sums[r][i], x + r * w->inputs + k, weights + k * TILE + i * LANES * PAIR);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < TILE / LANES; i++) _mm512_storeu_ps(sums + r * TILE + i * LANES, s[r][i]);
+        for (int i = 0; i < TILE / LANES; i++)
+            store(w->y + (row + r) * w->outputs + first + i * LANES, among(first + i * LANES, w->outputs), sums[r][i]);
 }
 
-static void multiply_all(
-    int64_t rows, const number *x, int64_t inputs, const number *weights, int64_t depth, float *sums
-) {
-    int64_t r = 0;
-    for (; r + 8 <= rows; r += 8) multiply(8, x + r * inputs, inputs, weights, depth, sums + r * TILE);
-    if (rows - r >= 4) multiply(4, x + r * inputs, inputs, weights, depth, sums + r * TILE), r += 4;
-    if (rows - r >= 2) multiply(2, x + r * inputs, inputs, weights, depth, sums + r * TILE), r += 2;
-    if (rows - r >= 1) multiply(1, x + r * inputs, inputs, weights, depth, sums + r * TILE);
+/* A tile of the outputs of the rows from `first` to before `last`. A group of them alone waits for memory anyhow; several
+   share this part of the weight, and each of them fetches its share of the next meanwhile. */
+static void multiply_tile(const work *w, int64_t first, int64_t last, int64_t tile) {
+    const int64_t groups = (last - first + GROUP - 1) / GROUP, step = TILE * PAIR * sizeof(number) / groups;
+    const char *weights = (const char *)(w->weight + tile * w->inputs * TILE);
+    const char *next = groups > 1 ? weights + w->inputs * TILE * sizeof(number) : weights + AHEAD;
+    int64_t row = first;
+    for (; row + 8 <= last; row += 8, next += w->inputs / PAIR * step) multiply(w, 8, row, tile, next, step);
+    if (last - row >= 4) multiply(w, 4, row, tile, next, step), row += 4;
+    if (last - row >= 2) multiply(w, 2, row, tile, next, step), row += 2;
+    if (last - row >= 1) multiply(w, 1, row, tile, next, step);
 }
 
-/* y [rows, outputs] = x [rows, inputs] times the packed weight [tiles, inputs / PAIR, TILE, PAIR], plus the bias
-   [outputs], if there is one. */
+/* y = x times the packed weight, plus the bias. */
 void products(
     const number *x, const number *weight, const number *bias, number *y, int64_t rows, int64_t inputs, int64_t outputs,
     int64_t threads
 ) {
+    const work w = {x, weight, bias, y, rows, inputs, outputs};
     const int64_t tiles = (outputs + TILE - 1) / TILE, chunks = (rows + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t unit = 0; unit < tiles * chunks; unit++) {
-        const int64_t tile = unit / chunks, first = unit % chunks * CHUNK;
-        const int64_t count = rows - first < CHUNK ? rows - first : CHUNK;
-        const int64_t width = outputs - tile * TILE < TILE ? outputs - tile * TILE : TILE;
-        float sums[CHUNK * TILE];
-        begin(sums, bias ? bias + tile * TILE : NULL, width);
-        for (int64_t r = 1; r < count; r++) memcpy(sums + r * TILE, sums, TILE * sizeof *sums);
-        for (int64_t k = 0; k < inputs; k += DEPTH) {
-            const int64_t depth = inputs - k < DEPTH ? inputs - k : DEPTH;
-            const number *weights = weight + (tile * inputs + k) * TILE;
-            multiply_all(count, x + first * inputs + k, inputs, weights, depth, sums);
-        }
-        for (int64_t r = 0; r < count; r++) store(y + (first + r) * outputs + tile * TILE, sums + r * TILE, width);
+        const int64_t first = unit % chunks * CHUNK, last = first + CHUNK < rows ? first + CHUNK : rows;
+        multiply_tile(&w, first, last, unit / chunks);
     }
 }
 
