@@ -23,12 +23,12 @@ def library(source: str, **macros: int) -> ctypes.CDLL | None:
     if compiler is None:
         log.info("no C compiler (cc): what %s computes is plain PyTorch, which is slower", source)
         return None
-    with tempfile.TemporaryDirectory() as directory:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as directory:
             return ctypes.CDLL(str(_compile(compiler, source, macros, Path(directory))))
-        except (OSError, subprocess.SubprocessError) as error:
-            log.warning("%s could not be compiled, plain PyTorch is slower: %s", source, error)
-            return None
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("%s could not be compiled, plain PyTorch is slower: %s", source, error)
+        return None
 
 
 def _compile(compiler: str, source: str, macros: dict[str, int], directory: Path) -> Path:
