@@ -133,6 +133,14 @@ def test_rotates_as_transformers_does(dtype: torch.dtype, batch: int, angles: in
         assert error(expected, found.transpose(1, 2)) < ERROR[dtype]
 
 
+def test_what_is_wider_than_the_angles_stays() -> None:
+    q, k = torch.randn(2, 1, 4, 7, 24)
+    cos, sin = torch.randn(2, 1, 7, 8)
+    expected = modeling_gpt_neox.apply_rotary_pos_emb(q, k, cos, sin)
+    for whole, found in zip(expected, rotate(q, k, cos, sin), strict=True):
+        assert torch.allclose(whole, found, atol=1e-5)
+
+
 @pytest.mark.parametrize("module", HALVES)
 def test_a_function_that_rotates_halves_is_known(module: ModuleType) -> None:
     assert fusing._is_rotation(module.apply_rotary_pos_emb, torch.float32)

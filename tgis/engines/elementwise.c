@@ -29,11 +29,11 @@ void norm(
     }
 }
 
-/* Of one tensor [batch, heads, tokens, size]: where it is, and where that goes; strides of all dimensions but the last. */
+/* A tensor [batch, heads, tokens, width], where it goes, and the strides of both but that of the last dimension, 1. */
 typedef struct {
     const number *x;
     number *y;
-    int64_t heads, from[3], to[3];
+    int64_t heads, width, from[3], to[3];
 } states;
 
 static void rotate_token(const states *w, int64_t b, int64_t t, int64_t size, const number *c, const number *s) {
@@ -47,11 +47,12 @@ static void rotate_token(const states *w, int64_t b, int64_t t, int64_t size, co
             store_some(out + i, a * load_some(c + i, count) - z * load_some(s + i, count), count);
             store_some(out + half + i, z * load_some(c + half + i, count) + a * load_some(s + half + i, count), count);
         }
+        memcpy(out + size, first + size, (w->width - size) * sizeof *out);
     }
 }
 
 /* y = x * cos + (-second half of x, first half of x) * sin, of two tensors; cos and sin [batch or 1, tokens, size] with
-   the stride `step` of batches. */
+   the stride `step` of batches. What is wider than these stays as it is. */
 void rotate(
     const states *q, const states *k, const number *cosines, const number *sines, int64_t batch, int64_t tokens,
     int64_t size, int64_t step, int64_t threads

@@ -59,20 +59,21 @@ class RmsNorm(nn.Module):  # type: ignore[misc]
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`q` [B, H, T, D] and `k` [B, K, T, D] (heads and tokens the other way round if `unsqueeze_dim` is 2), each half
-    of them rotated with the other by the angles of which `cos` and `sin` are [B or 1, T, D].
+    of them rotated with the other by the angles of which `cos` and `sin` are [B or 1, T, at most D]; the rest stays.
     """
     kernels = _kernels(q.dtype)
     assert kernels is not None
     assert q.dtype == k.dtype == cos.dtype == sin.dtype, (q.dtype, cos.dtype)
     order = (0, unsqueeze_dim, 3 - unsqueeze_dim)  # batch, heads, tokens
     batch, _, tokens = (q.shape[place] for place in order)
-    assert cos.shape == sin.shape == (cos.shape[0], tokens, q.shape[3]), (cos.shape, q.shape)
+    size = min(cos.shape[2], q.shape[3], k.shape[3])
+    assert cos.shape == sin.shape == (cos.shape[0], tokens, size), (cos.shape, q.shape, k.shape)
     cos, sin = cos.contiguous(), sin.contiguous()
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     outputs = torch.empty_like(q), torch.empty_like(k)
     work = (_States.of(x, y, order) for x, y in zip((q, k), outputs, strict=True))
     step = cos.stride(0) if cos.shape[0] > 1 else 0
-    shape = batch, tokens, q.shape[3], step
+    shape = batch, tokens, size, step
     kernels.rotate(*work, cos.data_ptr(), sin.data_ptr(), *shape, torch.get_num_threads())
     return outputs
 
@@ -84,6 +85,7 @@ class _States(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
+        ("width", ctypes.c_int64),
         ("from_", ctypes.c_int64 * 3),
         ("to", ctypes.c_int64 * 3),
     )
@@ -93,7 +95,7 @@ class _States(ctypes.Structure):
         """`order`: which dimensions are batch, heads and tokens."""
         before, after = x.stride(), y.stride()
         strides = (tuple(strides[place] for place in order) for strides in (before, after))
-        return cls(x.data_ptr(), y.data_ptr(), x.shape[order[1]], *strides)
+        return cls(x.data_ptr(), y.data_ptr(), x.shape[order[1]], x.shape[3], *strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +156,21 @@ def _rotates(module: nn.Module, dtype: torch.dtype) -> bool:
 
 @cache
 def _is_rotation(function: _Rotate, dtype: torch.dtype) -> bool:
+    """Whether it does the same with whole heads, and with a part of each if it takes that."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 5, heads, 8, generator=generator).to(dtype).transpose(1, 2) for heads in (4, 2))
-    cos, sin = (torch.randn(2, 5, 8, generator=generator).to(dtype) for _ in range(2))
+    angles = torch.randn(2, 2, 5, 8, generator=generator).to(dtype)
+    whole, part = (_agree(function, q, k, *angles[..., :size]) for size in (8, 4))
+    return whole is True and part is not False
+
+
+def _agree(function: _Rotate, *states: Tensor) -> bool | None:
+    """Whether it does what `rotate` does; None if it refuses."""
     try:
-        expected = function(q, k, cos, sin)
+        expected = function(*states)
     except (TypeError, RuntimeError):
-        return False
-    return all(map(_close, expected, rotate(q, k, cos, sin)))
+        return None
+    return all(map(_close, expected, rotate(*states)))
 
 
 def _same(module: nn.Module, fused: RmsNorm, x: Tensor) -> bool:

@@ -104,13 +104,15 @@ def pack_linears(model: PreTrainedModel) -> int:
         for name, child in parent.named_children()
         if type(child) is nn.Linear and _packable(child)
     ]
-    for path, parent, name, child in found:
+    count = len(found)
+    while found:  # so that every layer is given back as soon as it is packed
+        path, parent, name, child = found.pop()
         packed = PackedLinear(child)
         if isinstance(child.weight, DTensor):
             style = ALL_PARALLEL_STYLES[model.tp_plan[replace_layer_number_by_wildcard(path)]]
             style.install_forward(packed, child.weight.device_mesh)
         setattr(parent, name, packed)
-    return len(found)
+    return count
 
 
 def _packable(linear: nn.Linear) -> bool:
