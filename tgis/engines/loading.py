@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.fusing import fuse
+from tgis.engines.model_size import check_size
 from tgis.engines.packing import pack_linears
 from tgis.engines.padded import ModelFacts
 from tgis.engines.siblings import merge_siblings
@@ -74,6 +75,7 @@ def _ready(family: Any, options: EngineOptions, device: torch.device) -> PreTrai
     config = load_config(options)
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
+    check_size(family, options, config, dtype, device)
     model = _load(family, options, config, dtype).eval().to(device)
     if device.type == "cpu":  # where merging was measured to bring nothing beyond packing
         log.info("packed %d linear layers, fused the small operators of %d others", pack_linears(model), fuse(model))
