@@ -9,10 +9,12 @@ import asyncio
 import gc
 import logging
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tgis import __version__
 from tgis.adapters import Adapters
 from tgis.config import Config
 from tgis.detokenizer import TokenDecoder
@@ -48,6 +50,7 @@ def run(config: Config) -> int:
     """Serve until told to stop; the exit code. StartError for what ends it otherwise."""
     for warning in config.warnings:
         log.warning("%s", warning)
+    log.info("tgis %s starts the engine %s for %s", __version__, config.engine, config.model_name)
     model = find_model(config.model_name, config.revision, str(config.hub_cache))
     if config.engine not in ("fake", "hf_optimum_ort"):  # which look for files of their own, or for none
         find_weights(model.path)
@@ -72,6 +75,7 @@ class Server:
         self._limits = _limits(config, model)
         self._prompts = _prompt_options(config, self._limits)
         self._service = GenerationService(checks_tokens=config.auth_token_path is not None)
+        self._started = time.monotonic()
         self._unhealthy: str | None = "the model is still loading"
         self._metrics: Metrics | None = None  # the engine tells what a full batch is
 
@@ -128,6 +132,7 @@ class Server:
         listener.set_serving(True)
         gc.freeze()  # what is loaded stays
         log.info("serving %s: %s on %s as %s", config.model_name, info.model_class, info.device, info.dtype)
+        log.info("ready after %.1f s", time.monotonic() - self._started)
         for line in _how_to_call(config, *ports):
             log.info("%s", line)
 

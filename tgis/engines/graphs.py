@@ -5,6 +5,7 @@ length 0, whose keys and values go to a slot that nobody reads.
 """
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.paged_cache import FlatBatch
+from tgis.engines.progress import told
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +63,13 @@ class DecodeGraphs:
         tables = torch.zeros(self._most, self._width, dtype=torch.int64, device=device)
         self._buffers = *rows, tables, torch.arange(self._most, device=device)
         sizes = graph_sizes(self._most)
-        for done, size in enumerate(reversed(sizes), 1):
-            self._clear(0, size)
-            self._recorded[size] = record(lambda size=size: self._forward(self._static(size)))  # type: ignore[misc]
-            log.info("recorded decode steps of %d rows, %d of %d", size, done, len(sizes))
+        started = time.monotonic()
+        log.info("recording decode steps of 1 to %d rows", self._most)
+        with told(lambda: f"{len(self._recorded)} of {len(sizes)} recorded"):
+            for size in reversed(sizes):
+                self._clear(0, size)
+                self._recorded[size] = record(lambda size=size: self._forward(self._static(size)))  # type: ignore[misc]
+        log.info("recorded %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
         self._sizes = sizes
 
     def logits(self, batch: FlatBatch) -> Tensor | None:

@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.fusing import fuse
+from tgis.engines.memory import in_words, taken_memory
 from tgis.engines.model_size import check_size
 from tgis.engines.packing import pack_linears
 from tgis.engines.padded import ModelFacts
+from tgis.engines.progress import told
 from tgis.engines.siblings import merge_siblings
 from tgis.errors import StartError, Unsupported
 from tgis.messages import EngineOptions
@@ -76,12 +78,18 @@ def _ready(family: Any, options: EngineOptions, device: torch.device) -> PreTrai
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
     check_size(family, options, config, dtype, device)
-    model = _load(family, options, config, dtype).eval().to(device)
+    with told(lambda: f"{in_words(taken_memory(device))} in memory after {time.monotonic() - started:.0f} s"):
+        model = _finished(_load(family, options, config, dtype).eval().to(device), config, device)
+    log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
+    return model
+
+
+def _finished(model: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Its linear layers made faster."""
     if device.type == "cpu":  # where merging was measured to bring nothing beyond packing
         log.info("packed %d linear layers, fused the small operators of %d others", pack_linears(model), fuse(model))
     else:
         log.info("merged %d linear layers into wider ones", merge_siblings(model, **_example(config, device)))
-    log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 
 

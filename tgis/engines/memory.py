@@ -41,6 +41,12 @@ def memory_limit(device: torch.device) -> int:
     return min([kilobytes(_MEMINFO, "MemTotal"), *(limit for limit, _ in _containers())])
 
 
+def taken_memory(device: torch.device) -> int:
+    """Bytes that this process has taken, of the device and of the machine."""
+    resident = kilobytes(PROCESS / "status", "VmRSS")
+    return resident + int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident
+
+
 def in_words(size: float) -> str:
     """Bytes as people and the limits of containers count them."""
     power = 0

@@ -41,7 +41,7 @@ def check_size(
     except (ValueError, RuntimeError):
         return  # loading tells what is wrong, if anything is
     weights = sum(parameter.nbytes for parameter in network.parameters())
-    log.info("its weights take %s", in_words(weights))
+    log.info("  %s of weights", in_words(weights))
     converted = min(weights, _converted(Path(options.model_path), dtype))
     for place, together in _needs(network, weights, converted, device).items():
         needed, free = together // options.shards, max(granted_memory(place), 0)

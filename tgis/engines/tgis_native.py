@@ -111,10 +111,12 @@ class PagedEngine:
 
     def _warm(self) -> None:
         """A step of several tokens, and one of a single token."""
+        started = time.monotonic()
         row = _row(list(range(1, 10)))
         for count in (8, 1):
             self.compute(Plan([row], [count], [row], prefill=count > 1))
             row.computed += count
+        log.info("warm after %.1f s", time.monotonic() - started)
 
     def _compile(self) -> None:
         """Make the graphs that steps need; a model or a machine where that fails goes without."""

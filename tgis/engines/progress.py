@@ -1,0 +1,28 @@
+"""How far something is that may take long: a line in the log every few seconds while it lasts."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 10.0
+
+
+@contextmanager
+def told(tell: Callable[[], str]) -> Iterator[None]:
+    """A block during which another thread logs what `tell` says."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(_SECONDS):
+            log.info("  %s", tell())
+
+    thread = threading.Thread(target=run, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
