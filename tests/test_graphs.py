@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgis.engines.graphs import DecodeGraphs, Replay, graph_sizes
+from tgis.engines.graphs import DecodeGraphs, Replay, graph_sizes, recorder
 from tgis.engines.paged_cache import Chunk, FlatBatch
 
 ROWS, WIDTH, SCRATCH = 37, 6, 999
@@ -96,6 +96,25 @@ def test_other_batches_are_not_for_graphs(graphs: DecodeGraphs) -> None:
     chunked.chunks.append(Chunk(slice(3, 9), 0, torch.tensor([1])))
     assert graphs.logits(chunked) is None
     assert DecodeGraphs(forward, ROWS, WIDTH, SCRATCH).logits(batch_of(3, draw)) is None
+
+
+def test_what_waits_for_the_device_is_not_begun_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording that fails leaves torch 2.11's allocator in the middle of it (pytorch issue 180395)."""
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "graph", None)
+
+    def run() -> Tensor:
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(1)
+
+    made = DecodeGraphs(lambda _: run(), 4, WIDTH, SCRATCH)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        made.record(recorder(), torch.device("cpu"))
+    assert modes == ["default", "error", "default"]
+    assert made.logits(batch_of(3, random.Random(6))) is None
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 63, 64, 65, 256])

@@ -7,7 +7,8 @@ length 0, whose keys and values go to a slot that nobody reads.
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ def recorder() -> Recorder:
 
     def record(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         run()  # kernels are compiled and chosen now: none of that can be recorded
+        with _no_waiting():
+            run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
@@ -40,6 +43,16 @@ def recorder() -> Recorder:
         return graph.replay, output
 
     return record
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """RuntimeError for what waits for the device: torch's allocator is not the same after a recording that failed."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class DecodeGraphs:
