@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tgis.errors import StartError
 
-START_SECONDS = 120.0
+START_SECONDS = 200.0
 STOP_SECONDS = 60.0
 _PORTS = range(20000, 32000)  # below those that the kernel gives to clients: none takes one before the server does
 
