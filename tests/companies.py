@@ -15,7 +15,7 @@ from tgis import validation
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.weights import Limits
 from tgis.engines.base import Engine
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.engines.tgis_native import PagedEngine
 from tgis.messages import Details, Request, TokenFacts
 from tgis.prefix import Prefix
@@ -27,8 +27,8 @@ PLACEHOLDER = 0
 NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
 
 
-ENGINES: dict[str, type[TransformersEngine] | type[PagedEngine]] = {
-    "padded": TransformersEngine,
+ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
+    "padded": PaddedEngine,
     "paged": PagedEngine,
 }
 BOUNDS = {

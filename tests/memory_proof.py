@@ -15,15 +15,15 @@ from batches import engine_options
 from tgis.batcher.batcher import Batcher
 from tgis.engines import memory
 from tgis.engines.base import Engine
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.engines.peaks import ResidentMeter
 from tgis.engines.tgis_native import PagedEngine
 from tgis.messages import Details, EngineOptions, Request, Sampling
 from tgis.worker import limits_of
 
 LONGEST, ROWS, REQUESTS = 512, 16, 48
-ENGINES: dict[str, type[TransformersEngine] | type[PagedEngine]] = {
-    "hf_transformers": TransformersEngine,
+ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
+    "hf_transformers": PaddedEngine,
     "tgis_native": PagedEngine,
 }
 KINDS = [

@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 from tgis.batcher.weights import Limits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.engines.tgis_native import PagedEngine
 from tgis.errors import StartError, Unsupported
 from tgis.messages import Details, Request, Sampling
@@ -89,7 +89,7 @@ def class_name(name: str) -> str:
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
 def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     directory = make_model(name, tmp_path)
-    engine = TransformersEngine(engine_options(directory, 6, threads=1))
+    engine = PaddedEngine(engine_options(directory, 6, threads=1))
     check(directory, engine, limits(100_000, max_batch_size=6, prefill_tokens=512))
 
 
@@ -130,7 +130,7 @@ def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
     elif engine == "hf_transformers":
         with pytest.raises(Unsupported, match=MESSAGES[why]):
             PagedEngine(options)
-        TransformersEngine(options).warm_up()
+        PaddedEngine(options).warm_up()
     else:
         PagedEngine(options).warm_up()
 
@@ -153,7 +153,7 @@ def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:
     config = transformers.T5Config(**SMALL | {"bos_token_id": None}, **T5_LIKE)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(StartError, match="decoder_start_token_id of an encoder-decoder must be one token, not None"):
-        TransformersEngine(engine_options(tmp_path, 6, threads=1))
+        PaddedEngine(engine_options(tmp_path, 6, threads=1))
 
 
 def assert_context_matters(reference: Reference, prompts: list[list[int]], generated: list[list[int]]) -> None:

@@ -10,7 +10,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits, MemoryModel
 from tgis.engines.causal import CausalModel
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.engines.kv_cache import PaddedLayer
 from tgis.engines.seq2seq import Seq2SeqModel
 from tgis.errors import OutOfMemory, StartError
@@ -20,9 +20,9 @@ Outcome = dict[int, tuple[list[int], list[TokenFacts]]]  # id -> generated token
 
 
 @pytest.fixture(scope="module", params=["glassllm", "detransliterator"])
-def engine(request: pytest.FixtureRequest) -> TransformersEngine:
+def engine(request: pytest.FixtureRequest) -> PaddedEngine:
     options = engine_options(request.getfixturevalue(f"{request.param}_dir"), 8, threads=1)
-    loaded = TransformersEngine(options)
+    loaded = PaddedEngine(options)
     loaded.warm_up()
     return loaded
 
@@ -42,7 +42,7 @@ def requests() -> list[Request]:
     ]
 
 
-def run(engine: TransformersEngine, wanted: list[Request]) -> Outcome:
+def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
     """As the worker does, without the messages."""
     limits = Limits(8, MemoryModel.of_tokens(10**6), prefill_tokens=100, max_padding=0.9, padded=True)
     batcher = Batcher(limits, {2})
@@ -68,7 +68,7 @@ def run(engine: TransformersEngine, wanted: list[Request]) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: TransformersEngine) -> Outcome:
+def alone(engine: PaddedEngine) -> Outcome:
     return {n: outcome for request in requests() for n, outcome in run(engine, [request]).items()}
 
 
@@ -94,7 +94,7 @@ class Failing:
         return self.function(*args, **kwargs)
 
 
-def network_of(engine: TransformersEngine) -> torch.nn.Module:
+def network_of(engine: PaddedEngine) -> torch.nn.Module:
     assert isinstance(engine._model, CausalModel | Seq2SeqModel)
     return engine._model.network
 
@@ -104,7 +104,7 @@ LACK, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
 
 @pytest.mark.parametrize(("error", "calls"), [(LACK, {1}), (LACK, {3, 4, 8}), (BUG, {2}), (BUG, {6, 14, 15})])
 def test_a_pass_that_fails_changes_nobodys_result(
-    engine: TransformersEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
+    engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
 ) -> None:
     network = network_of(engine)
     monkeypatch.setattr(network, "forward", Failing(network.forward, error, calls))
@@ -114,7 +114,7 @@ def test_a_pass_that_fails_changes_nobodys_result(
 
 @pytest.mark.parametrize("call", [1, 3, 8])
 def test_a_cache_that_cannot_grow_changes_nobodys_result(
-    engine: TransformersEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
+    engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     moved = Failing(PaddedLayer._moved, torch.OutOfMemoryError("none left"), {call})
     monkeypatch.setattr(PaddedLayer, "_moved", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
@@ -122,7 +122,7 @@ def test_a_cache_that_cannot_grow_changes_nobodys_result(
     assert moved.count >= call
 
 
-def test_a_lost_device_is_fatal(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_is_fatal(engine: PaddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     network = network_of(engine)
     monkeypatch.setattr(network, "forward", Failing(network.forward, torch.AcceleratorError("device-side assert"), {1}))
     row = Sequence(requests()[0], 0.0)
@@ -131,7 +131,7 @@ def test_a_lost_device_is_fatal(engine: TransformersEngine, monkeypatch: pytest.
     engine.release([row])
 
 
-def test_rows_that_were_lost_are_asked_for_again(engine: TransformersEngine) -> None:
+def test_rows_that_were_lost_are_asked_for_again(engine: PaddedEngine) -> None:
     row = Sequence(requests()[0], 0.0)
     row.computed, row.tokens = len(row.tokens), [*row.tokens, 7]
     with pytest.raises(OutOfMemory, match="lost"):

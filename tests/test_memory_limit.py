@@ -14,7 +14,7 @@ from tiny_models import make_model
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.config import LIBRARY_DEFAULTS
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.messages import Details, Request, Sampling
 
 MiB = 1 << 20
@@ -37,7 +37,7 @@ def test_full_batches_stay_within_the_memory_granted(smollm2_dir: Path, engine: 
 @pytest.mark.parametrize("name", ["T5", "OPT, 350m"])
 def test_every_kind_of_padded_model_is_measured(name: str, tmp_path: Path) -> None:
     changes = {"estimate_memory": "auto", "cache_dir": str(tmp_path / "cache"), "max_sequence_length": 64}
-    engine = TransformersEngine(msgspec.structs.replace(engine_options(make_model(name, tmp_path), 3, 1), **changes))
+    engine = PaddedEngine(msgspec.structs.replace(engine_options(make_model(name, tmp_path), 3, 1), **changes))
     engine.warm_up()
     assert 1000 < engine.info.weight_limit < 1 << 40
     assert engine.info.prefill_linear >= 1

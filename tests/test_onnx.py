@@ -23,7 +23,7 @@ from tiny_models import run
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.hf_optimum_ort import load_engine
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.engines.ort_decoder import ignores_padding
 from tgis.engines.ort_graph import Graph
 from tgis.engines.ort_models import OnnxCausalModel, OnnxSeq2SeqModel
@@ -53,13 +53,13 @@ def graphs(model: Path, cache_dir: Path) -> Path:
     return exported(model, cache_dir)
 
 
-def load(directory: Path, rows: int = 8) -> TransformersEngine:
+def load(directory: Path, rows: int = 8) -> PaddedEngine:
     engine = load_engine(engine_options(directory, rows, threads=1))
     engine.warm_up()
     return engine
 
 
-def inside(engine: TransformersEngine) -> OnnxCausalModel | OnnxSeq2SeqModel:
+def inside(engine: PaddedEngine) -> OnnxCausalModel | OnnxSeq2SeqModel:
     assert isinstance(engine._model, OnnxCausalModel | OnnxSeq2SeqModel)
     return engine._model
 
@@ -93,11 +93,11 @@ def wanted(count: int = 24) -> list[Request]:
     ]
 
 
-def alone(engine: TransformersEngine) -> list[list[int]]:
+def alone(engine: PaddedEngine) -> list[list[int]]:
     return [run(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted()]
 
 
-def joined(engine: TransformersEngine, seed: int) -> list[list[int]]:
+def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
     return run(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
 
 
@@ -107,7 +107,7 @@ def test_rows_that_join_and_leave_get_what_transformers_says_alone(
 ) -> None:
     """Also where each length must go by itself, and in pieces shorter than prompts."""
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 32)
-    expected = alone(TransformersEngine(engine_options(model, 8, threads=1)))
+    expected = alone(PaddedEngine(engine_options(model, 8, threads=1)))
     engine = load(graphs)
     assert inside(engine)._together
     inside(engine)._together = together
@@ -152,7 +152,7 @@ def test_padding_that_a_graph_sees_is_noticed(graphs: Path, monkeypatch: pytest.
 
 def test_what_is_told_of_the_model(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours = load(graphs).info
-    theirs = TransformersEngine(engine_options(model, 8, threads=1)).info
+    theirs = PaddedEngine(engine_options(model, 8, threads=1)).info
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
     for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "positions"):
         assert getattr(ours, fact) == getattr(theirs, fact)

@@ -14,7 +14,7 @@ from tiny_models import EOS, START, VOCABULARY, make_model, run
 from transformers import AutoModelForSeq2SeqLM
 
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.engines.padded import PREFILL_TOKENS
 from tgis.messages import Details, Request, Sampling
 
@@ -43,12 +43,12 @@ def generate(directory: Path, **settings: Any) -> Outputs:
 
 def joined(directory: Path, wanted: list[Request], seed: int) -> Outputs:
     """What the engine says to requests that come at random times."""
-    engine = TransformersEngine(engine_options(directory, 6, threads=1))
+    engine = PaddedEngine(engine_options(directory, 6, threads=1))
     return run(engine, limits(100_000, max_batch_size=6, prefill_tokens=512), wanted, random.Random(seed))
 
 
-def load(directory: Path) -> TransformersEngine:
-    engine = TransformersEngine(engine_options(directory, 8, threads=1))
+def load(directory: Path) -> PaddedEngine:
+    engine = PaddedEngine(engine_options(directory, 8, threads=1))
     engine.warm_up()
     return engine
 
@@ -75,7 +75,7 @@ def test_a_repetition_penalty_is_about_the_output(name: str, tmp_path: Path) -> 
     assert joined(directory, requests(Sampling(repetition_penalty=1.7)), 4) == expected
 
 
-def compute(engine: TransformersEngine, rows: list[Sequence]) -> None:
+def compute(engine: PaddedEngine, rows: list[Sequence]) -> None:
     for row, token in zip(rows, engine.step(Plan.whole(rows)).tokens, strict=True):
         row.computed = len(row.tokens)
         row.tokens.append(token)

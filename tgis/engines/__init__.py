@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 _ENGINES = {
     "fake": ("tgis.engines.fake", "FakeEngine"),
     "hf_optimum_ort": ("tgis.engines.hf_optimum_ort", "load_engine"),
-    "hf_transformers": ("tgis.engines.hf_transformers", "TransformersEngine"),
+    "hf_transformers": ("tgis.engines.hf_transformers", "PaddedEngine"),
     "tgis_native": ("tgis.engines.tgis_native", "PagedEngine"),
 }
 

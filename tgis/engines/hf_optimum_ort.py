@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from tgis.engines.hf_transformers import TransformersEngine
+from tgis.engines.hf_transformers import PaddedEngine
 from tgis.engines.loading import load_config
 from tgis.engines.ort_graph import cuda_is_built
 from tgis.engines.ort_models import OnnxCausalModel, OnnxSeq2SeqModel
@@ -17,9 +17,9 @@ from tgis.messages import EngineOptions
 log = logging.getLogger(__name__)
 
 
-def load_engine(options: EngineOptions) -> TransformersEngine:
+def load_engine(options: EngineOptions) -> PaddedEngine:
     """The padded engine with graphs for a model."""
-    return TransformersEngine(options, _load_model)
+    return PaddedEngine(options, _load_model)
 
 
 def _load_model(options: EngineOptions, device: torch.device, _max_rows: int) -> PaddedModel:

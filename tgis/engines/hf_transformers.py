@@ -36,7 +36,7 @@ def load_model(options: EngineOptions, device: torch.device, max_rows: int) -> P
     return family(options, device, max_rows)
 
 
-class TransformersEngine:
+class PaddedEngine:
     """A padded batch: rows are in the same order here, in the model, in the sampler and in the context."""
 
     def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:
