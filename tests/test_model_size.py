@@ -51,7 +51,7 @@ def test_loading_takes_what_it_is_said_to_take(
     command = [sys.executable, "tests/loading_peak.py", str(smollm2_dir), dtype]
     variables = environment(**LIBRARY_DEFAULTS, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
-    assert 0.98 * expected < int(done.stdout) < 1.1 * expected
+    assert 0.98 * expected < int(done.stdout) < 1.6 * expected  # beside it, what single layers take for a moment
     options = msgspec.structs.replace(engine_options(smollm2_dir, 8, threads=1), dtype=dtype)
     free(cpu=expected)
     check(options, getattr(torch, dtype), CPU)
