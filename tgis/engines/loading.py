@@ -17,6 +17,7 @@ from tgis.engines.model_size import check_size
 from tgis.engines.packing import pack_linears
 from tgis.engines.padded import ModelFacts
 from tgis.engines.progress import told
+from tgis.engines.rotary import fix_frequencies
 from tgis.engines.siblings import merge_siblings
 from tgis.errors import StartError, Unsupported
 from tgis.messages import EngineOptions
@@ -78,14 +79,17 @@ def _ready(family: Any, options: EngineOptions, device: torch.device) -> PreTrai
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
     check_size(family, options, config, dtype, device)
+    longest = options.max_sequence_length
     with told(lambda: f"{in_words(taken_memory(device))} in memory after {time.monotonic() - started:.0f} s"):
-        model = _finished(_load(family, options, config, dtype).eval().to(device), config, device)
+        model = _finished(_load(family, options, config, dtype).eval().to(device), config, device, longest)
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 
 
-def _finished(model: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Its linear layers made faster."""
+def _finished(model: PreTrainedModel, config: PreTrainedConfig, device: torch.device, longest: int) -> PreTrainedModel:
+    """Its rotary embeddings made steady, its linear layers faster."""
+    if fixed := fix_frequencies(model, longest):
+        log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
     if device.type == "cpu":  # where merging was measured to bring nothing beyond packing
         log.info("packed %d linear layers, fused the small operators of %d others", pack_linears(model), fuse(model))
     else:
