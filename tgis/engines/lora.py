@@ -16,7 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from tgis.batcher.sequence import Sequence as Row
 from tgis.engines.lora_stack import LoraStack
-from tgis.engines.siblings import Part, Product
+from tgis.engines.packing import OurProduct, Product, has_kernel
+from tgis.engines.siblings import Part
+from tgis.engines.siblings import Product as Siblings
 from tgis.prompts.lora import LoraAdapter
 
 _KEPT_PASSES = 64  # that an adapter stays in the stack when no row has it
@@ -34,6 +36,7 @@ class LoraLayers:
         self._modules = {} if network is None else dict(_linears(network))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._stack = LoraStack({name: _dtype(module) for name, module in self._modules.items()})
+        self._products: dict[str, tuple[Product, Product]] = {}  # with what is in the stack, once they are needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass, of at least those in the stack
         self._pass = 0
         self._foreign: Tensor | None = None  # bool [parts, 1, columns]: what parts do not keep; None: none has any
@@ -65,6 +68,7 @@ class LoraLayers:
             del self._last_used[adapter]
         new = used - self._stack.adapters
         if new or old:
+            self._products = {}
             self._stack.change(new, old & self._stack.adapters)
             self._hook()
 
@@ -79,22 +83,34 @@ class LoraLayers:
     def _change(self, name: str) -> Any:
         def change(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
             if self._foreign is not None:
-                _add(output, inputs[0], *self._stack.layers[name], self._foreign)
+                _add(output, inputs[0], *self._products_of(name), self._foreign)
 
         return change
 
+    def _products_of(self, name: str) -> tuple[Product, Product]:
+        if name not in self._products:
+            down, up = self._stack.layers[name]
+            self._products[name] = _product(down), _product(up.T)
+        return self._products[name]
 
-def _add(output: Tensor, x: Tensor, down: Tensor, up: Tensor, foreign: Tensor) -> None:
+
+def _add(output: Tensor, x: Tensor, down: Product, up: Product, foreign: Tensor) -> None:
     """Change [..., out] in place by what adapters make of `x` [..., in]; its parts are behind one another."""
-    hidden = linear(x, down)  # [..., columns]
-    columns = len(down)
-    hidden.view(len(foreign), -1, columns).masked_fill_(foreign, 0.0)
-    output.view(-1, output.shape[-1]).addmm_(hidden.view(-1, columns), up)
+    hidden = down(x, None)  # [..., columns]
+    hidden.view(len(foreign), -1, hidden.shape[-1]).masked_fill_(foreign, 0.0)
+    output.add_(up(hidden, None))
+
+
+def _product(weight: Tensor) -> Product:
+    """With a weight [out, in], packed where that is of use: oneDNN takes as long to begin as for what is so small."""
+    if weight.device.type == "cpu" and has_kernel(weight):
+        return OurProduct(weight)
+    return lambda x, bias: linear(x, weight, bias)
 
 
 def _linears(network: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """Not the one that makes logits, nor experts: these see some of the tokens only, in an order of their own."""
-    others = {network.get_output_embeddings(), *(one.linear for one in network.modules() if isinstance(one, Product))}
+    others = {network.get_output_embeddings(), *(one.linear for one in network.modules() if isinstance(one, Siblings))}
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear | Conv1D | Part) and module not in others and "experts" not in name.split("."):
             yield name, module
