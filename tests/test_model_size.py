@@ -26,6 +26,7 @@ from tgis.messages import EngineOptions
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SMOLLM2 = 134_515_008  # parameters; the embeddings are its head too
 LINEARS = 134_479_872  # of them in linear layers, the head being one
+OTHERS = SMOLLM2 - LINEARS + 49152 * 576  # in other layers, the embeddings being one
 
 Free = Callable[..., None]
 
@@ -44,14 +45,14 @@ def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, fami
     model_size.check_size(family, options, load_config(options), dtype, device)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 2 * SMOLLM2), ("float32", 4 * (SMOLLM2 + LINEARS))])
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 2 * SMOLLM2), ("float32", 4 * (LINEARS + OTHERS))])
 def test_loading_takes_what_it_is_said_to_take(
     smollm2_dir: Path, dtype: str, expected: int, free: Free, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "tests/loading_peak.py", str(smollm2_dir), dtype]
     variables = environment(**LIBRARY_DEFAULTS, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
-    assert 0.98 * expected < int(done.stdout) < 1.6 * expected  # beside it, what single layers take for a moment
+    assert 0.98 * expected < int(done.stdout) < 2 * expected  # the C library keeps some of what is given back
     options = msgspec.structs.replace(engine_options(smollm2_dir, 8, threads=1), dtype=dtype)
     free(cpu=expected)
     check(options, getattr(torch, dtype), CPU)
@@ -66,7 +67,7 @@ def test_the_refusal_has_the_numbers(smollm2_dir: Path, free: Free, caplog: pyte
     caplog.set_level(logging.INFO)
     with pytest.raises(StartError) as refusal:
         check(engine_options(smollm2_dir, 8, threads=1), torch.float32, CPU)
-    assert "513 MiB of weights takes 1 GiB of memory on cpu, and 512 MiB are free" in str(refusal.value)
+    assert "513 MiB of weights takes 621 MiB of memory on cpu, and 512 MiB are free" in str(refusal.value)
     assert "  513 MiB of weights" in caplog.messages
 
 

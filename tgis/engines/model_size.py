@@ -54,12 +54,14 @@ def check_size(
 
 
 def _needs(network: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
-    """Bytes by device for all ranks, at the worst moment; weights that are not converted stay in their files."""
+    """Bytes by device for all ranks, at the least; weights that are not converted are those of the files, mapped."""
     if device.type != "cpu":
         return {device: weights, _CPU: converted}
-    linears = [module.weight for module in network.modules() if type(module) is nn.Linear]
-    packed = sum(weight.nbytes for weight in linears if weight.dtype in _PACKED)
-    return {device: max(weights, packed + converted)}
+    linears = [module for module in network.modules() if type(module) is nn.Linear]
+    packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKED)
+    others = (module for module in network.modules() if type(module) is not nn.Linear)  # as the embeddings, if shared
+    stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
+    return {device: max(weights, packed + min(converted, sum(stay.values())))}
 
 
 def _converted(path: Path, dtype: torch.dtype) -> int:
