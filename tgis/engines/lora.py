@@ -17,8 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from tgis.batcher.sequence import Sequence as Row
 from tgis.engines.lora_stack import LoraStack
 from tgis.engines.packing import OurProduct, Product, has_kernel
-from tgis.engines.siblings import Part
-from tgis.engines.siblings import Product as Siblings
+from tgis.engines.siblings import Part, Siblings
 from tgis.prompts.lora import LoraAdapter
 
 _KEPT_PASSES = 64  # that an adapter stays in the stack when no row has it

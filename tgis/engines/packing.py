@@ -61,7 +61,8 @@ class OurProduct:
         assert kernel is not None
         self._kernel = kernel
         self._dtype, (self._outputs, self._inputs) = weight.dtype, weight.shape
-        tiles = pad(weight, (0, 0, 0, -self._outputs % _TILE)).unflatten(0, (-1, _TILE))
+        missing = -self._outputs % _TILE
+        tiles = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, _TILE))
         pairs = tiles.unflatten(-1, (-1, _PAIRS[weight.dtype]))
         self._packed = pairs.transpose(1, 2).contiguous()  # [tiles, in / pair, tile, pair]
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
-class Product(nn.Module):  # type: ignore[misc]
+class Siblings(nn.Module):  # type: ignore[misc]
     """The outputs of sibling layers for the input that the first of them was called with."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -39,7 +39,7 @@ class Product(nn.Module):  # type: ignore[misc]
 class Part(nn.Module):  # type: ignore[misc]
     """What stands for one of the siblings."""
 
-    def __init__(self, product: Product, index: int, linear: nn.Linear) -> None:
+    def __init__(self, product: Siblings, index: int, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.product, self._index = product, index
@@ -54,7 +54,7 @@ def merge_siblings(model: PreTrainedModel, **inputs: Tensor) -> int:
     merged = 0
     for parent, names in _siblings(model, inputs):
         linears = [getattr(parent, name) for name in names]
-        product = Product(linears)
+        product = Siblings(linears)
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
             setattr(parent, name, Part(product, index, linear))
         merged += len(names)
