@@ -9,7 +9,7 @@ from attention_oracle import attend
 from chunk_batches import chunk_batch
 from torch import Tensor
 
-from tgis.engines import cpu_attention, paged_attention, prefill_attention
+from tgis.engines import paged_attention, prefill_attention
 from tgis.engines.paged_attention import Rules
 from tgis.engines.prefill_attention import fits, make_groups
 
@@ -142,9 +142,7 @@ def test_what_does_not_fit_goes_to_the_plain_bodies(
     keys, values = (torch.empty(1, 16, 2, facts[n], dtype=facts["cache"] or q.dtype) for n in ("k_size", "v_size"))
     rules = Rules(1.0, None, facts["softcap"], facts["sinks"])
     assert fits(q, keys, values, rules.softcap, rules.sinks) == fitting
-    compiled = cpu_attention.has_kernel(q, keys, values)
-    here = paged_attention._compiled_singles if compiled else paged_attention._singles
-    assert paged_attention._bodies(q, (keys, values), rules) == (here, paged_attention._chunks)
+    assert paged_attention._bodies(q, (keys, values), rules) == (paged_attention._singles, paged_attention._chunks)
     monkeypatch.setattr(paged_attention, "_is_modern", lambda _device: True)
     decode, prefill = paged_attention._bodies(q, (keys, values), rules)
     assert prefill is (paged_attention._fast_chunks if fitting else paged_attention._chunks)

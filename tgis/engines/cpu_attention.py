@@ -1,4 +1,4 @@
-"""Decode attention over the paged KV cache on CPUs: a kernel in C.
+"""Attention over the paged KV cache on CPUs: a kernel in C, for rows with one new token and for chunks alike.
 
 Where it cannot be compiled, and for shapes and dtypes that it does not know, bodies in plain PyTorch give the same.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.c_kernels import library
+from tgis.engines.paged_cache import FlatBatch
 
 _LANES = 16
 _UNLIMITED = 2**62
@@ -34,47 +35,63 @@ class _Work(ctypes.Structure):
     """The kernel's argument."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "output", "tables", "lengths", "sinks")),
-        *((name, ctypes.c_int64) for name in ("rows", "width", "window")),
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "output", "rows", "sinks")),
+        *((name, ctypes.c_int64) for name in ("count", "q_token", "q_head", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("threads", ctypes.c_int64),
     )
 
 
 def has_kernel(q: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `decode_attention` can do this; what it takes to compile the kernel is taken here, once per shape."""
+    """Whether `attention` can do this; what it takes to compile the kernel is taken here, once per shape."""
     fits = q.device.type == "cpu" and q.dtype == keys.dtype == values.dtype and q.dtype in _DTYPES
     return fits and _kernel(_shape(q, keys, values)) is not None
 
 
-def decode_attention(
+def kernel_rows(batch: FlatBatch) -> Tensor:
+    """The rows of a batch on the CPU, int64 [rows, 4]: first token, count, length, and the address of its blocks.
+
+    The addresses are good for as long as there is the batch.
+    """
+    tables, numbers = batch.tables, torch.arange(batch.singles)
+    assert tables.is_contiguous()
+    assert tables.dtype == torch.int64
+    addresses = tables.data_ptr() + numbers * tables.shape[1] * tables.itemsize
+    singles = torch.stack([numbers, torch.ones_like(numbers), batch.lengths, addresses], 1)
+    counts = [chunk.tokens.stop - chunk.tokens.start for chunk in batch.chunks]
+    chunks = [
+        [chunk.tokens.start, count, chunk.before + count, chunk.blocks.data_ptr()]
+        for chunk, count in zip(batch.chunks, counts, strict=True)
+    ]
+    return torch.cat([singles, torch.tensor(chunks)]) if chunks else singles
+
+
+def attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
+    rows: Tensor,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The output [B, H, E] of queries [B, H, D], each of which is the last of its row's `lengths` [B] tokens.
+    """The output [T, H, E] of queries [T, H, D], which are the last tokens of their rows, as `kernel_rows` has them.
 
-    `keys` [blocks, block size, K, D] and `values` [blocks, block size, K, E] are contiguous and of q's dtype; `tables`
-    [B, most blocks] and `lengths` are contiguous int64. There must be a kernel for it.
+    `keys` [blocks, block size, K, D] and `values` [blocks, block size, K, E] are contiguous and of q's dtype, those of
+    the new tokens among them. There must be a kernel for it.
     """
     kernel = _kernel(_shape(q, keys, values))
     assert kernel is not None
-    assert all(t.is_contiguous() for t in (keys, values, tables, lengths))
-    assert tables.dtype == lengths.dtype == torch.int64
-    q, sinks = q.contiguous(), None if sinks is None else sinks.float().contiguous()
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    q, sinks = q if q.stride(2) == 1 else q.contiguous(), None if sinks is None else sinks.float().contiguous()
     output = q.new_empty(*q.shape[:2], values.shape[-1])
-    pointers = [None if t is None else t.data_ptr() for t in (q, keys, values, output, tables, lengths, sinks)]
-    threads = torch.get_num_threads()
-    failed = kernel(_Work(*pointers, *tables.shape, window or _UNLIMITED, scale, softcap or 0.0, threads))
-    if failed:
-        raise MemoryError(f"no memory for the scores of {tables.shape[1] * keys.shape[1]} tokens")
+    pointers = [None if t is None else t.data_ptr() for t in (q, keys, values, output, rows, sinks)]
+    numbers = len(rows), q.stride(0), q.stride(1), window or _UNLIMITED
+    if kernel(_Work(*pointers, *numbers, scale, softcap or 0.0, torch.get_num_threads())):
+        raise MemoryError(f"no memory for attention of {len(q)} tokens")
     return output
 
 
@@ -87,9 +104,9 @@ def _shape(q: Tensor, keys: Tensor, values: Tensor) -> _Shape:
 def _kernel(shape: _Shape) -> Callable[[_Work], int] | None:
     if shape.k_size % _LANES or shape.v_size % _LANES:
         return None
-    compiled = library("decode_attention.c", **asdict(shape))
+    compiled = library("attention.c", **asdict(shape))
     if compiled is None:
         return None
-    kernel = compiled.decode_attention
+    kernel = compiled.attention
     kernel.argtypes, kernel.restype = [ctypes.POINTER(_Work)], ctypes.c_int
     return kernel

@@ -5,6 +5,9 @@
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 typedef float wide __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -28,13 +31,21 @@ static inline wide load(const number *from) {
 #endif
 }
 
-/* Rounded to the nearest, or even. */
-static inline void store(number *to, wide numbers) {
-#if HALF
+/* To bfloat16: the nearest, or even. */
+static inline halves rounded(wide numbers) {
+#if defined(__AVX512BF16__)
+    return (halves)_mm512_cvtneps_pbh((__m512)numbers);
+#else
     words bits = (words)numbers, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     words quiet = (bits >> 16) | 0x40, is_nan = (words)(numbers != numbers);
-    halves rounded = __builtin_convertvector((nearest & ~is_nan) | (quiet & is_nan), halves);
-    memcpy(to, &rounded, sizeof rounded);
+    return __builtin_convertvector((nearest & ~is_nan) | (quiet & is_nan), halves);
+#endif
+}
+
+static inline void store(number *to, wide numbers) {
+#if HALF
+    halves bits = rounded(numbers);
+    memcpy(to, &bits, sizeof bits);
 #else
     memcpy(to, &numbers, sizeof numbers);
 #endif

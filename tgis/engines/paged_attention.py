@@ -83,16 +83,27 @@ class PagedAttention:
             stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
         self.windows.add(window)
         rules = Rules(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
+        if cpu_attention.has_kernel(q, *layer):
+            return _compiled(batch, q, layer, rules)[None]
         decode, prefill = _bodies(q, layer, rules)
         parts = [decode(batch, q[: batch.singles], layer, rules)] if batch.singles else []
         parts += prefill(batch, q, k, v, layer, rules) if batch.chunks else []
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
+def _compiled(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+    """All rows at once, on the CPU."""
+    if batch.rows is None:
+        batch.rows = cpu_attention.kernel_rows(batch)
+    return cpu_attention.attention(
+        q, *layer, batch.rows, scale=rules.scale, window=rules.window, softcap=rules.softcap, sinks=rules.sinks
+    )
+
+
 def _bodies(q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> tuple[_Decode, _Prefill]:
     """For rows with one token each and for chunks: the fastest that the device, the dtypes and the rules allow."""
     if not _is_modern(q.device):
-        return _compiled_singles if cpu_attention.has_kernel(q, *layer) else _singles, _chunks
+        return _singles, _chunks
     decode = _fast_singles if q.dtype == layer[0].dtype != torch.float64 else _singles
     return decode, _fast_chunks if fits(q, *layer, rules.softcap, rules.sinks) else _chunks
 
@@ -100,20 +111,6 @@ def _bodies(q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> tuple[_Dec
 @cache
 def _is_modern(device: torch.device) -> bool:
     return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
-
-
-def _compiled_singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
-    """As `_singles`."""
-    return cpu_attention.decode_attention(
-        q,
-        *layer,
-        batch.tables,
-        batch.lengths,
-        scale=rules.scale,
-        window=rules.window,
-        softcap=rules.softcap,
-        sinks=rules.sinks,
-    )
 
 
 def _fast_singles(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:

@@ -49,6 +49,7 @@ class FlatBatch:
     adapters: list[LoraAdapter | None] = field(default_factory=list)  # of each token; empty: none has any
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
     groups: list[ChunkGroup] | None = None  # of the chunks, once a body has wanted them
+    rows: Tensor | None = None  # all of them, likewise, for a body that takes them at once
 
     @property
     def singles(self) -> int:
