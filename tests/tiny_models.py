@@ -204,8 +204,12 @@ def make_config(name: str) -> PreTrainedConfig:
 
 def make_model(name: str, directory: Path, **generation: Any) -> Path:
     """A model in `directory`, with its generation config."""
+    return make_from(make_config(name), directory, **generation)
+
+
+def make_from(config: PreTrainedConfig, directory: Path, **generation: Any) -> Path:
+    """The same of any configuration."""
     torch.manual_seed(0)
-    config = make_config(name)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config, dtype=torch.float32)
     for path, weight in model.named_parameters():
