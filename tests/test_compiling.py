@@ -61,6 +61,7 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_late(
     def counted(decoder: CompiledDecoder) -> None:
         at_the_start.append(graphs())
         finish(decoder)
+        decoder._stance = "fail_on_recompile"  # what no graph fits would be computed without, unnoticed
 
     monkeypatch.setattr(CompiledDecoder, "finish", counted)
     engine = PagedEngine(options(model))

@@ -1,10 +1,13 @@
 """The tokens of every row as one tensor, for the repetition penalty. Kept only while some row has a penalty."""
 
+from array import array
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.transfers import to_device
 
 _ROOM = 128  # columns for tokens to come, before the tensor is made anew
 
@@ -16,27 +19,29 @@ class TokenContext:
         """`tokens_of` tells which tokens of a row a penalty applies to, the newest one last."""
         self._tokens_of = tokens_of
         self._device = device
-        self._rows: list[Sequence] = []
-        self._lengths: list[int] = []  # empty while no row has a penalty
+        self._longest = 0  # tokens of a row; 0 while no row has a penalty
+        self._columns = torch.empty(0, dtype=torch.int64, device=device)  # [rows], of each row's next token
         self.ids = torch.empty((0, 0), dtype=torch.int64, device=device)
 
     def set_rows(self, rows: list[Sequence]) -> None:
         """The rows have changed: start again from their tokens."""
-        self._rows = list(rows)
         wanted = any(row.request.sampling.repetition_penalty != 1.0 for row in rows)
         tokens = [self._tokens_of(row) for row in rows] if wanted else []
-        self._lengths = [len(some) for some in tokens]
-        width = max(self._lengths) + _ROOM if wanted else 0
-        filled = [some + some[:1] * (width - len(some)) for some in tokens]
-        self.ids = torch.tensor(filled, dtype=torch.int64, device=self._device).view(len(rows), width)
+        lengths = [len(some) for some in tokens]
+        self._longest = max(lengths, default=0)
+        ids = np.empty((len(rows), self._longest + _ROOM if wanted else 0), dtype=np.int64)
+        for place, some in enumerate(tokens):
+            ids[place, : len(some)] = array("q", some)
+            ids[place, len(some) :] = some[0]
+        self._columns = to_device(lengths, torch.int64, self._device)
+        self.ids = to_device(ids, torch.int64, self._device)
 
     def append(self, newest: torch.Tensor) -> None:
         """Every row has got one token more, [rows]."""
-        if not self._lengths:
+        if not self._longest:
             return
-        if max(self._lengths) >= self.ids.shape[1]:
-            self.set_rows(self._rows)
-            return
-        every = torch.arange(len(self._lengths), device=self._device)
-        self.ids[every, torch.tensor(self._lengths, device=self._device)] = newest
-        self._lengths = [length + 1 for length in self._lengths]
+        if self._longest == self.ids.shape[1]:
+            self.ids = torch.cat([self.ids, self.ids[:, :1].expand(-1, _ROOM)], 1)
+        self.ids.scatter_(1, self._columns[:, None], newest[:, None])
+        self._columns = self._columns + 1
+        self._longest += 1

@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
+from tgis.engines.transfers import to_device
 from tgis.prompts.lora import LoraAdapter, LowRank
 
 _FREE, _NOBODY = -1, -2
@@ -45,7 +46,7 @@ class LoraStack:
     def foreign(self, adapters: Iterable[LoraAdapter | None]) -> Tensor:
         """Which columns are not those of each adapter: bool [adapters, 1, columns]."""
         starts = [_NOBODY if adapter is None else self._places[adapter].start for adapter in adapters]
-        return torch.tensor(starts, device=self._owners.device)[:, None, None] != self._owners
+        return to_device(starts, torch.int64, self._owners.device)[:, None, None] != self._owners
 
     def _change(self, come: Iterable[LoraAdapter], go: Iterable[LoraAdapter]) -> None:
         for adapter in go:

@@ -5,13 +5,18 @@ Which block belongs to whom is the batcher's business; this turns its block numb
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.lora import lora_of
 from tgis.engines.soft_prompts import Span, flat_spans
+from tgis.engines.transfers import upload
 from tgis.prompts.lora import LoraAdapter
+
+_NONE = np.empty(0)
 
 
 @dataclass(slots=True)
@@ -50,6 +55,7 @@ class FlatBatch:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
     groups: list[ChunkGroup] | None = None  # of the chunks, once a body has wanted them
     rows: Tensor | None = None  # all of them, likewise, for a body that takes them at once
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0))  # float64, what else was uploaded with it
 
     @property
     def singles(self) -> int:
@@ -57,15 +63,14 @@ class FlatBatch:
         return len(self.lengths)
 
 
-def flat_batch(plan: Plan, block_size: int, device: torch.device) -> tuple[FlatBatch, dict[int, slice]]:
+def flat_batch(
+    plan: Plan, block_size: int, device: torch.device, numbers: NDArray[np.float64] = _NONE
+) -> tuple[FlatBatch, dict[int, slice]]:
     """The batch of a plan, and where in `kept` the logits of rows are: the last of each sampled row, in the plan's
     order, then all those of rows that want facts about their input tokens, by request id.
     """
     work = sorted(zip(plan.rows, plan.counts, strict=True), key=lambda item: item[1] > 1)
-    single = [row for row, count in work if count == 1]
     ids = [token for row, count in work for token in row.tokens[row.computed : row.computed + count]]
-    positions = [place for row, count in work for place in range(row.computed, row.computed + count)]
-    slots = [slot for row, count in work for slot in _slots(row, count, block_size)]
     ends, total = {}, 0
     for row, count in work:
         total += count
@@ -76,42 +81,47 @@ def flat_batch(plan: Plan, block_size: int, device: torch.device) -> tuple[FlatB
         if row.request.details.inputs and not row.generated:
             explained[row.id] = slice(len(kept), len(kept) + count)
             kept += range(ends[row.id] - count, ends[row.id])
-    widest = max((_blocks(row, 1, block_size) for row in single), default=0)
-    tables = [row.blocks[:widest] + [0] * (widest - len(row.blocks)) for row in single]
-
-    def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    chunks = [
-        Chunk(
-            slice(ends[row.id] - count, ends[row.id]),
-            row.computed,
-            tensor(row.blocks[: _blocks(row, count, block_size)]),
-        )
-        for row, count in work
-        if count > 1
-    ]
-    batch = FlatBatch(
-        tensor(ids),
-        tensor(positions),
-        tensor(slots),
-        torch.tensor(tables, dtype=torch.int64, device=device).reshape(len(single), widest),
-        tensor([row.computed + 1 for row in single]),
-        chunks,
-        tensor(kept),
-        list(flat_spans(work)),
-        [lora_of(row) for row, count in work for _ in range(count)] if any(lora_of(row) for row, _ in work) else [],
-    )
+    places = [(row, range(row.computed, row.computed + count)) for row, count in work]
+    batch = _uploaded(places, ids, kept, numbers, block_size, device)
+    batch.spans = list(flat_spans(work))
     return batch, explained
 
 
-def _blocks(row: Sequence, count: int, size: int) -> int:
-    return -(-(row.computed + count) // size)
+def _uploaded(
+    work: list[tuple[Sequence, range]],
+    ids: list[int],
+    kept: list[int],
+    numbers: NDArray[np.float64],
+    size: int,
+    device: torch.device,
+) -> FlatBatch:
+    """The batch of rows and the places that they compute, those with one first; without soft prompts."""
+    single = [(row, places.stop) for row, places in work if len(places) == 1]
+    longer = [(row, places) for row, places in work if len(places) > 1]
+    widest = max((_blocks(length, size) for _, length in single), default=0)
+    parts = [
+        ids,
+        [place for _, places in work for place in places],
+        [row.blocks[place // size] * size + place % size for row, places in work for place in places],
+        [block for row, _ in single for block in (*row.blocks[:widest], *[0] * (widest - len(row.blocks)))],
+        [length for _, length in single],
+        kept,
+        numbers.view(np.int64).ravel().tolist(),
+        *(row.blocks[: _blocks(places.stop, size)] for row, places in longer),
+    ]
+    tokens, positions, slots, tables, lengths, wanted, bits, *blocks = upload(parts, device)
+    chunks, start = [], len(single)
+    for (_, places), own in zip(longer, blocks, strict=True):
+        chunks.append(Chunk(slice(start, start + len(places)), places.start, own))
+        start += len(places)
+    adapters = [lora_of(row) for row, places in work for _ in places] if any(lora_of(row) for row, _ in work) else []
+    tables = tables.view(len(single), widest)
+    bits = bits.view(torch.float64).view(numbers.shape)
+    return FlatBatch(tokens, positions, slots, tables, lengths, chunks, wanted, [], adapters, numbers=bits)
 
 
-def _slots(row: Sequence, count: int, size: int) -> list[int]:
-    places = range(row.computed, row.computed + count)
-    return [row.blocks[place // size] * size + place % size for place in places]
+def _blocks(tokens: int, size: int) -> int:
+    return -(-tokens // size)
 
 
 class PagedCache:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tgis.engines.paged_cache import Chunk, ChunkGroup
+from tgis.engines.transfers import to_device
 
 MOST_GATHERED = 1 << 16  # tokens of context copied at a time, if one row alone has not more
 
@@ -89,7 +90,7 @@ def _group(chunks: list[Chunk], slots: Tensor | None) -> ChunkGroup:
     ends = [[0, *accumulate(counts)], [0, *accumulate(lengths)]]
     return ChunkGroup(
         slice(chunks[0].tokens.start, chunks[-1].tokens.stop),
-        torch.tensor(ends, dtype=torch.int32).to(chunks[0].blocks.device, non_blocking=True),
+        to_device(ends, torch.int32, chunks[0].blocks.device),
         (max(counts), max(lengths)),
         slots,
     )

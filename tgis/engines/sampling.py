@@ -5,7 +5,7 @@ of the number of tokens that it has generated: neighbours, order, batch size and
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,18 +16,20 @@ from torch.nn.functional import pad
 from tgis.batcher.sequence import Sequence
 from tgis.engines.token_facts import (
     Chosen,
+    Fetched,
     Pass,
     State,
+    Tables,
     Wishes,
     describe,
     facts,
-    fetch,
     list_length,
     plain_table,
     rank_of,
     table,
     wanted,
 )
+from tgis.engines.transfers import to_device
 from tgis.engines.warpers import Filters, Penalties, Remaining, Scores, Totals, best_tokens
 from tgis.messages import Details, Sampling, TokenFacts
 
@@ -44,6 +46,7 @@ class Choice:
     tokens: list[int]  # -1 for a bad row
     facts: list[TokenFacts | None]  # empty when no row asked for any
     bad: list[int]  # rows whose scores cannot be used
+    changed: list[int] = field(default_factory=list)  # rows whose token is another than the draft says
 
 
 def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -110,7 +113,7 @@ class _Group:
         needed = max(max(s.top_k or _OPEN_FILTER, d.top_n) for s, d in zip(samplings, details, strict=True))
         return cls(
             places,
-            slice(None) if len(places) == len(rows) else torch.tensor(places, device=eos.device),
+            slice(None) if len(places) == len(rows) else to_device(places, torch.int64, eos.device),
             Penalties(samplings, places, eos),
             Filters.of(samplings, vocabulary, eos.device),
             Wishes.of(details, vocabulary, eos.device),
@@ -199,6 +202,45 @@ def _details(row: Sequence) -> Details:
     return details if details.generated else Details()
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One step's tokens while they are on the device, and what turns their tables into a choice on the host."""
+
+    rows: list[Sequence]
+    groups: list[_Group]
+    passes: list[Pass]  # of the groups; their tables are to be fetched
+    vocabulary: int
+
+    def tokens(self) -> Tensor:
+        """Those of the rows, int64 [B]: ids whatever the scores were; a row that is not sure may get another."""
+        tables = [each.table[:, 0].long() for each in self.passes]
+        if len(tables) == 1:
+            return tables[0]
+        tokens = tables[0].new_empty(len(self.rows))
+        for group, some in zip(self.groups, tables, strict=True):
+            tokens[group.index] = some
+        return tokens
+
+    def choice(self, fetched: list[Fetched]) -> Choice:
+        """The choice, from what `passes` have become."""
+        rows: dict[int, list[float]] = {}
+        changed: list[int] = []
+        for group, one in zip(self.groups, fetched, strict=True):
+            rows.update(zip(group.places, one.rows, strict=True))
+            changed += [group.places[i] for i in one.changed]
+        found = [rows[place] for place in range(len(rows))]
+        bad = [place for place, row in enumerate(found) if row[1] == State.BAD]
+        tokens = [_NO_TOKEN if row[1] == State.BAD else int(row[0]) for row in found]
+        wishes = [_details(row) for row in self.rows]
+        if not any(map(wanted, wishes)):
+            return Choice(tokens, [], bad, changed)
+        told = [
+            facts(row, details, self.vocabulary) if wanted(details) and row[1] != State.BAD else None
+            for row, details in zip(found, wishes, strict=True)
+        ]
+        return Choice(tokens, told, bad, changed)
+
+
 class Sampler:
     """Chooses the next tokens of a batch whose rows seldom change.
 
@@ -222,34 +264,27 @@ class Sampler:
             places.setdefault(way, []).append(place)
         self._groups = {way: _Group.of(self._rows, some, self._vocabulary, self._eos) for way, some in places.items()}
 
-    def choose(self, logits: Tensor, context: Tensor) -> Choice:
+    def numbers(self, ahead: int = 0) -> NDArray[np.float64]:
+        """What a step needs to know of the rows when they have `ahead` more tokens: how many they have generated then,
+        and what they draw by; [2, B].
+        """
+        generated = np.array([row.generated + ahead for row in self._rows], dtype=np.uint64)
+        return np.stack([generated.astype(np.float64), uniforms(self._seeds, generated)])
+
+    def draft(self, logits: Tensor, context: Tensor, numbers: Tensor) -> Draft:
         """One token per row from `logits` [B, V] of any float type, which may be overwritten.
 
-        `context` [B, W] int64 holds the ids that a repetition penalty applies to, repeated at will.
+        `context` [B, W] int64 holds the ids that a repetition penalty applies to, repeated at will; `numbers` are those
+        of the method on the device. Nothing here waits for it.
         """
         assert logits.shape == (len(self._rows), self._vocabulary)
+        columns = numbers[:, :, None]
+        step = _Step(logits, context, columns[0], columns[1])
+        passes = [way(group, step) for way, group in self._groups.items()]
+        return Draft(self._rows, list(self._groups.values()), passes, self._vocabulary)
+
+    def choose(self, logits: Tensor, context: Tensor) -> Choice:
+        """The same, once it is on the host."""
         with torch.inference_mode():
-            step = self._step(logits, context)
-            tables = fetch([way(group, step) for way, group in self._groups.items()])
-        rows: dict[int, list[float]] = {}
-        for group, found in zip(self._groups.values(), tables, strict=True):
-            rows.update(zip(group.places, found, strict=True))
-        return self._choice([rows[place] for place in range(len(self._rows))])
-
-    def _step(self, logits: Tensor, context: Tensor) -> _Step:
-        generated = np.array([row.generated for row in self._rows], dtype=np.uint64)
-        numbers = np.stack([generated.astype(np.float64), uniforms(self._seeds, generated)])
-        columns = torch.from_numpy(numbers).to(self._device)[:, :, None]
-        return _Step(logits, context, columns[0], columns[1])
-
-    def _choice(self, found: list[list[float]]) -> Choice:
-        bad = [place for place, row in enumerate(found) if row[1] == State.BAD]
-        tokens = [_NO_TOKEN if row[1] == State.BAD else int(row[0]) for row in found]
-        wishes = [_details(row) for row in self._rows]
-        if not any(map(wanted, wishes)):
-            return Choice(tokens, [], bad)
-        told = [
-            facts(row, details, self._vocabulary) if wanted(details) and row[1] != State.BAD else None
-            for row, details in zip(found, wishes, strict=True)
-        ]
-        return Choice(tokens, told, bad)
+            draft = self.draft(logits, context, to_device(self.numbers(), torch.float64, self._device))
+            return draft.choice(Tables(draft.passes).wait())

@@ -14,20 +14,20 @@ import torch
 
 from tgis.batcher.sequence import Plan, Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.chooser import Chooser
 from tgis.engines.compiling import CompiledDecoder, can_compile
-from tgis.engines.context import TokenContext
 from tgis.engines.estimate import beside_blocks, measured_length
+from tgis.engines.explaining import Explainer
 from tgis.engines.graphs import DecodeGraphs, recorder
 from tgis.engines.loading import load_causal_lm, pick_device
 from tgis.engines.lora import LoraLayers
 from tgis.engines.memory import device_errors, memory_for_rows
 from tgis.engines.paged_attention import PagedAttention
 from tgis.engines.paged_cache import FlatBatch, PagedCache, flat_batch
-from tgis.engines.sampling import Choice, Sampler
 from tgis.engines.soft_prompts import embedded
-from tgis.engines.token_facts import first_input_fact, input_facts
+from tgis.engines.underway import Underway
 from tgis.errors import StartError, Unsupported
-from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling, TokenFacts
+from tgis.messages import Details, EngineInfo, EngineOptions, Request, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,8 @@ class PagedEngine:
         self._table = self._model.get_input_embeddings()
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}")
-        self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
-        self._context = TokenContext(lambda row: row.tokens[row.request.prefix_length :], self._device)
-        self._sampled: list[Sequence] = []
-        self._inputs: dict[int, list[TokenFacts]] = {}  # request id -> facts so far
+        self._chooser = Chooser(self._vocab_size, options.eos_ids, self._device)
+        self._explainer = Explainer(self._vocab_size)
         self._blocks = 0
         self._compiled: CompiledDecoder | None = None
         self._graphs: DecodeGraphs | None = None
@@ -153,9 +151,9 @@ class PagedEngine:
         """One pass over the counted tokens of all rows of the plan."""
         what = f"a step of {len(plan.rows)} rows and {sum(plan.counts)} tokens"
         with device_errors(what), torch.inference_mode():
-            logits, explained = self.compute(plan)
-            inputs = self._explain(plan, explained, logits)
-            choice = self._choose(plan.sampled, logits[: len(plan.sampled)])
+            underway = self._launch(plan)
+            choice, told = underway.wait()
+            inputs = self._explainer.finish(underway.parts, told)
         failed = {plan.sampled[place].id: "the model's scores are not finite" for place in choice.bad}
         return StepResult(choice.tokens, choice.facts, inputs, failed)
 
@@ -163,13 +161,11 @@ class PagedEngine:
     def compute(self, plan: Plan) -> tuple[torch.Tensor, dict[int, slice]]:
         """The logits of a step, and where those of rows are, as `flat_batch` says."""
         batch, explained = flat_batch(plan, BLOCK_SIZE, self._device)
-        recorded = self._graphs.logits(batch) if self._graphs else None
-        return self._forward(batch) if recorded is None else recorded, explained
+        return self._logits(batch), explained
 
     def release(self, rows: Rows[Sequence]) -> None:
         """Forget what was found out about their inputs."""
-        for row in rows:
-            self._inputs.pop(row.id, None)
+        self._explainer.release(rows)
 
     def close(self) -> None:
         """Everything goes with the process."""
@@ -177,6 +173,17 @@ class PagedEngine:
     @property
     def _max_batch_size(self) -> int:
         return self._options.max_batch_size or _DEFAULT_BATCH[self._device.type]
+
+    def _launch(self, plan: Plan) -> Underway:
+        """Tell the device of a step."""
+        batch, explained = flat_batch(plan, BLOCK_SIZE, self._device, self._chooser.numbers(plan.sampled))
+        logits = self._logits(batch)
+        draft = self._chooser.draft(logits[: len(plan.sampled)], batch)
+        return Underway(draft, self._explainer.begin(plan, explained, logits))
+
+    def _logits(self, batch: FlatBatch) -> torch.Tensor:
+        recorded = self._graphs.logits(batch) if self._graphs else None
+        return self._forward(batch) if recorded is None else recorded
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         """Logits [kept, vocabulary] of the batch."""
@@ -188,36 +195,12 @@ class PagedEngine:
             arguments["logits_to_keep"] = batch.kept
         plain = bool(batch.spans or batch.adapters)
         compiled = self._compiled.used(plain=plain) if self._compiled else nullcontext()
+        # A view has its place in what was uploaded, and a compiled graph is for places like those that it has seen.
+        positions = batch.positions.clone() if self._compiled else batch.positions
         with compiled, self._lora.applied(batch.adapters):
-            output = self._model(position_ids=batch.positions[None], use_cache=False, **arguments)
+            output = self._model(position_ids=positions[None], use_cache=False, **arguments)
         logits: torch.Tensor = output.logits[0]
         return logits if self._accepts.logits_to_keep else logits[batch.kept]
-
-    def _choose(self, rows: list[Sequence], logits: torch.Tensor) -> Choice:
-        if not rows:
-            return Choice([], [], [])
-        if [row.id for row in rows] != [row.id for row in self._sampled]:
-            self._sampled = rows
-            self._sampler.set_rows(rows)
-            self._context.set_rows(rows)
-        else:
-            self._context.append(torch.tensor([row.tokens[-1] for row in rows], device=self._device))
-        return self._sampler.choose(logits, self._context.ids)
-
-    def _explain(self, plan: Plan, explained: dict[int, slice], logits: torch.Tensor) -> dict[int, list[TokenFacts]]:
-        """Facts about the input tokens of rows whose prompts are done."""
-        done = {}
-        for row, count in zip(plan.rows, plan.counts, strict=True):
-            if row.id not in explained:
-                continue
-            if not row.computed:
-                self._inputs[row.id] = [first_input_fact(row.request.details)]
-            following = row.tokens[row.computed + 1 : row.computed + count + 1]
-            scores = logits[explained[row.id]][: len(following)]
-            self._inputs[row.id] += input_facts(scores, following, row.request.details)
-            if row.computed + count == len(row.tokens):
-                done[row.id] = self._inputs.pop(row.id)
-        return done
 
     def _try_out(self) -> None:
         """Compare the model's own attention with ours, on a prompt in chunks and a last token alone."""

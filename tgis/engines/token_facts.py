@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tgis.engines.transfers import Download
 from tgis.engines.warpers import Remaining, Scores, Totals, column
 from tgis.messages import Details, TokenFacts
 
@@ -75,8 +76,9 @@ class Pass:
     length: int = 0  # of the list
     again: Again | None = None  # None where all are sure
 
-    def finish(self, rows: list[list[float]]) -> None:
-        """Replace the rows of the fetched table that are not sure, until all are."""
+    def finish(self, rows: list[list[float]]) -> list[int]:
+        """Replace the rows of the fetched table that are not sure, until all are; those whose token has changed."""
+        likely: dict[int, float] = {}
         length = self.length
         while unsure := [i for i, row in enumerate(rows) if row[1] == State.UNSURE]:
             assert self.again is not None
@@ -84,7 +86,17 @@ class Pass:
             length *= _LONGER
             found = self.again(torch.tensor(unsure, device=self.table.device), length).tolist()
             for i, row in zip(unsure, found, strict=True):
+                likely.setdefault(i, rows[i][0])
                 rows[i] = row
+        return [i for i, token in likely.items() if rows[i][0] != token]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The table of a pass on the host."""
+
+    rows: list[list[float]]
+    changed: list[int]  # rows that were not sure, and whose token is another than the device's table says
 
 
 def wanted(details: Details) -> bool:
@@ -92,16 +104,23 @@ def wanted(details: Details) -> bool:
     return details.logprobs or details.ranks or details.top_n > 0
 
 
-def fetch(passes: Sequence[Pass]) -> list[list[list[float]]]:
-    """The tables of `passes` as rows of numbers: one transfer, and one more for those with unsure rows."""
-    numbers = torch.cat([each.table.flatten() for each in passes]).tolist() if passes else []
-    tables, start = [], 0
-    for each in passes:
-        count, width = each.table.shape
-        tables.append([numbers[start + i * width : start + (i + 1) * width] for i in range(count)])
-        start += count * width
-        each.finish(tables[-1])
-    return tables
+class Tables:
+    """The tables of some passes on their way to the host: one transfer, and one more for each with unsure rows."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self._passes = passes
+        self._download = Download(torch.cat([each.table.flatten() for each in passes])) if passes else None
+
+    def wait(self) -> list[Fetched]:
+        """All of them, once they are there."""
+        numbers = self._download.wait() if self._download else []
+        fetched, start = [], 0
+        for each in self._passes:
+            count, width = each.table.shape
+            rows = [numbers[start + i * width : start + (i + 1) * width] for i in range(count)]
+            fetched.append(Fetched(rows, each.finish(rows)))
+            start += count * width
+        return fetched
 
 
 def list_length(needed: int, vocabulary: int) -> int:
@@ -194,16 +213,16 @@ def input_facts(logits: Tensor, tokens: Sequence[int], details: Details) -> list
     if not tokens or not wanted(details):
         return [TokenFacts() for _ in tokens]
     with torch.inference_mode():
-        rows = _input_rows(logits, tokens, details)
-    return [facts(row, details, logits.shape[1]) for row in rows]
+        (fetched,) = Tables([input_pass(logits, tokens, details)]).wait()
+    return [facts(row, details, logits.shape[1]) for row in fetched.rows]
 
 
-def _input_rows(logits: Tensor, tokens: Sequence[int], details: Details) -> list[list[float]]:
+def input_pass(logits: Tensor, tokens: Sequence[int], details: Details) -> Pass:
+    """The same while it is on the device."""
     best, vocabulary = logits.amax(-1, keepdim=True).float(), logits.shape[1]
     scores = Scores(logits, best, torch.ones_like(best, dtype=torch.float64))
     targets = column(tokens, torch.int64, logits.device)
     wishes = Wishes.of([details] * len(tokens), vocabulary, logits.device)
     totals = Totals.of(scores) if details.logprobs else Totals.unasked(scores)
     rank = rank_of(scores, targets) if details.ranks else torch.zeros_like(targets)
-    (rows,) = fetch([describe(scores, totals, targets, rank, wishes)])
-    return rows
+    return describe(scores, totals, targets, rank, wishes)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tgis.engines.transfers import to_device
 from tgis.messages import Sampling
 
 _COLDEST = 1e-30  # a temperature below it would divide to infinity; the best token wins long before
@@ -29,7 +30,7 @@ _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # scores computed with at a time
 
 def column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One parameter of all rows, [b, 1]."""
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    return to_device(values, dtype, device)[:, None]
 
 
 class Penalties:
@@ -47,7 +48,7 @@ class Penalties:
         self._start = column([start for start, _ in lengths], torch.float64, device)
         self._decay = column([decay for _, decay in lengths], torch.float64, device)
         self._repeats = column(repeats, torch.int64, device)
-        self._repeats_in_batch = torch.tensor([places[i] for i in repeats], dtype=torch.int64, device=device)
+        self._repeats_in_batch = to_device([places[i] for i in repeats], torch.int64, device)
         self._repetition = column([rows[i].repetition_penalty for i in repeats], torch.float32, device)
 
     def __bool__(self) -> bool:

@@ -1,0 +1,55 @@
+"""Numbers on their way to the device and back, in one copy each way that the host does not wait for.
+
+On CUDA the host's side lies in pinned memory, which torch does not reuse before the copy is done. On CPUs nothing is
+copied at all.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 2  # numbers: 16 bytes, by which Triton tells variants of a kernel apart
+
+
+def upload(parts: Sequence[Collection[int]], device: torch.device) -> list[Tensor]:
+    """An int64 tensor of each part; all are views of one, aligned as kernels have been compiled for."""
+    numbers: list[int] = []
+    starts = []
+    for part in parts:
+        starts.append(len(numbers))
+        numbers += part
+        numbers += [0] * (-len(part) % _ALIGNMENT)
+    there = _sent(torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))), device)
+    return [there[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
+
+
+def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.tensor, which waits on CUDA for everything that is queued."""
+    return _sent(torch.tensor(values, dtype=dtype), device)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+class Download:
+    """Numbers of the device: their copy is queued behind what computes them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host = numbers
+        self._copied: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[float]:
+        """All of them, once they are there; what has been queued since goes on."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers

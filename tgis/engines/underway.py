@@ -1,0 +1,26 @@
+"""A step between its launch and its result: the device has been told of it, the host has nothing of it yet."""
+
+from dataclasses import dataclass, field
+
+from tgis.engines.explaining import Part
+from tgis.engines.sampling import Choice, Draft
+from tgis.engines.token_facts import Fetched, Tables
+
+
+@dataclass(slots=True)
+class Underway:
+    """What comes of it, in one copy that is on its way."""
+
+    draft: Draft
+    parts: list[Part]
+    _tables: Tables = field(init=False)
+
+    def __post_init__(self) -> None:
+        told = [each for part in self.parts for each in part.passes]
+        self._tables = Tables([*self.draft.passes, *told])
+
+    def wait(self) -> tuple[Choice, list[Fetched]]:
+        """The tokens, and the tables of the parts."""
+        fetched = self._tables.wait()
+        count = len(self.draft.passes)
+        return self.draft.choice(fetched[:count]), fetched[count:]
