@@ -16,7 +16,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 REPOSITORY = Path(__file__).parents[1]
 
-pytest.register_assert_rewrite("equality")
+pytest.register_assert_rewrite("equality", "sampling_oracle")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

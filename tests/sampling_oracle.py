@@ -8,10 +8,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tgis.batcher.sequence import Sequence
-from tgis.messages import Details, Request, Sampling
+from tgis.messages import Details, Request, Sampling, TokenFacts
 
 Scores = NDArray[np.float64]
 CLOSE = 1e-6
@@ -140,3 +141,20 @@ def _typical_p(row: Processed, p: float) -> None:
         row.ambiguous |= near and row.scores[token] != score
         if away[token] > limit:
             row.scores[token] = -math.inf
+
+
+def check_token(token: int, expected: Processed, sampling: Sampling, generated: int) -> None:
+    assert expected.scores[token] > -float("inf")
+    if sampling.greedy:
+        assert token == int(expected.scores.argmax())
+        return
+    drawn, certain = expected.drawn(uniform(sampling.seed, generated))
+    assert token == drawn or not certain
+
+
+def check_facts(found: TokenFacts, token: int, expected: Processed, details: Details) -> None:
+    assert found.logprob == pytest.approx(expected.logprobs()[token] if details.logprobs else 0.0, abs=1e-5)
+    assert found.rank == (expected.rank(token) if details.ranks else 0)
+    top = expected.top(details.top_n, details.logprobs)
+    assert [token for token, _ in found.top] == [token for token, _ in top]
+    assert [each for _, each in found.top] == pytest.approx([each for _, each in top], abs=1e-5)

@@ -121,6 +121,7 @@ class World:
         for row, count in zip(plan.rows, plan.counts, strict=True):
             self.held[row.id] = row.computed + count
             self._write(row, count)
+        self._write_ahead(plan)
         pager = batcher._pager
         context = pager.pool.used * pager.size if pager else self._context([*self.held.values()])
         lacking = context > self.memory
@@ -146,6 +147,14 @@ class World:
             contents = [(row.request.cache_salt, token) for token in row.tokens[:end]]
             self.slots.update(zip(places[row.computed :], contents[row.computed :], strict=True))
             assert [self.slots[place] for place in places] == contents
+
+    def _write_ahead(self, plan: Plan) -> None:
+        """As an engine that runs ahead does: nobody may read that, before it is written again."""
+        if size := self.bounds.block_size:
+            for row in plan.sampled:
+                at = len(row.tokens)
+                if self.bounds.ahead and row.remaining > 1 and at < len(row.blocks) * size:
+                    self.slots[row.blocks[at // size] * size + at % size] = b"", -1
 
     def _check_future(self, batcher: Batcher) -> None:
         """Run what is running to its end, without further arrivals, and look at the memory."""
@@ -194,6 +203,7 @@ BOUNDS = st.builds(
     max_padding=st.sampled_from([0.0, 0.2, 1.0]),
     padded=st.just(False),
     block_size=st.sampled_from([0, 1, 4]),
+    ahead=st.sampled_from([0, 1]),
     prefix_cache=st.booleans(),
     max_waiting_tokens=st.sampled_from([0, 3, 24]),
 ) | st.builds(

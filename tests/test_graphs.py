@@ -58,6 +58,16 @@ def test_any_number_of_rows_in_any_order_of_sizes(graphs: DecodeGraphs) -> None:
         assert torch.equal(found, forward(batch))
 
 
+def test_a_later_step_leaves_the_logits_of_an_earlier_one_alone(graphs: DecodeGraphs) -> None:
+    """Of both nothing may have been read yet."""
+    draw = random.Random(3)
+    batches = [batch_of(rows, draw) for rows in (4, 4, 3)]
+    found = [graphs.logits(batch) for batch in batches]
+    for logits, batch in zip(found, batches, strict=True):
+        assert logits is not None
+        assert torch.equal(logits, forward(batch))
+
+
 def test_the_order_of_logits_is_that_of_the_batch(graphs: DecodeGraphs) -> None:
     batch = batch_of(4, random.Random(2), kept=[2, 0, 3, 1])
     found = graphs.logits(batch)

@@ -51,7 +51,13 @@ class Subject:
 
     def batcher(self, blocks: int, chunk: int, **changes: Any) -> Batcher:
         """With so many blocks, and so many tokens of prompts in a step."""
-        values = {"block_size": self.block_size, "prefix_cache": False, "max_batch_size": ROWS} | changes
+        ahead = self.engine.info.ahead
+        values = {
+            "block_size": self.block_size,
+            "prefix_cache": False,
+            "max_batch_size": ROWS,
+            "ahead": ahead,
+        } | changes
         return Batcher(limits(blocks * self.block_size, padded=False, prefill_tokens=chunk, **values), {EOS})
 
     def check(self, row: Sequence, facts: list[TokenFacts] | None) -> None:
@@ -74,11 +80,12 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    name, block_size, dtype = request.param
+    name, block_size, dtype, ahead = request.param
     directory = make_model(name, tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tgis_native, "BLOCK_SIZE", block_size)
-        engine = PagedEngine(msgspec.structs.replace(engine_options(directory, ROWS, threads=1), dtype=dtype))
+        options = msgspec.structs.replace(engine_options(directory, ROWS, threads=1), dtype=dtype)
+        engine = PagedEngine(options, ahead=ahead)
         engine.warm_up()
         yield Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
 
@@ -172,11 +179,16 @@ def _interleave(rng: random.Random, run: Run) -> int:
     return left
 
 
-@pytest.mark.parametrize("subject", [("Llama", 2, "float64")], indirect=True)
+@pytest.mark.parametrize(
+    "subject",
+    [("Llama", 2, "float64", False), ("Llama", 2, "float64", True)],
+    indirect=True,
+    ids=["as planned", "ahead"],
+)
 @pytest.mark.parametrize("few", [False, True], ids=["many blocks", "few blocks"])
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
 def test_two_hundred_interleavings(subject: Subject, few: bool, prefix_cache: bool) -> None:
-    """Fifty of each kind."""
+    """Fifty of each kind, and as many that run ahead."""
     total, left = Admissions(), 0
     for seed in range(50):
         rng = random.Random(seed)
@@ -193,7 +205,12 @@ def test_two_hundred_interleavings(subject: Subject, few: bool, prefix_cache: bo
 
 ATTENTION = pytest.mark.parametrize(
     "subject",
-    [("Llama", 1, "float64"), ("Mistral", 1, "float64"), ("Gemma2", 1, "float32"), ("GptOss", 1, "float32")],
+    [
+        ("Llama", 1, "float64", False),
+        ("Mistral", 1, "float64", False),
+        ("Gemma2", 1, "float32", False),
+        ("GptOss", 1, "float32", False),
+    ],
     indirect=True,
     ids=["plain", "sliding window", "soft-capping", "sinks"],
 )

@@ -366,3 +366,31 @@ def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_bloc
     assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
     assert ids(refused) == [2]
     assert tried[-1] == [0, 1, 3]
+
+
+def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_them() -> None:
+    one = batcher(20, ahead=1)
+    one.submit([ask(0, prompt(6), 7)], 0.0)
+    held = [len(step(one).rows[0].blocks) for _ in range(6)]  # for 7, 8, ... 12 tokens, and 12 of the 13 are computed
+    assert held == [2, 2, 3, 3, 3, 3]
+    step(one)
+    assert (one.idle, pool_of(one).used) == (True, 0)
+
+
+def test_a_prompt_that_goes_on_gets_no_block_early() -> None:
+    one = batcher(20, ahead=1)
+    one.submit([ask(0, prompt(16), 7)], 0.0)
+    assert [len(step(one).rows[0].blocks) for _ in range(2)] == [2, 5]
+
+
+def test_nobody_makes_room_for_what_runs_ahead() -> None:
+    """What one row has early would have been its own in the next step; when none is free, others have none early."""
+    preempted = {}
+    for ahead in (0, 1):
+        one = batcher(6, ahead=ahead, prefix_cache=False)
+        one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(2)], 0.0)
+        plans = [step(one) for _ in range(10)]
+        preempted[ahead] = [ids(plan.preempted) for plan in plans]
+        assert pool_of(one).used <= 6
+    assert preempted[1] == preempted[0]
+    assert [1] in preempted[0]

@@ -12,7 +12,7 @@ from sampling_oracle import make_row
 
 from tgis.engines import sampling as ours
 from tgis.engines import token_facts, warpers
-from tgis.messages import Details, Sampling, TokenFacts
+from tgis.messages import Details, Sampling
 
 SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
 
@@ -88,28 +88,11 @@ def test_rows_are_as_the_naive_way_has_them(
         assert (i in choice.bad) == bad
         if bad or expected.ambiguous:
             continue
-        check_token(choice.tokens[i], expected, sampling, generated[i])
+        oracle.check_token(choice.tokens[i], expected, sampling, generated[i])
         details = asked[i]
         if details.generated and (details.logprobs or details.ranks or details.top_n):
             found = choice.facts[i]
             assert found is not None
-            check_facts(found, choice.tokens[i], expected, details)
+            oracle.check_facts(found, choice.tokens[i], expected, details)
         else:
             assert not choice.facts or choice.facts[i] is None
-
-
-def check_token(token: int, expected: oracle.Processed, sampling: Sampling, generated: int) -> None:
-    assert expected.scores[token] > -float("inf")
-    if sampling.greedy:
-        assert token == int(expected.scores.argmax())
-        return
-    drawn, certain = expected.drawn(oracle.uniform(sampling.seed, generated))
-    assert token == drawn or not certain
-
-
-def check_facts(found: TokenFacts, token: int, expected: oracle.Processed, details: Details) -> None:
-    assert found.logprob == pytest.approx(expected.logprobs()[token] if details.logprobs else 0.0, abs=1e-5)
-    assert found.rank == (expected.rank(token) if details.ranks else 0)
-    top = expected.top(details.top_n, details.logprobs)
-    assert [token for token, _ in found.top] == [token for token, _ in top]
-    assert [each for _, each in found.top] == pytest.approx([each for _, each in top], abs=1e-5)

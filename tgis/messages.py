@@ -116,6 +116,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     prefill_linear: float = 0.0  # tokens of context that each token of a prefill weighs
     prefill_quadratic: float = 0.0  # and besides, for each token of its row
     block_size: int = 0  # tokens of a KV block; rows of such engines compute parts of their prompts beside others
+    ahead: int = 0  # tokens of a row that such an engine may compute, if it has the block, before they are planned
     stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
     largest: int = 1 << 40  # tokens of the largest single request that fits into memory
     positions: int = 1 << 40  # tokens that an input, and an output, may have whatever the memory

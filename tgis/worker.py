@@ -166,6 +166,7 @@ def limits_of(options: EngineOptions, info: EngineInfo) -> Limits:
         padded=info.padded,
         block_size=info.block_size,
         prefix_cache=options.prefix_cache,
+        ahead=info.ahead,
         stretch=info.stretch,
         max_waiting_tokens=options.max_waiting_tokens,
     )

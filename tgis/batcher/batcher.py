@@ -212,6 +212,7 @@ class Batcher:
         work = self._with_blocks(pager, rows, budget, preempted)
         if not work:  # a row on trial waits for the blocks that the others still have
             work = self._with_blocks(pager, self._running, budget, preempted)
+        pager.look_ahead(work)
         return Plan.of([row for row, _ in work], [count for _, count in work], preempted) if work else None
 
     def _join_trial(self, pager: Pager, trial: int, budget: int) -> None:

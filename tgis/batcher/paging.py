@@ -20,17 +20,18 @@ _KEY_BYTES = 16
 class Pager:
     """Blocks of `size` tokens for rows, in their order: the n-th holds tokens n * size up to (n + 1) * size."""
 
-    def __init__(self, blocks: int, size: int, *, prefix_cache: bool) -> None:
+    def __init__(self, blocks: int, size: int, *, prefix_cache: bool, ahead: int = 0) -> None:
         self.pool = BlockPool(blocks)
         self.size = size
         self.keys_made = 0  # ever: it takes time
         self._prefix_cache = prefix_cache
+        self._ahead = ahead
 
     @classmethod
     def of(cls, limits: Limits) -> Self:
         """As many blocks as the memory holds."""
         blocks = limits.memory.context_limit(padded=False) // limits.block_size
-        return cls(blocks, limits.block_size, prefix_cache=limits.prefix_cache)
+        return cls(blocks, limits.block_size, prefix_cache=limits.prefix_cache, ahead=limits.ahead)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -91,6 +92,14 @@ class Pager:
             return False
         row.blocks += self.pool.take(missing)
         return True
+
+    def look_ahead(self, work: Iterable[tuple[Sequence, int]]) -> None:
+        """Give rows that get a token in this step, now that all have what they need for it, blocks for those after it,
+        as far as there are any: an engine that runs ahead needs them one step before a row does.
+        """
+        for row, count in work if self._ahead else ():
+            if count == row.pending:
+                self.reserve(row, count + min(self._ahead, row.remaining - 1))
 
     def label(self, row: Sequence) -> None:
         """Let others find the blocks that the row has filled."""

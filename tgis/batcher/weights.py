@@ -58,6 +58,7 @@ class Limits:
     padded: bool = False  # rectangular batches: rows x longest, not the sum of lengths
     block_size: int = 0  # tokens of a KV block; 0 is an engine without, that computes whole prompts
     prefix_cache: bool = False  # full blocks are found again by rows that begin with the same tokens
+    ahead: int = 0  # tokens of a row beyond a step for which it gets a block, if one is free
     stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
     max_waiting_tokens: int = 24  # steps that waiting requests may be kept back for the sake of running ones
 

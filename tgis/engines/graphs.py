@@ -86,7 +86,7 @@ class DecodeGraphs:
         self._sizes = sizes
 
     def logits(self, batch: FlatBatch) -> Tensor | None:
-        """Those of a batch, good until the next call; None if it is not of a recorded kind."""
+        """Those of a batch, which no later call changes; None if it is not of a recorded kind."""
         count = batch.singles
         others = batch.chunks or batch.spans or batch.adapters
         if not self._sizes or others or count > self._most or len(batch.kept) != count:
@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._fill(batch, size)
         replay, output = self._recorded[size]
         replay()
-        return output[:count][batch.kept]
+        return output[:count][batch.kept]  # a copy: the next replay writes to the same place
 
     def _static(self, size: int) -> FlatBatch:
         ids, positions, slots, lengths, tables, kept = self._buffers

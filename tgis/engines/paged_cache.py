@@ -87,6 +87,21 @@ def flat_batch(
     return batch, explained
 
 
+def next_batch(
+    rows: list[Sequence],
+    tokens: Tensor,
+    places: list[int],
+    block_size: int,
+    device: torch.device,
+    numbers: NDArray[np.float64],
+) -> FlatBatch:
+    """The batch of the tokens after all that are here: each row's is on the device, at its place in `tokens`."""
+    work = [(row, range(len(row.tokens), len(row.tokens) + 1)) for row in rows]
+    batch = _uploaded(work, places, list(range(len(rows))), numbers, block_size, device)
+    batch.ids = tokens[batch.ids]
+    return batch
+
+
 def _uploaded(
     work: list[tuple[Sequence, range]],
     ids: list[int],

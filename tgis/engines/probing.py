@@ -99,7 +99,7 @@ class Prober:
         left = info.prefill_tokens - info.max_batch_size
         counts = []
         for row in rows:
-            row.blocks = list(range(-(-width // info.block_size)))
+            row.blocks = [*range(-(-width // info.block_size)), 0]  # the last for an engine that runs ahead
             counts.append(max(1, min(left, len(row.tokens) - 1)))
             left -= counts[-1]
         self.engine.step(Plan(rows, [1] * len(rows), [], prefill=True))  # facts are told from the beginning on

@@ -212,8 +212,8 @@ class Draft:
     vocabulary: int
 
     def tokens(self) -> Tensor:
-        """Those of the rows, int64 [B]: ids whatever the scores were; a row that is not sure may get another."""
-        tables = [each.table[:, 0].long() for each in self.passes]
+        """Those of the rows, int64 [B], and ids even if bad; a row that is not sure may get another."""
+        tables = [each.table[:, 0].long().clamp(0, self.vocabulary - 1) for each in self.passes]
         if len(tables) == 1:
             return tables[0]
         tokens = tables[0].new_empty(len(self.rows))

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.ahead import RunAhead
 from tgis.engines.base import StepResult
 from tgis.engines.chooser import Chooser
 from tgis.engines.compiling import CompiledDecoder, can_compile
@@ -23,7 +24,7 @@ from tgis.engines.loading import load_causal_lm, pick_device
 from tgis.engines.lora import LoraLayers
 from tgis.engines.memory import device_errors, memory_for_rows
 from tgis.engines.paged_attention import PagedAttention
-from tgis.engines.paged_cache import FlatBatch, PagedCache, flat_batch
+from tgis.engines.paged_cache import FlatBatch, PagedCache, flat_batch, next_batch
 from tgis.engines.soft_prompts import embedded
 from tgis.engines.underway import Underway
 from tgis.errors import StartError, Unsupported
@@ -43,12 +44,15 @@ _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; half precis
 
 
 class PagedEngine:
-    """Keeps nothing of a row between steps but its unfinished facts about input tokens."""
+    """Keeps nothing of a row between steps but its unfinished facts about input tokens, and what it computed ahead."""
 
-    def __init__(self, options: EngineOptions, smallest: Callable[[int], int] = int) -> None:
+    def __init__(
+        self, options: EngineOptions, smallest: Callable[[int], int] = int, *, ahead: bool | None = None
+    ) -> None:
         """Unsupported if the model's attention cannot be replaced.
 
-        `smallest` tells what all ranks that share the model agree on; there is only this one otherwise.
+        `smallest` tells what all ranks that share the model agree on; there is only this one otherwise. `ahead` is
+        whether steps are launched before they are planned; by default where it helps, if no other rank computes them.
         """
         torch.set_grad_enabled(False)
         self._options = options
@@ -60,7 +64,11 @@ class PagedEngine:
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}")
         self._chooser = Chooser(self._vocab_size, options.eos_ids, self._device)
+        self._next_chooser = Chooser(self._vocab_size, options.eos_ids, self._device)
         self._explainer = Explainer(self._vocab_size)
+        self._ahead = self._device.type == "cuda" and options.shards == 1 if ahead is None else ahead
+        launch_next = self._launch_next if self._ahead else None
+        self._steps = RunAhead(self._launch, launch_next, self._next_chooser.forget, self._explainer, BLOCK_SIZE)
         self._blocks = 0
         self._compiled: CompiledDecoder | None = None
         self._graphs: DecodeGraphs | None = None
@@ -81,6 +89,7 @@ class PagedEngine:
             weight_limit=self._blocks * BLOCK_SIZE,
             prefill_tokens=_STEP_TOKENS[kind],
             block_size=BLOCK_SIZE,
+            ahead=int(self._ahead),
             stretch=_STRETCH[kind],
             largest=self._blocks * BLOCK_SIZE,
             embedding_size=self._table.embedding_dim if self._accepts.inputs_embeds else 0,
@@ -148,14 +157,10 @@ class PagedEngine:
         self._graphs = graphs
 
     def step(self, plan: Plan) -> StepResult:
-        """One pass over the counted tokens of all rows of the plan."""
+        """One pass over the counted tokens of all rows of the plan, or what is left of them to do."""
         what = f"a step of {len(plan.rows)} rows and {sum(plan.counts)} tokens"
         with device_errors(what), torch.inference_mode():
-            underway = self._launch(plan)
-            choice, told = underway.wait()
-            inputs = self._explainer.finish(underway.parts, told)
-        failed = {plan.sampled[place].id: "the model's scores are not finite" for place in choice.bad}
-        return StepResult(choice.tokens, choice.facts, inputs, failed)
+            return self._steps.step(plan)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, plan: Plan) -> tuple[torch.Tensor, dict[int, slice]]:
@@ -164,8 +169,9 @@ class PagedEngine:
         return self._logits(batch), explained
 
     def release(self, rows: Rows[Sequence]) -> None:
-        """Forget what was found out about their inputs."""
+        """Forget what was found out about their inputs, and what was computed ahead."""
         self._explainer.release(rows)
+        self._steps.release(rows)
 
     def close(self) -> None:
         """Everything goes with the process."""
@@ -180,6 +186,12 @@ class PagedEngine:
         logits = self._logits(batch)
         draft = self._chooser.draft(logits[: len(plan.sampled)], batch)
         return Underway(draft, self._explainer.begin(plan, explained, logits))
+
+    def _launch_next(self, rows: list[Sequence], tokens: torch.Tensor, places: list[int]) -> Underway:
+        """Tell the device of the step after one that nothing is known of yet."""
+        numbers = self._next_chooser.numbers(rows, ahead=1)
+        batch = next_batch(rows, tokens, places, BLOCK_SIZE, self._device, numbers)
+        return Underway(self._next_chooser.draft(self._logits(batch), batch), [])
 
     def _logits(self, batch: FlatBatch) -> torch.Tensor:
         recorded = self._graphs.logits(batch) if self._graphs else None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from tgis.batcher.sequence import Sequence
 from tgis.engines.explaining import Part
 from tgis.engines.sampling import Choice, Draft
 from tgis.engines.token_facts import Fetched, Tables
@@ -18,6 +19,11 @@ class Underway:
     def __post_init__(self) -> None:
         told = [each for part in self.parts for each in part.passes]
         self._tables = Tables([*self.draft.passes, *told])
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """Those that get a token."""
+        return self.draft.rows
 
     def wait(self) -> tuple[Choice, list[Fetched]]:
         """The tokens, and the tables of the parts."""
