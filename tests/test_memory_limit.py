@@ -31,7 +31,7 @@ def test_full_batches_stay_within_the_memory_granted(smollm2_dir: Path, engine: 
     print(found)
     assert found["taken"] < granted
     assert found["fullest"] > 0.8 * found["room"]  # it was as full as it may be
-    assert found["taken"] > 0.4 * granted  # and the estimate no wild guess
+    assert found["taken"] > 0.3 * granted  # and the estimate no wild guess
 
 
 @pytest.mark.parametrize("name", ["T5", "OPT, 350m"])

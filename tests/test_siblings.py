@@ -1,13 +1,18 @@
 """Sibling linear layers as one product: which they are, and that the model gives what it gave."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_model
+from conftest import REPOSITORY
+from tiny_models import make_from, make_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
 
 from tgis.engines.siblings import Part, merge_siblings
 
@@ -87,3 +92,22 @@ def test_nothing_is_kept_after_the_last_part() -> None:
     model(x, False)
     assert model.a.product._input is None
     assert model.a.product._outputs == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}])
+def test_ranks_merge_their_parts(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Two of them; what is merged is packed afterwards."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    path = make_from(LlamaConfig(**(sizes | heads | changes)), tmp_path)
+    commands = [
+        [sys.executable, "tests/sharded_siblings.py", str(path), str(tmp_path / "store"), str(rank)] for rank in (0, 1)
+    ]
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ranks = [Popen(command, cwd=REPOSITORY, env=variables, stdout=PIPE, text=True) for command in commands]
+    for rank in ranks:
+        merged, packed, difference = rank.communicate(timeout=120)[0].split()
+        assert rank.returncode == 0
+        assert int(merged) == 2 * (3 + 2)
+        assert int(packed) == 2 * 4 + 1  # and the head
+        assert float(difference) < 1e-4

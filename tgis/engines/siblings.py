@@ -7,22 +7,26 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
 
 class Siblings(nn.Module):  # type: ignore[misc]
-    """The outputs of sibling layers for the input that the first of them was called with."""
+    """The outputs of sibling layers for the input that the first of them was called with; of sharded ones, the parts
+    that are here.
+    """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        weights = [_local(linear.weight) for linear in linears]
+        weight = torch.cat(weights)
+        bias = None if linears[0].bias is None else torch.cat([_local(linear.bias) for linear in linears])
         with torch.device("meta"):
             self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         self.linear.weight = nn.Parameter(weight, requires_grad=False)
         self.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._sizes = [linear.out_features for linear in linears]
+        self._sizes = [len(weight) for weight in weights]
         self._input: Tensor | None = None
         self._outputs: list[Tensor] = []
 
@@ -66,12 +70,14 @@ def _siblings(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[n
     calls = _calls(model, inputs)
     seen = [linear for linear, _ in calls]
     groups = [[linear for linear, _ in group] for _, group in groupby(calls, lambda call: id(call[1]))]
+    plan = getattr(model, "tp_plan", None) or {}
     found = []
-    for parent in model.modules():
+    for path, parent in model.named_modules():
         names = {child: name for name, child in parent.named_children() if type(child) is nn.Linear}
+        styles = {child: plan.get(replace_layer_number_by_wildcard(f"{path}.{name}")) for child, name in names.items()}
         for group in groups:
             mine = [linear for linear in group if linear in names and seen.count(linear) == 1]
-            if len(mine) > 1 and _alike(mine):
+            if len(mine) > 1 and _alike(mine) and all(_mergeable(linear, styles[linear]) for linear in mine):
                 found.append((parent, [names[linear] for linear in mine]))
     return found
 
@@ -89,8 +95,20 @@ def _calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.L
 
 
 def _alike(linears: list[nn.Linear]) -> bool:
-    """Whether their weights can be one: not where transformers has cut them, or wrapped something around them."""
-    kinds = {(linear.weight.dtype, linear.weight.device, linear.bias is None) for linear in linears}
-    return len(kinds) == 1 and not any(
-        isinstance(linear.weight, DTensor) or "forward" in vars(linear) for linear in linears
-    )
+    """Whether their weights can be one."""
+    kinds = {(type(one.weight), one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
+    return len(kinds) == 1
+
+
+def _mergeable(linear: nn.Linear, style: str | None) -> bool:
+    """Not where transformers has wrapped something around it, but what it puts around layers that are cut by their
+    outputs: there each rank computes its own from the same input, and nothing else happens.
+    """
+    if isinstance(linear.weight, DTensor):
+        return style == "colwise" and linear.weight.placements == (Shard(0),)
+    return "forward" not in vars(linear)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
