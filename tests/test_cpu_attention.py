@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tgis.engines import cpu_attention
 from tgis.engines.c_kernels import library
-from tgis.engines.cpu_attention import attention, has_kernel, kernel_rows
+from tgis.engines.cpu_attention import attention, has_kernel, keep, kernel_rows
 from tgis.engines.paged_attention import Rules
 from tgis.engines.paged_cache import Chunk, FlatBatch
 
@@ -107,6 +107,19 @@ def test_chunks_see_what_came_before_and_themselves(name: str) -> None:
 def test_chunks_of_many_shapes(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     chunks = chunk_batch([(0, 40), (130, 3)], heads, kv_heads, size, dtype)
     assert difference(chunks, Rules(size**-0.5)) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
+    keys, values = torch.randn(5, 4, 3, 16).to(dtype), torch.randn(5, 4, 3, 32).to(dtype)
+    k, v = torch.randn(1, 3, 6, 16).to(dtype)[0].transpose(0, 1), torch.randn(6, 3, 32).to(dtype)
+    slots = torch.tensor([7, 0, 19, 3, 12, 8])
+    expected = keys.clone(), values.clone()
+    for stored, new in zip(expected, (k, v), strict=True):
+        stored.flatten(0, 1)[slots] = new
+    keep(torch.randn(6, 9, 16).to(dtype), k, v, keys, values, slots)
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -296,6 +296,17 @@ static void join(const work *w, const task *t, const task *end) {
     finish(w, t, t->states);
 }
 
+/* Writes keys and values of new tokens to their slots, which are counted in tokens; strides are those of k and v. */
+void keep(const number *k, const number *v, number *keys, number *values, const int64_t *slots, int64_t tokens,
+          int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t head = 0; head < KV_HEADS; head++) {
+            const int64_t to = slots[t] * KV_HEADS + head;
+            memcpy(keys + to * K_SIZE, k + t * k_token + head * k_head, K_SIZE * sizeof *k);
+            memcpy(values + to * V_SIZE, v + t * v_token + head * v_head, V_SIZE * sizeof *v);
+        }
+}
+
 /* All rows; 0, or 1 where memory is lacking. */
 int attention(const work *w) {
     double whole = 0;

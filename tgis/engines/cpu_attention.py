@@ -5,8 +5,9 @@ Where it cannot be compiled, and for shapes and dtypes that it does not know, bo
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ _UNLIMITED = 2**62
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     """What the kernel is compiled for; the names are those of its macros."""
 
     half: int
@@ -40,6 +40,12 @@ class _Work(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("threads", ctypes.c_int64),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    attention: Callable[[_Work], int]
+    keep: Callable[..., None]
 
 
 def has_kernel(q: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -66,6 +72,19 @@ def kernel_rows(batch: FlatBatch) -> Tensor:
     return torch.cat([singles, torch.tensor(chunks)]) if chunks else singles
 
 
+def keep(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write keys `k` [T, K, D] and values `v` [T, K, E] of new tokens to their `slots` [T], numbers of blocks' tokens.
+
+    `q`, `keys` and `values` are as for `attention`.
+    """
+    kernels = _kernel(_shape(q, keys, values))
+    assert kernels is not None
+    assert k.dtype == v.dtype == keys.dtype, (k.dtype, v.dtype)
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    pointers = k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr()
+    kernels.keep(*pointers, len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+
+
 def attention(
     q: Tensor,
     keys: Tensor,
@@ -82,15 +101,15 @@ def attention(
     `keys` [blocks, block size, K, D] and `values` [blocks, block size, K, E] are contiguous and of q's dtype, those of
     the new tokens among them. There must be a kernel for it.
     """
-    kernel = _kernel(_shape(q, keys, values))
-    assert kernel is not None
+    kernels = _kernel(_shape(q, keys, values))
+    assert kernels is not None
     assert keys.is_contiguous()
     assert values.is_contiguous()
     q, sinks = q if q.stride(2) == 1 else q.contiguous(), None if sinks is None else sinks.float().contiguous()
     output = q.new_empty(*q.shape[:2], values.shape[-1])
     pointers = [None if t is None else t.data_ptr() for t in (q, keys, values, output, rows, sinks)]
     numbers = len(rows), q.stride(0), q.stride(1), window or _UNLIMITED
-    if kernel(_Work(*pointers, *numbers, scale, softcap or 0.0, torch.get_num_threads())):
+    if kernels.attention(_Work(*pointers, *numbers, scale, softcap or 0.0, torch.get_num_threads())):
         raise MemoryError(f"no memory for attention of {len(q)} tokens")
     return output
 
@@ -101,12 +120,13 @@ def _shape(q: Tensor, keys: Tensor, values: Tensor) -> _Shape:
 
 
 @cache
-def _kernel(shape: _Shape) -> Callable[[_Work], int] | None:
+def _kernel(shape: _Shape) -> _Kernels | None:
     if shape.k_size % _LANES or shape.v_size % _LANES:
         return None
-    compiled = library("attention.c", **asdict(shape))
+    compiled = library("attention.c", **shape._asdict())
     if compiled is None:
         return None
-    kernel = compiled.attention
-    kernel.argtypes, kernel.restype = [ctypes.POINTER(_Work)], ctypes.c_int
-    return kernel
+    attention, keep = compiled.attention, compiled.keep
+    attention.argtypes, attention.restype = [ctypes.POINTER(_Work)], ctypes.c_int
+    keep.argtypes, keep.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5, None
+    return _Kernels(attention, keep)

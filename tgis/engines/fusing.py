@@ -44,16 +44,17 @@ class RmsNorm(nn.Module):  # type: ignore[misc]
         assert kernels is not None
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         self._norm, self._eps, self._offset = kernels.norm, eps, offset
+        self._dtype, self._size = weight.dtype, len(weight)
+        self._place = self.weight.data_ptr()  # asking the module for its parameter takes as long as all the rest
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         """Normalize."""
         x = x.contiguous()
-        size = self.weight.shape[0]
-        assert x.dtype == self.weight.dtype, x.dtype
-        assert x.shape[-1] == size, x.shape
+        assert x.dtype == self._dtype, x.dtype
+        assert x.shape[-1] == self._size, x.shape
         y = torch.empty_like(x)
-        pointers = x.data_ptr(), self.weight.data_ptr(), y.data_ptr()
-        self._norm(*pointers, x.numel() // size, size, self._eps, self._offset, torch.get_num_threads())
+        numbers = x.numel() // self._size, self._size, self._eps, self._offset
+        self._norm(x.data_ptr(), self._place, y.data_ptr(), *numbers, torch.get_num_threads())
         return y
 
 

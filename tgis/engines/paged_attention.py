@@ -79,12 +79,13 @@ class PagedAttention:
         assert batch is not None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
         layer = self.cache.layer(index, k, v)
-        for stored, new in zip(layer, (k, v), strict=True):
-            stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
         self.windows.add(window)
         rules = Rules(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
         if cpu_attention.has_kernel(q, *layer):
+            cpu_attention.keep(q, k, v, *layer, batch.slots)
             return _compiled(batch, q, layer, rules)[None]
+        for stored, new in zip(layer, (k, v), strict=True):
+            stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
         decode, prefill = _bodies(q, layer, rules)
         parts = [decode(batch, q[: batch.singles], layer, rules)] if batch.singles else []
         parts += prefill(batch, q, k, v, layer, rules) if batch.chunks else []

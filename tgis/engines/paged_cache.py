@@ -167,5 +167,5 @@ class PagedCache:
         return self._layers[index]
 
     def _empty(self, like: Tensor) -> Tensor:
-        # Zeros: what nobody has written yet is read, and masked, and must be finite. Linux gives them for nothing.
+        # Zeros: what nobody has written yet may be read, and masked, and must be finite.
         return torch.zeros(self._blocks, self.block_size, *like.shape[1:], dtype=like.dtype, device=like.device)
