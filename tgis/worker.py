@@ -52,6 +52,7 @@ class Worker:
         self._link = link
         self._lookups = lookups
         self._engine = engine
+        self._padded = engine.info.padded
         self._batcher = batcher
 
     def run(self) -> None:
@@ -111,7 +112,7 @@ class Worker:
         self._link.send(Failed([row.id for row in refused], kind, message, plan.prefill))
 
     def _commit(self, plan: Plan, result: StepResult, started: float, computed: float) -> None:
-        report = Report(plan, self._batcher, padded=self._engine.info.padded, started=started)
+        report = Report(plan, self._batcher, padded=self._padded, started=started)
         if result.failed:
             plan, result = self._without_failed(plan, result)
         ended = self._batcher.commit(plan, result.tokens, computed)
