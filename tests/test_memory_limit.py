@@ -21,8 +21,13 @@ MiB = 1 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "granted"), [("hf_transformers", 700 * MiB), ("tgis_native", 500 * MiB)])
-def test_full_batches_stay_within_the_memory_granted(smollm2_dir: Path, engine: str, granted: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "granted", "share"),
+    [("hf_transformers", 700 * MiB, 0.4), ("tgis_native", 500 * MiB, 0.3)],  # whose cache gets 0.4 of what is free
+)
+def test_full_batches_stay_within_the_memory_granted(
+    smollm2_dir: Path, engine: str, granted: int, share: float
+) -> None:
     """45 KiB of keys and values a token in float32: room for some thousand, in 48 requests of 8 to 512."""
     command = [sys.executable, "tests/memory_proof.py", engine, str(smollm2_dir), str(granted)]
     variables = environment(**LIBRARY_DEFAULTS, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
@@ -31,7 +36,7 @@ def test_full_batches_stay_within_the_memory_granted(smollm2_dir: Path, engine: 
     print(found)
     assert found["taken"] < granted
     assert found["fullest"] > 0.8 * found["room"]  # it was as full as it may be
-    assert found["taken"] > 0.3 * granted  # and the estimate no wild guess
+    assert found["taken"] > share * granted  # and the estimate no wild guess
 
 
 @pytest.mark.parametrize("name", ["T5", "OPT, 350m"])

@@ -21,11 +21,11 @@ class DecodeTimes:
 
     def of(self, rows: int) -> float | None:
         """What is expected of so many rows, rather too long than too short; None if nothing has been seen."""
-        bits = rows.bit_length()
-        seen = [known for known in self._seconds if known <= bits] or list(self._seconds)
-        if not seen:
+        if not self._seconds:
             return None
-        nearest = max(seen) if max(seen) <= bits else min(seen)
+        bits = rows.bit_length()
+        fewer = [known for known in self._seconds if known <= bits]
+        nearest = max(fewer) if fewer else min(self._seconds)
         return self._seconds[nearest] * (1 << max(0, bits - nearest))
 
 

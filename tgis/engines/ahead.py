@@ -20,11 +20,7 @@ from tgis.engines.underway import Underway
 _PAUSE = 16  # steps after one whose tokens have changed: where that is usual, rows would be computed twice
 
 Launch = Callable[[Plan], Underway]
-LaunchNext = Callable[
-    [list[Sequence], Tensor, list[int]], Underway
-]  # rows; tokens; where among these the rows' own are
-
-
+LaunchNext = Callable[[list[Sequence], Tensor, list[int]], Underway]  # rows; tokens; places of the rows' own
 Source = tuple[int, int]  # number of a pass, and a place in what it chooses
 
 

@@ -1,56 +1,66 @@
 """Small operators of transformers' models on CPUs, each replaced by one pass in C: RMS norms and rotary embeddings.
 
-What a module or a function computes is tried out: only what gives the same numbers is replaced.
+What a module or a function computes is tried out in float32, whatever the model's dtype, where nothing but rounding
+can look alike: only what gives the same numbers is replaced.
 """
 
+import copy
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from inspect import signature
 from types import FunctionType, MethodType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tgis.engines.c_kernels import library
 
-_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative; several roundings against one
+_DTYPES = (torch.float32, torch.bfloat16)
+_CLOSE = 1e-5  # relative to the largest of a row
 _ROTATE = "apply_rotary_pos_emb"  # as transformers' modelling files call it
+
+_ARGUMENTS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of it
 
 _Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse(model: PreTrainedModel) -> int:
     """Replace what can be replaced, in place; how many modules were changed."""
-    if model.device.type != "cpu" or model.dtype not in _CLOSE or _kernels(model.dtype) is None:
+    if model.device.type != "cpu" or model.dtype not in _DTYPES or _kernels(model.dtype) is None:
         return 0
     norms = list(_norms(model))
     for parent, name, norm in norms:
         setattr(parent, name, norm)
-    rotating = [module for module in model.modules() if _rotates(module, model.dtype)]
+    rotating = [module for module in model.modules() if _rotates(module)]
     for module in rotating:
-        module.forward = _with_global(module.forward, _ROTATE, rotate)
+        plain = module.forward.__globals__[_ROTATE]
+        module.forward = _with_global(module.forward, _ROTATE, partial(_rotate, plain))
     return len(norms) + len(rotating)
 
 
 class RmsNorm(nn.Module):  # type: ignore[misc]
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension."""
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension, as the module `plain` computes it."""
 
-    def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
+    def __init__(self, plain: nn.Module, eps: float, offset: float) -> None:
         super().__init__()
-        kernels = _kernels(weight.dtype)
+        kernels = _kernels(plain.weight.dtype)
         assert kernels is not None
-        self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        self.weight = plain.weight
+        self._plain = plain.forward
         self._norm, self._eps, self._offset = kernels.norm, eps, offset
-        self._dtype, self._size = weight.dtype, len(weight)
+        self._dtype, self._size = self.weight.dtype, len(self.weight)
         self._place = self.weight.data_ptr()  # asking the module for its parameter takes as long as all the rest
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         """Normalize."""
+        if x.dtype != self._dtype:  # some models add up in float32
+            return self._plain(x)
         x = x.contiguous()
-        assert x.dtype == self._dtype, x.dtype
         assert x.shape[-1] == self._size, x.shape
         y = torch.empty_like(x)
         numbers = x.numel() // self._size, self._size, self._eps, self._offset
@@ -77,6 +87,14 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     shape = batch, tokens, size, step
     kernels.rotate(*work, cos.data_ptr(), sin.data_ptr(), *shape, torch.get_num_threads())
     return outputs
+
+
+def _rotate(
+    plain: _Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """By `rotate`, but where some are of another dtype, as the angles of some half-precision models, by `plain`."""
+    alike = q.dtype == k.dtype == cos.dtype == sin.dtype
+    return (rotate if alike else plain)(q, k, cos, sin, unsqueeze_dim)
 
 
 class _States(ctypes.Structure):
@@ -131,63 +149,69 @@ def _norm_like(module: nn.Module) -> RmsNorm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weights = dict(module.named_parameters())
     weight = weights.get("weight")
-    if (
-        not isinstance(eps, float)
-        or len(weights) != 1
-        or weight is None
-        or weight.ndim != 1
-        or "forward" in vars(module)
-    ):
+    if weight is None or len(weights) != 1 or weight.ndim != 1 or weight.dtype not in _DTYPES:
         return None
-    if weight.dtype not in _CLOSE:
+    if not isinstance(eps, float) or isinstance(weight, DTensor) or "forward" in vars(module):
         return None
+    offset = next((offset for offset in (0.0, 1.0) if _is_norm(module, eps, offset)), None)
+    return None if offset is None else RmsNorm(module, eps, offset)
+
+
+def _is_norm(module: nn.Module, eps: float, offset: float) -> bool:
+    """Whether it does what `RmsNorm` does, also where the mean is not 0, and numbers are so small that eps counts."""
+    module = copy.deepcopy(module).float()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, weight.shape[0], generator=generator) * torch.tensor([[1.0], [30.0], [eps**0.5]])
-    candidates = (RmsNorm(weight.detach(), eps, offset) for offset in (0.0, 1.0))
-    return next((norm for norm in candidates if _same(module, norm, x.to(weight.dtype))), None)
+    x = torch.randn(3, len(module.weight), generator=generator) + 1
+    x *= torch.tensor([[1.0], [30.0], [eps**0.5]])
+    try:
+        found = module(x)
+    except (TypeError, RuntimeError):
+        return False
+    expected = x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (module.weight + offset)
+    return isinstance(found, Tensor) and _close(expected, found)
 
 
-def _rotates(module: nn.Module, dtype: torch.dtype) -> bool:
+def _rotates(module: nn.Module) -> bool:
     """Whether a module's forward calls a function that does what `rotate` does."""
     forward = getattr(type(module), "forward", None)
     if not isinstance(forward, FunctionType) or "forward" in vars(module) or _ROTATE not in forward.__code__.co_names:
         return False
-    return _is_rotation(forward.__globals__[_ROTATE], dtype)
+    return _is_rotation(forward.__globals__[_ROTATE])
 
 
 @cache
-def _is_rotation(function: _Rotate, dtype: torch.dtype) -> bool:
+def _is_rotation(function: _Rotate) -> bool:
     """Whether it does the same with whole heads, and with a part of each if it takes that."""
+    if list(signature(function).parameters) != _ARGUMENTS:
+        return False
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, 5, heads, 8, generator=generator).to(dtype).transpose(1, 2) for heads in (4, 2))
-    angles = torch.randn(2, 2, 5, 8, generator=generator).to(dtype)
+    q, k = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2))
+    angles = torch.randn(2, 2, 5, 8, generator=generator)
     whole, part = (_agree(function, q, k, *angles[..., :size]) for size in (8, 4))
     return whole is True and part is not False
 
 
-def _agree(function: _Rotate, *states: Tensor) -> bool | None:
-    """Whether it does what `rotate` does; None if it refuses."""
+def _agree(function: _Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool | None:
+    """Whether it rotates halves; None if it refuses."""
     try:
-        expected = function(*states)
-    except (TypeError, RuntimeError):
+        found = function(q, k, cos, sin)
+    except RuntimeError:
         return None
-    return all(map(_close, expected, rotate(*states)))
+    return all(_close(_halves_rotated(x, cos, sin), y) for x, y in zip((q, k), found, strict=True))
 
 
-def _same(module: nn.Module, fused: RmsNorm, x: Tensor) -> bool:
-    try:
-        expected = module(x)
-    except (TypeError, RuntimeError):
-        return False
-    return isinstance(expected, Tensor) and _close(expected, fused(x))
+def _halves_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+    return torch.cat([turned, rest], -1)
 
 
 def _close(expected: Tensor, found: Tensor) -> bool:
     """Whether each row is the other's, but for rounding."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
-    difference = (expected.double() - found.double()).abs().amax(-1)
-    return bool((difference <= _CLOSE[found.dtype] * expected.double().abs().amax(-1)).all())
+    return bool(((expected - found).abs().amax(-1) <= _CLOSE * expected.abs().amax(-1)).all())
 
 
 def _with_global(method: Any, name: str, value: object) -> MethodType:
