@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tgis.engines import cpu_attention
 from tgis.engines.c_kernels import library
-from tgis.engines.cpu_attention import attention, has_kernel, keep, kernel_rows
+from tgis.engines.cpu_attention import Kernel, find_kernel, kernel_rows
 from tgis.engines.paged_attention import Rules
 from tgis.engines.paged_cache import Chunk, FlatBatch
 
@@ -34,10 +34,16 @@ RULES = {
 }
 
 
+def kernel_for(q: Tensor, keys: Tensor, values: Tensor) -> Kernel:
+    kernel = find_kernel(q, keys, values)
+    assert kernel is not None
+    return kernel
+
+
 def decode(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **rules: Any) -> Tensor:
     """Of rows with one token each."""
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [], NOTHING, [])
-    return attention(q, keys, values, kernel_rows(batch), **rules)
+    return kernel_for(q, keys, values).attend(q, keys, values, kernel_rows(batch), **rules)
 
 
 def arguments(rules: Rules) -> dict[str, Any]:
@@ -46,7 +52,8 @@ def arguments(rules: Rules) -> dict[str, Any]:
 
 def whole(chunks: Chunks, rules: Rules) -> Tensor:
     """What is given to the chunks of a batch."""
-    output = attention(chunks.q, *chunks.layer, kernel_rows(chunks.batch), **arguments(rules))
+    kernel = kernel_for(chunks.q, *chunks.layer)
+    output = kernel.attend(chunks.q, *chunks.layer, kernel_rows(chunks.batch), **arguments(rules))
     return output[chunks.batch.singles :]
 
 
@@ -117,7 +124,7 @@ def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dty
     expected = keys.clone(), values.clone()
     for stored, new in zip(expected, (k, v), strict=True):
         stored.flatten(0, 1)[slots] = new
-    keep(torch.randn(6, 9, 16).to(dtype), k, v, keys, values, slots)
+    kernel_for(torch.randn(6, 9, 16).to(dtype), keys, values).keep(k, v, keys, values, slots)
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
 
@@ -138,6 +145,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(rules: Rules, dtype
     total = 1300
     chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
     expected, blocks = whole(chunks, rules), chunks.batch.chunks[0].blocks
+    kernel = kernel_for(chunks.q, *chunks.layer)
     cuts = ([1, 1, 14, 1, 240, 255, 1, 511, 276], [130] * 10, [1024, 276], [37] * 35 + [5])
     for count, cut in zip((1, 2, 7, 2), cuts, strict=True):
         assert sum(cut) == total
@@ -146,7 +154,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(rules: Rules, dtype
             start = 2 + before
             rows = [[0, 1, 1, blocks.data_ptr()], [start, size, before + size, blocks.data_ptr()]][before % 2 :]
             with threads(count):
-                output = attention(chunks.q, *chunks.layer, torch.tensor(rows), **arguments(rules))
+                output = kernel.attend(chunks.q, *chunks.layer, torch.tensor(rows), **arguments(rules))
             parts.append(output[start : start + size])
             before += size
         assert torch.equal(torch.cat(parts), expected)
@@ -216,7 +224,7 @@ def test_rows_are_told_by_where_their_blocks_are() -> None:
 @pytest.mark.parametrize(("k_size", "dtype"), [(24, torch.float32), (16, torch.float64), (16, torch.float16)])
 def test_other_shapes_and_dtypes_have_none(k_size: int, dtype: torch.dtype) -> None:
     (q, keys, values, *_), _ = inputs(Case([5], k_size=k_size, v_size=k_size, dtype=dtype), "cpu")
-    assert not has_kernel(q, keys, values)
+    assert find_kernel(q, keys, values) is None
 
 
 @pytest.mark.parametrize("compiler", [None, "#!/bin/sh\nexit 1\n"])
@@ -233,7 +241,7 @@ def test_a_machine_without_a_compiler_says_so_once(
     monkeypatch.setenv("PATH", str(tmp_path))
     caplog.set_level(logging.INFO)
     (q, keys, values, *_), _ = inputs(Case([5]), "cpu")
-    assert not has_kernel(q, keys, values)
-    assert not has_kernel(q, keys, values)
+    assert find_kernel(q, keys, values) is None
+    assert find_kernel(q, keys, values) is None
     assert len([record for record in caplog.records if "plain PyTorch" in record.message]) == 1
     uncached()

@@ -8,10 +8,9 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import EOS, VOCABULARY, make_from
+from tiny_models import VOCABULARY, make_from, steps
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from tgis.batcher.batcher import Batcher
 from tgis.engines.packing import has_kernel
 from tgis.engines.tgis_native import PagedEngine
 from tgis.messages import Details, Request, Sampling, TokenFacts
@@ -61,22 +60,12 @@ def outcomes(
 ) -> list[Outcome]:
     """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
     bounds = limits(blocks * 16, padded=False, block_size=16, prefill_tokens=chunk, max_batch_size=ROWS)
-    batcher = Batcher(bounds, {EOS})
     found: dict[int, Outcome] = {request.id: ([], []) for request in together}
-    to_come = list(together)
-    while to_come or not batcher.idle:
-        while to_come and (batcher.idle or rng.random() < 0.5):
-            batcher.submit([to_come.pop(0)], 0.0)
-        plan = batcher.plan(0.0)
-        if plan is None:
-            continue
-        engine.release(plan.preempted)
-        result = engine.step(plan)
+    for plan, result, _ in steps(engine, bounds, together, rng):
         for row, token, fact in zip(plan.sampled, result.tokens, result.facts, strict=True):
             assert fact is not None
             found[row.id][0].append(token)
             found[row.id][1].append(fact)
-        engine.release(batcher.commit(plan, result.tokens, 0.0))
     return [found[request.id] for request in together]
 
 

@@ -1,6 +1,7 @@
 """Tiny models of many architectures, with random weights that are large enough for clear choices."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Plan, Sequence
 from tgis.batcher.weights import Limits
-from tgis.engines.base import Engine
+from tgis.engines.base import Engine, StepResult
 from tgis.messages import Request
 
 VOCABULARY, EOS, START = 97, 2, 3
@@ -221,13 +223,13 @@ def make_from(config: PreTrainedConfig, directory: Path, **generation: Any) -> P
     return directory
 
 
-def run(engine: Engine, bounds: Limits, requests: list[Request], rng: random.Random) -> list[list[int]]:
-    """What the engine generates when the requests come at random times, in their order."""
-    engine.warm_up()
+def steps(
+    engine: Engine, bounds: Limits, requests: list[Request], rng: random.Random
+) -> Iterator[tuple[Plan, StepResult, list[Sequence]]]:
+    """Plans, what they gave and who ended by it, until all are done that come at random times, in their order."""
     batcher = Batcher(bounds, eos_ids=[EOS])
     waiting = list(requests)
-    done: dict[int, list[int]] = {}
-    while len(done) < len(requests):
+    while waiting or not batcher.idle:
         if waiting and (batcher.idle or rng.random() < 0.4):
             batcher.submit([waiting.pop(0)], 0.0)
         plan = batcher.plan(0.0)
@@ -237,5 +239,13 @@ def run(engine: Engine, bounds: Limits, requests: list[Request], rng: random.Ran
         result = engine.step(plan)
         ended = batcher.commit(plan, result.tokens, 0.0)
         engine.release(ended)
+        yield plan, result, ended
+
+
+def run(engine: Engine, bounds: Limits, requests: list[Request], rng: random.Random) -> list[list[int]]:
+    """What the engine generates when the requests come so."""
+    engine.warm_up()
+    done: dict[int, list[int]] = {}
+    for _, _, ended in steps(engine, bounds, requests, rng):
         done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
     return [done[request.id] for request in requests]

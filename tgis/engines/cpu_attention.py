@@ -43,15 +43,53 @@ class _Work(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernels:
-    attention: Callable[[_Work], int]
-    keep: Callable[..., None]
+class Kernel:
+    """What is compiled for one shape. `keys` [blocks, block size, K, D] and `values` [blocks, block size, K, E] are
+    contiguous and, as all states, of the dtype of that shape.
+    """
+
+    _attention: Callable[[_Work], int]
+    _keep: Callable[..., None]
+
+    def keep(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write `k` [T, K, D] and `v` [T, K, E] of new tokens to their `slots` [T], of all tokens of all blocks."""
+        assert k.dtype == v.dtype == keys.dtype, (k.dtype, v.dtype)
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+        pointers = k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr()
+        self._keep(*pointers, len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The output [T, H, E] of queries [T, H, D], which are the last tokens of their rows, as `kernel_rows` has
+        them; the new tokens' keys and values have been kept.
+        """
+        q, sinks = q if q.stride(2) == 1 else q.contiguous(), None if sinks is None else sinks.float().contiguous()
+        output = q.new_empty(*q.shape[:2], values.shape[-1])
+        pointers = [None if t is None else t.data_ptr() for t in (q, keys, values, output, rows, sinks)]
+        numbers = len(rows), q.stride(0), q.stride(1), window or _UNLIMITED
+        if self._attention(_Work(*pointers, *numbers, scale, softcap or 0.0, torch.get_num_threads())):
+            raise MemoryError(f"no memory for attention of {len(q)} tokens")
+        return output
 
 
-def has_kernel(q: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `attention` can do this; what it takes to compile the kernel is taken here, once per shape."""
-    fits = q.device.type == "cpu" and q.dtype == keys.dtype == values.dtype and q.dtype in _DTYPES
-    return fits and _kernel(_shape(q, keys, values)) is not None
+def find_kernel(q: Tensor, keys: Tensor, values: Tensor) -> Kernel | None:
+    """One for tensors like these, if there can be one; it is compiled now, once per shape."""
+    if q.device.type != "cpu" or not q.dtype == keys.dtype == values.dtype or q.dtype not in _DTYPES:
+        return None
+    kv_heads, block = keys.shape[2], keys.shape[1]
+    return _kernel(_Shape(_DTYPES[q.dtype], q.shape[2], values.shape[3], q.shape[1] // kv_heads, kv_heads, block))
 
 
 def kernel_rows(batch: FlatBatch) -> Tensor:
@@ -72,55 +110,8 @@ def kernel_rows(batch: FlatBatch) -> Tensor:
     return torch.cat([singles, torch.tensor(chunks)]) if chunks else singles
 
 
-def keep(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write keys `k` [T, K, D] and values `v` [T, K, E] of new tokens to their `slots` [T], numbers of blocks' tokens.
-
-    `q`, `keys` and `values` are as for `attention`.
-    """
-    kernels = _kernel(_shape(q, keys, values))
-    assert kernels is not None
-    assert k.dtype == v.dtype == keys.dtype, (k.dtype, v.dtype)
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    pointers = k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr()
-    kernels.keep(*pointers, len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-
-
-def attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The output [T, H, E] of queries [T, H, D], which are the last tokens of their rows, as `kernel_rows` has them.
-
-    `keys` [blocks, block size, K, D] and `values` [blocks, block size, K, E] are contiguous and of q's dtype, those of
-    the new tokens among them. There must be a kernel for it.
-    """
-    kernels = _kernel(_shape(q, keys, values))
-    assert kernels is not None
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    q, sinks = q if q.stride(2) == 1 else q.contiguous(), None if sinks is None else sinks.float().contiguous()
-    output = q.new_empty(*q.shape[:2], values.shape[-1])
-    pointers = [None if t is None else t.data_ptr() for t in (q, keys, values, output, rows, sinks)]
-    numbers = len(rows), q.stride(0), q.stride(1), window or _UNLIMITED
-    if kernels.attention(_Work(*pointers, *numbers, scale, softcap or 0.0, torch.get_num_threads())):
-        raise MemoryError(f"no memory for attention of {len(q)} tokens")
-    return output
-
-
-def _shape(q: Tensor, keys: Tensor, values: Tensor) -> _Shape:
-    kv_heads, block = keys.shape[2], keys.shape[1]
-    return _Shape(_DTYPES[q.dtype], q.shape[2], values.shape[3], q.shape[1] // kv_heads, kv_heads, block)
-
-
 @cache
-def _kernel(shape: _Shape) -> _Kernels | None:
+def _kernel(shape: _Shape) -> Kernel | None:
     if shape.k_size % _LANES or shape.v_size % _LANES:
         return None
     compiled = library("attention.c", **shape._asdict())
@@ -129,4 +120,4 @@ def _kernel(shape: _Shape) -> _Kernels | None:
     attention, keep = compiled.attention, compiled.keep
     attention.argtypes, attention.restype = [ctypes.POINTER(_Work)], ctypes.c_int
     keep.argtypes, keep.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5, None
-    return _Kernels(attention, keep)
+    return Kernel(attention, keep)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines import cpu_attention
+from tgis.engines.cpu_attention import Kernel, find_kernel, kernel_rows
 from tgis.engines.paged_cache import Chunk, FlatBatch, PagedCache
 from tgis.engines.prefill_attention import fits, make_groups, prefill_attention
 
@@ -81,9 +81,9 @@ class PagedAttention:
         layer = self.cache.layer(index, k, v)
         self.windows.add(window)
         rules = Rules(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
-        if cpu_attention.has_kernel(q, *layer):
-            cpu_attention.keep(q, k, v, *layer, batch.slots)
-            return _compiled(batch, q, layer, rules)[None]
+        if kernel := find_kernel(q, *layer):
+            kernel.keep(k, v, *layer, batch.slots)
+            return _compiled(kernel, batch, q, layer, rules)[None]
         for stored, new in zip(layer, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slots, new.to(stored.dtype))
         decode, prefill = _bodies(q, layer, rules)
@@ -92,11 +92,11 @@ class PagedAttention:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
-def _compiled(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
+def _compiled(kernel: Kernel, batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: Rules) -> Tensor:
     """All rows at once, on the CPU."""
     if batch.rows is None:
-        batch.rows = cpu_attention.kernel_rows(batch)
-    return cpu_attention.attention(
+        batch.rows = kernel_rows(batch)
+    return kernel.attend(
         q, *layer, batch.rows, scale=rules.scale, window=rules.window, softcap=rules.softcap, sinks=rules.sinks
     )
 
