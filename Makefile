@@ -38,8 +38,8 @@ test: venv ## run the tests, but for the slow ones
 test-all: venv ## run every test that this machine can run
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: venv ## fifteen minutes of everything that clients do; ARGS goes to tgis.bench.soak
-	$(BIN)/python -m tgis.bench.soak $(ARGS)
+soak: venv ## fifteen minutes of everything that clients do; ARGS goes to benchmarks.soak
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 check: venv ## lint, formatting, types, stubs
 	$(BIN)/ruff check
@@ -51,11 +51,11 @@ format: venv ## format the code and repair what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: venv ## measure this machine; ARGS goes to tgis.bench.suite
-	$(BIN)/python -m tgis.bench.suite $(ARGS)
+bench: venv ## measure this machine; ARGS goes to benchmarks.suite
+	$(BIN)/python -m benchmarks.suite $(ARGS)
 
-bench-gpu: venv ## measure tgis_native on this machine's GPU; ARGS goes to tgis.bench.gpu
-	$(BIN)/python -m tgis.bench.gpu $(ARGS)
+bench-gpu: venv ## measure tgis_native on this machine's GPU; ARGS goes to benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean: ## remove everything that make made, but for the demo models in .cache
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 from tokenizers import pre_tokenizers
 
 from tgis.models.files import ModelFiles, find_model
@@ -14,7 +15,6 @@ from tgis.models.files import ModelFiles, find_model
 # As the server sets it: threads that spin for ever make tests ten times slower once anything else wants their cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-REPOSITORY = Path(__file__).parents[1]
 
 pytest.register_assert_rewrite("equality", "sampling_oracle")
 

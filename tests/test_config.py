@@ -5,13 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+from config_parsing import read, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis import __main__, config
 from tgis.config import REFUSED, UNUSED, Config, parse
 from tgis.errors import OptionError
-from tgis.options import flag, options_of
+from tgis.utils.options import flag, options_of
 
 TGIS = Path(config.__file__).parent
 
@@ -71,17 +72,6 @@ TLS = {name: name.removeprefix("tls_").removesuffix("_path") for name in SAMPLES
 @pytest.fixture
 def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_check", lambda _config: None)
-
-
-def read(*argv: str, **environ: str) -> Config:
-    """`parse` with a model name, unless `environ` has one."""
-    return parse(list(argv), {"MODEL_NAME": "m", **environ}, "tgis serve")
-
-
-def refusal(*argv: str, **environ: str) -> str:
-    with pytest.raises(OptionError) as caught:
-        read(*argv, **environ)
-    return str(caught.value)
 
 
 def test_the_samples_are_all_options() -> None:

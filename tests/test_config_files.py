@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_config import read, refusal
-from test_tls import make_pair
+from certificates import make_pair
+from config_parsing import read, refusal
 
 from tgis.config import prepare
 from tgis.errors import StartError

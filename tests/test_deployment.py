@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from tgis.__main__ import COMMANDS
 from tgis.config import Config, parse
-from tgis.options import options_of
+from tgis.utils.options import options_of
 
 ROOT = Path(__file__).parents[1]
 NAMES = {name.upper() for row in options_of(Config) for name in row.names}
@@ -169,7 +169,9 @@ def test_the_image_can_be_built_and_works_for_any_user(recipe: str) -> None:
         assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
         for script in ("text-generation-launcher", "text-generation-server", "model-util"):
             assert image.run([script, "--help"], user).startswith(f"usage: {script} ")
-        where = image.run(["python", "-c", "import tgis.server, tgis.worker; print(tgis.server.__file__)"], user)
+        where = image.run(
+            ["python", "-c", "import tgis.server, tgis.engine_core.main; print(tgis.server.__file__)"], user
+        )
         assert where.startswith(str(root / "venv"))
 
 

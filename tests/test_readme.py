@@ -14,10 +14,10 @@ import grpc
 import hub_stand_in
 import numpy as np
 import pytest
-from conftest import REPOSITORY
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from harness import Server, call, serving
+from repository import REPOSITORY
 from safetensors.numpy import save
 
 from tgis.models.fake import make_fake_model

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tgis.auth import Tokens
 from tgis.errors import OptionError, StartError
-from tgis.options import (
+from tgis.security.bearer import Tokens
+from tgis.security.tls import Certificates, TlsFiles
+from tgis.utils.options import (
     ADDRESS,
     BOOLEAN,
     DIRECTORY,
@@ -36,7 +37,6 @@ from tgis.options import (
     read,
     required,
 )
-from tgis.tls import Certificates, TlsFiles
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Limits of requests", "Batches and memory", "Text"
 PROMPTS, NETWORK, PROCESS, LOGS = "Soft prompts", "Network", "Process", "Logs"

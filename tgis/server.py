@@ -15,16 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from tgis import __version__
-from tgis.adapters import Adapters
+from tgis.api.grpc.server import Listener, ListenerOptions
+from tgis.api.grpc.servicer import GenerationService
+from tgis.api.http.probes import Probes
 from tgis.config import Config
-from tgis.detokenizer import TokenDecoder
-from tgis.engine_client import EngineClient
 from tgis.errors import OptionError, StartError
-from tgis.generation import Generator, Serving
-from tgis.listener import Listener, ListenerOptions
-from tgis.messages import EngineInfo, EngineOptions
-from tgis.metrics import Metrics
-from tgis.models.fast_tokenizer import ensure_tokenizer
+from tgis.frontend.adapters import Adapters
+from tgis.frontend.detokenizer import TokenDecoder
+from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.generation import Generator, Serving
+from tgis.frontend.metrics import Metrics
+from tgis.frontend.output import RowFactory
+from tgis.frontend.tokenizer import Tokenizer
+from tgis.frontend.validation import Limits
+from tgis.ipc.adapters import PromptOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.models.convert.fast_tokenizer import ensure_tokenizer
 from tgis.models.files import (
     ModelFiles,
     eos_ids,
@@ -34,12 +40,6 @@ from tgis.models.files import (
     max_sequence_length,
     padding_id,
 )
-from tgis.prefix import PromptOptions
-from tgis.probes import Probes
-from tgis.replies import RowFactory
-from tgis.service import GenerationService
-from tgis.tokenizer import Tokenizer
-from tgis.validation import Limits
 
 log = logging.getLogger(__name__)
 

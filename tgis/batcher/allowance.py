@@ -1,6 +1,6 @@
 """How much of the configured limits may be used: less after a step ran out of memory, and slowly more again."""
 
-from tgis.batcher.weights import Limits
+from tgis.batcher.memory_model import Limits
 
 _SHRINK = 0.9  # of what was too much
 _RECOVERY_STEPS = 256  # that succeed before

@@ -8,17 +8,17 @@ engine has computed it, or `retreat` if the engine could not.
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
+from tgis.batcher.admission import BlockDoor, Door, WholeDoor, choose, context_now, context_peak
 from tgis.batcher.allowance import Allowance
-from tgis.batcher.chunks import ChunkPace, share_out
-from tgis.batcher.doors import BlockDoor, Door, WholeDoor, choose, context_now, context_peak
+from tgis.batcher.block_manager import Pager
+from tgis.batcher.fault_isolation import Trials
+from tgis.batcher.memory_model import Limits
 from tgis.batcher.pace import Pace
-from tgis.batcher.paging import Pager
+from tgis.batcher.prefill_budget import ChunkPace, share_out
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.batcher.trials import Trials
-from tgis.batcher.waiting import WaitingRoom
-from tgis.batcher.weights import Limits
-from tgis.messages import Admissions, Request, StopReason
-from tgis.snapshot import Refusal, RowState, Snapshot
+from tgis.batcher.waiting_queue import WaitingRoom
+from tgis.ipc.messages import Admissions, Request, StopReason
+from tgis.ipc.snapshot import Refusal, RowState, Snapshot
 
 
 class Batcher:

@@ -1,7 +1,7 @@
 """`tgis bench`: the load generator of `tgis.bench`."""
 
 from tgis.bench import command
-from tgis.options import Parser
+from tgis.utils.options import Parser
 
 
 def main(argv: list[str], prog: str) -> int:

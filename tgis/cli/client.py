@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from tgis.errors import OptionError, StartError
-from tgis.options import PATH, TEXT
+from tgis.utils.options import PATH, TEXT
 
 CALL_SECONDS = 10.0  # for calls that generate nothing
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]

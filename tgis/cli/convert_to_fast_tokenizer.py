@@ -2,8 +2,8 @@
 
 from tgis.cli import model
 from tgis.errors import OptionError
-from tgis.models.fast_tokenizer import add_tokenizer
-from tgis.options import PATH, Parser
+from tgis.models.convert.fast_tokenizer import add_tokenizer
+from tgis.utils.options import PATH, Parser
 
 
 def main(argv: list[str], prog: str) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tgis import config
 from tgis.cli import model
-from tgis.models.onnx_export import Conversion, convert_to_onnx
-from tgis.options import DIRECTORY, PATH, TEXT, Kind, Parser
+from tgis.models.onnx.export import Conversion, convert_to_onnx
+from tgis.utils.options import DIRECTORY, PATH, TEXT, Kind, Parser
 
 
 def _program(text: str) -> Path:

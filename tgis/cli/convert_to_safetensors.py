@@ -1,8 +1,8 @@
 """`tgis convert-to-safetensors`: safetensors out of a model's .bin weights."""
 
 from tgis.cli import model
-from tgis.models.weights import convert_weights
-from tgis.options import Parser
+from tgis.models.convert.weights import convert_weights
+from tgis.utils.options import Parser
 
 
 def main(argv: list[str], prog: str) -> int:

@@ -11,11 +11,11 @@ from tgis import config
 from tgis.cli import model
 from tgis.errors import OptionError, StartError
 from tgis.models import hub
+from tgis.models.convert.fast_tokenizer import TOKENIZER, add_tokenizer
+from tgis.models.convert.weights import convert_weights
 from tgis.models.download import download, snapshot_of
-from tgis.models.fast_tokenizer import TOKENIZER, add_tokenizer
 from tgis.models.files import find_model, find_weights
-from tgis.models.weights import convert_weights
-from tgis.options import BOOLEAN, TEXT, Kind, Parser
+from tgis.utils.options import BOOLEAN, TEXT, Kind, Parser
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
 

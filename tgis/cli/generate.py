@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from google.protobuf import json_format
 
 from tgis.cli import client
-from tgis.options import Parser, decimal, integer
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.utils.options import Parser, decimal, integer
 
 UINT32 = integer(0, 2**32 - 1)
 FLOAT = decimal(0, 1e9)

@@ -3,7 +3,7 @@
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tgis.cli import client
-from tgis.options import TEXT, Parser, decimal
+from tgis.utils.options import TEXT, Parser, decimal
 
 
 def main(argv: list[str], prog: str) -> int:

@@ -4,7 +4,7 @@ import argparse
 
 from tgis import config
 from tgis.models.files import ModelFiles, find_model
-from tgis.options import TEXT
+from tgis.utils.options import TEXT
 
 ENVIRONMENT = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
 ~/.cache/huggingface/hub: where tgis serve with the same environment finds models."""

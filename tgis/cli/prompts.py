@@ -10,7 +10,7 @@ from typing import Any
 
 from tgis.errors import OptionError
 from tgis.models.files import embedding_size, find_model, is_encoder_decoder, max_sequence_length
-from tgis.options import Parser, choice, integer
+from tgis.utils.options import Parser, choice, integer
 
 _COLUMNS = ("ID", "LAYOUT", "TOKENS", "RANK", "WIDTH", "TYPE", "STATE")
 
@@ -54,7 +54,7 @@ def _parser(prog: str) -> Parser:
 def _survey(options: Namespace) -> Iterable[Any]:
     config = find_model(options.model, None, None).config if options.model else {}
     length = options.max_length or -(-max_sequence_length(config) // 2)
-    torch, tensors = import_module("torch"), import_module("tgis.prompts.tensors")
+    torch, tensors = import_module("torch"), import_module("tgis.prompts.tensor_file")
     dtype, device = getattr(torch, options.dtype), torch.device("cpu")
     kind = is_encoder_decoder(config) if options.model else None
     target = tensors.Target(embedding_size(config), length, dtype, device, kind)

@@ -1,8 +1,8 @@
 """`tgis serve`: options, logs, directories, then the server."""
 
-from tgis import logs
 from tgis.config import Config, from_process, prepare
 from tgis.errors import StartError
+from tgis.utils import logs
 
 
 def main(argv: list[str], prog: str) -> int:

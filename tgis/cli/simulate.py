@@ -5,10 +5,10 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from tgis.batcher.weights import Limits, MemoryModel
+from tgis.batcher.memory_model import Limits, MemoryModel
+from tgis.bench.simulate import TWO_CORES, Imagined, Job, Outcome, Simulation, bimodal, lognormal, plot, read_trace
 from tgis.engines.fake import StepModel
-from tgis.options import Parser
-from tgis.simulate import TWO_CORES, Imagined, Job, Outcome, Simulation, bimodal, lognormal, plot, read_trace
+from tgis.utils.options import Parser
 
 _MILLISECONDS = 1e-3
 

@@ -5,9 +5,9 @@ import sys
 from google.protobuf import json_format
 
 from tgis.cli import client
-from tgis.options import Parser
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.utils.options import Parser
 
 
 def main(argv: list[str], prog: str) -> int:

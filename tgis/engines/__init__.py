@@ -7,15 +7,15 @@ from typing import NoReturn
 
 from tgis.engines.base import Engine
 from tgis.errors import Unsupported
-from tgis.messages import EngineOptions
+from tgis.ipc.messages import EngineOptions
 
 log = logging.getLogger(__name__)
 
 _ENGINES = {
     "fake": ("tgis.engines.fake", "FakeEngine"),
-    "hf_optimum_ort": ("tgis.engines.hf_optimum_ort", "load_engine"),
-    "hf_transformers": ("tgis.engines.hf_transformers", "PaddedEngine"),
-    "tgis_native": ("tgis.engines.tgis_native", "PagedEngine"),
+    "hf_optimum_ort": ("tgis.engines.onnx.engine", "load_engine"),
+    "hf_transformers": ("tgis.engines.padded.engine", "PaddedEngine"),
+    "tgis_native": ("tgis.engines.paged.engine", "PagedEngine"),
 }
 
 
@@ -25,7 +25,7 @@ def load_engine(options: EngineOptions, end: Callable[[str], NoReturn]) -> Engin
     `end` ends this process at once with a reason, from any thread, for an engine that lost a part of itself.
     """
     if options.shards > 1:  # of tgis_native: no other engine can
-        return import_module("tgis.engines.sharded").ShardedEngine(options, end)  # type: ignore[no-any-return]
+        return import_module("tgis.engines.distributed.engine").ShardedEngine(options, end)  # type: ignore[no-any-return]
     if options.engine != "auto":
         return _load(options.engine, options)
     try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.messages import EngineInfo, TokenFacts
+from tgis.ipc.messages import EngineInfo, TokenFacts
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from tgis.batcher.memory_model import area
 from tgis.batcher.sequence import Plan, Sequence
-from tgis.batcher.weights import area
 from tgis.engines.base import StepResult
 from tgis.errors import OutOfMemory, StartError
-from tgis.messages import Details, EngineInfo, EngineOptions, TokenFacts
+from tgis.ipc.messages import Details, EngineInfo, EngineOptions, TokenFacts
 
 
 class StepModel(msgspec.Struct, frozen=True):

@@ -22,8 +22,8 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from tgis.errors import StartError
 from tgis.models import hub
 from tgis.models.hub import HubFile, Listing
-from tgis.models.lock import locked
-from tgis.models.progress import Progress, size
+from tgis.utils.file_lock import locked
+from tgis.utils.progress_bar import Progress, size
 
 THREADS = 8
 ATTEMPTS = 6  # in a row that bring nothing

@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
-from tgis.messages import EngineInfo
-from tgis.prefix import PromptOptions
-from tgis.prompts.lookups import Store
+from tgis.ipc.adapters import PromptOptions
+from tgis.ipc.messages import EngineInfo
+from tgis.prompts.resolver import Store
 
 
 def open_store(options: PromptOptions, info: EngineInfo) -> Store:

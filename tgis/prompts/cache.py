@@ -4,7 +4,7 @@ import threading
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from tgis.watch import Signature
+from tgis.utils.file_watch import Signature
 
 V = TypeVar("V")
 

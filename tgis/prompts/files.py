@@ -6,8 +6,8 @@ import stat
 from dataclasses import dataclass
 
 from tgis.errors import PromptError
-from tgis.prefix import PromptProblem
-from tgis.watch import Signature, signature
+from tgis.ipc.adapters import PromptProblem
+from tgis.utils.file_watch import Signature, signature
 
 CONFIG = "adapter_config.json"
 SAFETENSORS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"

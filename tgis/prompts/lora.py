@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 from tgis.errors import PromptError
-from tgis.prefix import PromptProblem
+from tgis.ipc.adapters import PromptProblem
 from tgis.prompts.files import CONFIG, PromptDirectory
-from tgis.prompts.tensors import Part, Target, allocated, checked, converted, load_peft, read_config
+from tgis.prompts.tensor_file import Part, Target, allocated, checked, converted, load_peft, read_config
 
 MAX_RANK = 512
 _KEY = re.compile(r"base_model\.model\.([\w.]{1,100})\.lora_([AB])\.weight")

@@ -6,13 +6,13 @@ import os
 import torch
 
 from tgis.errors import PromptError
-from tgis.messages import EngineInfo
-from tgis.prefix import PromptOptions, PromptProblem
-from tgis.prompts.adapters import Adapter, fit_adapter, read_adapter
+from tgis.ipc.adapters import PromptOptions, PromptProblem
+from tgis.ipc.messages import EngineInfo
 from tgis.prompts.cache import PromptCache
 from tgis.prompts.files import PromptDirectory
-from tgis.prompts.lookups import Found
-from tgis.prompts.tensors import Target
+from tgis.prompts.loader import Adapter, fit_adapter, read_adapter
+from tgis.prompts.resolver import Found
+from tgis.prompts.tensor_file import Target
 
 
 class PromptStore:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from tgis.errors import PromptError
-from tgis.prefix import PromptProblem
-from tgis.prompts.adapters import fit_adapter, read_adapter
+from tgis.ipc.adapters import PromptProblem
 from tgis.prompts.files import FILES, PromptDirectory
+from tgis.prompts.loader import fit_adapter, read_adapter
 from tgis.prompts.lora import LoraFile
-from tgis.prompts.tensors import Part, Parts, Target
+from tgis.prompts.tensor_file import Part, Parts, Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Measurements of this project for its makers; not shipped."""

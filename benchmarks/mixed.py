@@ -1,0 +1,135 @@
+"""What the batcher's rules are worth: the same mixed load with and without them, on a real engine and simulated.
+
+`python -m benchmarks.mixed` puts a table and last one line of JSON out. "plain" is continuous joining in the order of
+arrival, whoever fits into a slot, without weights and padding limit; "unpadded" is the default policy but for
+MAX_PREFILL_PADDING=1. Batch size, memory and requests are the same. Neither gRPC nor text is in the times.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tgis.batcher.memory_model import UNBOUNDED, Limits
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.bench.simulate import TWO_CORES, Imagined, Job, Machine, Simulation, bimodal, lognormal
+from tgis.engine_core.main import limits_of
+from tgis.engines import load_engine
+from tgis.engines.base import Engine
+from tgis.ipc.messages import EngineOptions
+from tgis.models.demo.fetch import ensure
+
+SEQUENCE = 2048
+SEED = 1
+TRACES: dict[str, Callable[[int], Iterator[Job]]] = {
+    "lognormal": lambda count: lognormal(count, 1.0, SEED),
+    "bimodal": lambda count: bimodal(count, 1.0, SEED),
+}
+POLICIES: dict[str, Callable[[Limits], Limits]] = {
+    "default": lambda limits: limits,
+    "unpadded": lambda limits: replace(limits, max_padding=1.0),
+    "plain": lambda limits: replace(limits, max_padding=1.0, max_waiting_tokens=0, prefill_tokens=UNBOUNDED),
+}
+SIMULATED_REQUESTS = 5000
+COLUMNS = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "prefill_padding", "decode_padding")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A real engine, and a clock beside it."""
+
+    engine: Engine
+
+    def step(self, plan: Plan) -> tuple[list[int], float]:
+        """Compute it, and say how long that took."""
+        started = time.perf_counter()
+        result = self.engine.step(plan)
+        assert not result.failed
+        return result.tokens, time.perf_counter() - started
+
+    def release(self, rows: list[Sequence]) -> None:
+        """Forget rows."""
+        self.engine.release(rows)
+
+
+def options_of(name: str, model: Path, dtype: str, size: int) -> EngineOptions:
+    """Those of a server with all defaults, but for its batch size, and without cached prefixes."""
+    return EngineOptions(
+        engine=name,
+        model_path=str(model),
+        dtype=dtype,
+        eos_ids=(),
+        max_sequence_length=SEQUENCE,
+        max_batch_size=size,
+        max_prefill_padding=0.2,
+        max_waiting_tokens=24,
+        batch_safety_margin=20,
+        cuda_memory_fraction=1.0,
+        threads=None,
+        log_level="warning",
+        json_output=False,
+        prefix_cache=False,
+    )
+
+
+def load(options: EngineOptions) -> tuple[Timed, Limits]:
+    """An engine that is ready, and what bounds its batches."""
+    engine = load_engine(options, sys.exit)
+    engine.warm_up()
+    return Timed(engine), limits_of(options, engine.info)
+
+
+def compare(machine: Machine, limits: Limits, trace: str, requests: int, clients: int) -> dict[str, Any]:
+    """The figures of every policy."""
+    figures: dict[str, Any] = {}
+    for name, policy in POLICIES.items():
+        outcome = Simulation(policy(limits), machine, TRACES[trace](requests), clients).run()
+        figures[name] = outcome.summary() | {"queue_jumps": outcome.admissions.queue_jumps}
+        print(f"{trace:<10}{limits.max_batch_size:>4}  {name:<10}{_row(figures[name])}", flush=True)
+    plain = figures["plain"]["tokens_per_second"]
+    return figures | {"speedup": round(figures["default"]["tokens_per_second"] / plain, 3)}
+
+
+def _row(figures: dict[str, float]) -> str:
+    return "".join(f"{figures[name]:>18,.3f}" if "padding" in name else f"{figures[name]:>18,.1f}" for name in COLUMNS)
+
+
+def main(arguments: list[str]) -> int:
+    """Compare the policies on the engine, then in made-up time at scale."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed", description="measure the batcher's rules")
+    parser.add_argument("--engine", default="hf_transformers", metavar="NAME")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--sizes", default="12,64", metavar="N,...", help="MAX_BATCH_SIZE")
+    parser.add_argument("--traces", default=",".join(TRACES), metavar="NAME,...", help="lognormal, bimodal")
+    parser.add_argument("--clients", type=int, default=64, metavar="N", help="each waits for its answers")
+    parser.add_argument("--requests", type=int, default=300, metavar="N", help="of each run on the engine")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    args = parser.parse_args(arguments)
+    sizes = [int(size) for size in args.sizes.split(",")]
+    machine, limits = load(options_of(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes)))
+    Simulation(limits, machine, TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # does not count
+    report: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
+    print(f"{args.engine:<26}{''.join(f'{name:>18}' for name in COLUMNS)}")
+    runs = list(product(args.traces.split(","), sizes))
+    for trace, size in runs:
+        found = compare(machine, replace(limits, max_batch_size=size), trace, args.requests, args.clients)
+        report[f"{args.engine} {trace} {size}"] = found
+    print("simulated" if limits.padded else "")
+    for trace, size in runs if limits.padded else ():
+        at_scale = replace(limits, max_batch_size=size)
+        found = compare(Imagined(TWO_CORES), at_scale, trace, SIMULATED_REQUESTS, args.clients)
+        report[f"simulated {trace} {size}"] = found
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""A server for a measurement: `tgis serve` as a child process, from its start to its end."""
+
+import contextlib
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgis.errors import StartError
+
+START_SECONDS = 200.0
+STOP_SECONDS = 60.0
+_PORTS = range(20000, 32000)  # below those that the kernel gives to clients: none takes one before the server does
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that has answered 200 on /health."""
+
+    process: subprocess.Popen[bytes]
+    target: str  # of gRPC calls
+    http_port: int
+    start_seconds: float
+
+    @property
+    def pid(self) -> int:
+        """The front-end process."""
+        return self.process.pid
+
+    def engine_pid(self) -> int:
+        """The engine process."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        (pid,) = [int(c) for c in children if b"tgis.engine_core.main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return pid
+
+    def cpu_seconds(self) -> float:
+        """What the front-end process has used so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / 100
+
+    def metrics(self) -> str:
+        """The scrape of now."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def healthy(self) -> bool:
+        """Whether /health says 200."""
+        return _healthy(self.http_port)
+
+    def stop(self) -> int:
+        """Send SIGTERM; the exit code."""
+        self.process.terminate()
+        return self.process.wait(STOP_SECONDS)
+
+
+@contextlib.contextmanager
+def serving(model: Path, cache: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
+    """Serve `model` until the block is left; the log goes to a file, or warnings alone to stderr."""
+    grpc_port, http_port = _free_ports()
+    command = [sys.executable, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
+    command += ["--grpc-port", str(grpc_port), "--port", str(http_port), "--bind-address", "127.0.0.1"]
+    command += [] if log else ["--log-level", "warning"]
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("wb")) if log else None
+        process = stack.enter_context(subprocess.Popen([*command, *options], stdout=output, stderr=output))
+        stack.callback(_end, process)
+        while not _healthy(http_port):
+            if process.poll() is not None or time.monotonic() - started > START_SECONDS:
+                raise StartError(f"tgis serve does not start{f', see {log}' if log else ''}")
+            time.sleep(0.05)
+        yield Server(process, f"127.0.0.1:{grpc_port}", http_port, time.monotonic() - started)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _free_ports() -> tuple[int, int]:
+    for port in random.sample(_PORTS[::2], len(_PORTS) // 2):
+        if _free(port) and _free(port + 1):
+            return port, port + 1
+    raise StartError(f"no free ports from {_PORTS.start} to {_PORTS.stop}")
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False

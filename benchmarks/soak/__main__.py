@@ -1,0 +1,119 @@
+"""`make soak`: starts a server of the small demo model in float32, soaks it, and closes the books.
+
+The last line is one JSON object; the exit code is 1 when anything is wrong.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import grpc.aio
+
+from benchmarks.serving import Server, serving
+from benchmarks.soak import books
+from benchmarks.soak.calls import STUCK_SECONDS, Caller
+from benchmarks.soak.cases import make_cases
+from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.memory import Watch
+from benchmarks.soak.report import Report, document, text
+from benchmarks.soak.requests import Bounds, batched
+from benchmarks.soak.victim import kill_clients
+from tgis.bench.client import OPTIONS
+from tgis.bench.load import Budget, ClosedLoop
+from tgis.models.demo.fetch import ensure
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+CASES = 24
+INPUTS = 512  # that the server takes at once
+QUEUED_TOKENS = 40_000  # more than the load ever queues, less than the last call does
+SERVER = (
+    *("--dtype", "float32"),
+    *("--max-batch-size", "32"),  # less than the load, so that there is a queue
+    *("--kv-cache-size-mb", "4"),  # where there are blocks: too few for so many rows, so that some are taken away
+    *("--max-concurrent-requests", str(INPUTS)),
+    *("--max-queued-tokens", str(QUEUED_TOKENS)),
+)
+QUIET_SECONDS = 30.0
+
+
+async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> Report:
+    """Load the server, wait until it is idle again, and look at everything."""
+    draw, ledger = random.Random(seed), Ledger()
+    watch = Watch({"server": server.pid, "engine": server.engine_pid()}, server.healthy)
+    async with grpc.aio.insecure_channel(server.target, options=OPTIONS) as channel:
+        stub = GenerationServiceStub(channel)
+        bounds = await _bounds(stub)
+        caller = Caller(channel, await make_cases(stub, bounds, CASES, draw), bounds, ledger, draw)
+        before, started = books.read(server.metrics()), time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watch.run(seconds))
+            group.create_task(kill_clients(server.target, bounds.sequence // 2, seconds, ledger, draw))
+            group.create_task(ClosedLoop(in_flight).drive(caller.call, Budget(None, seconds)))
+        elapsed = time.monotonic() - started
+        after = await _idle(server, ledger)
+        ledger.problems_of(books.discrepancies(before, after, ledger))
+        await _take_everything(stub, bounds, ledger)
+        await _idle(server, ledger)
+    ledger.problems_of(watch.problems())
+    return Report(elapsed, in_flight, seed, ledger, watch, preemptions=int(after[books.PREEMPTIONS]))
+
+
+async def _bounds(stub: GenerationServiceStub) -> Bounds:
+    info = await stub.ModelInfo(pb.ModelInfoRequest(), timeout=STUCK_SECONDS)
+    return Bounds(info.max_sequence_length, info.max_new_tokens, INPUTS)
+
+
+async def _idle(server: Server, ledger: Ledger) -> books.Series:
+    """The counters once all gauges are zero; a problem if they never are."""
+    until = time.monotonic() + QUIET_SECONDS
+    while busy := books.busy(series := books.read(await asyncio.to_thread(server.metrics))):
+        if time.monotonic() > until:
+            ledger.problems_of(f"{gauge} though nothing is left to do" for gauge in busy)
+            break
+        await asyncio.sleep(0.1)
+    return series
+
+
+async def _take_everything(stub: GenerationServiceStub, bounds: Bounds, ledger: Ledger) -> None:
+    """One call that needs every permit, and whose tokens may queue only where none do: nothing has been lost."""
+    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1), truncate_input_tokens=100)
+    request = batched(["word " * bounds.sequence] * bounds.inputs, params)
+    try:
+        await stub.Generate(request, timeout=STUCK_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        ledger.problem(f"a call with {bounds.inputs} inputs to the idle server: {error.code().name} {error.details()}")
+
+
+def main(arguments: list[str]) -> int:
+    """Soak and report."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="soak a server")
+    parser.add_argument("--engine", default="hf_transformers", metavar="NAME")
+    parser.add_argument("--minutes", type=float, default=15.0, metavar="M")
+    parser.add_argument("--in-flight", type=int, default=64, metavar="N", help="calls at any time")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and every sample there too")
+    args = parser.parse_args(arguments)
+    model = ensure("glassllm", args.cache)
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "server.log"
+        with serving(model, args.cache, "--deployment-framework", args.engine, *SERVER, log=log) as server:
+            report = asyncio.run(soak(server, 60 * args.minutes, args.in_flight, args.seed))
+            if code := server.stop():
+                report.ledger.problem(f"the server's exit code is {code}")
+        report.ledger.problems_of(line for line in log.read_text().splitlines() if "Traceback" in line)
+    if args.json:
+        args.json.write_text(json.dumps(document(report, samples=True)) + "\n")
+    print(f"{args.engine}: {text(report)}")
+    print(json.dumps({"engine": args.engine} | document(report, samples=False)))
+    return 1 if report.ledger.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Client processes that are killed in the middle of their streams.
+
+As a program, `python -m benchmarks.soak.victim TARGET STREAMS TOKENS TEXT`, it is such a client: it opens so many
+streams, says so once each has given a token, and hears them to their ends.
+"""
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+
+import grpc.aio
+
+from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.requests import single
+from tgis.bench.client import OPTIONS
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+_STREAMS = 4  # of each client
+_PAUSE_SECONDS = 3.0  # between clients, at the most: starting Python takes time from the server
+_START_SECONDS = 60.0
+_TEXT = "Once upon a time"
+
+
+async def kill_clients(target: str, new: int, seconds: float, ledger: Ledger, draw: random.Random) -> None:
+    """Start a client, kill it soon after its streams have begun, sometimes before, and again until time is over."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        command = (sys.executable, "-m", "benchmarks.soak.victim", target, str(_STREAMS), str(new), _TEXT)
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        patience = _START_SECONDS if draw.random() < 0.8 else draw.random()
+        try:
+            started = bool(await asyncio.wait_for(process.stdout.readline(), patience))
+            await asyncio.sleep(0.1 * draw.random())
+        except TimeoutError:
+            started = False
+        with contextlib.suppress(ProcessLookupError):  # its streams have ended
+            process.kill()
+        if code := max(await process.wait(), 0):
+            ledger.problem(f"a client failed with exit code {code}")
+        _note(ledger, started=started)
+        await asyncio.sleep(_PAUSE_SECONDS * draw.random())
+
+
+def _note(ledger: Ledger, *, started: bool) -> None:
+    ledger.killed += 1
+    for _ in range(_STREAMS):
+        if started:
+            ledger.note_call("stream", 1)
+            ledger.left["stream"] += 1
+        else:
+            ledger.note_unsure("stream", 1)
+
+
+async def _listen(stub: GenerationServiceStub, new: int, text: str, begun: asyncio.Event) -> None:
+    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new, min_new_tokens=new))
+    async for message in stub.GenerateStream(single(text, params)):
+        if message.generated_token_count:
+            begun.set()
+
+
+async def _main(target: str, count: int, new: int, text: str) -> None:
+    async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel, asyncio.TaskGroup() as group:
+        stub = GenerationServiceStub(channel)
+        streams = [asyncio.Event() for _ in range(count)]
+        for begun in streams:
+            group.create_task(_listen(stub, new, text, begun))
+        for begun in streams:
+            await begun.wait()
+        print("started", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

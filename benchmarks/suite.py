@@ -1,0 +1,121 @@
+"""`make bench`: tgis against transformers' own static batches, and its front end alone, in one run.
+
+Every part is a process of its own, one at a time: the machine is theirs. Rounds alternate between the peers, so that
+a slow minute hits both; the figures are medians over the rounds. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving import serving
+from tgis.models.demo.fetch import ensure
+from tgis.models.fake import make_fake_model
+
+SIZES = (1, 8, 32)
+REQUESTS = {1: 4, 8: 32, 32: 128}
+INPUT_TOKENS, OUTPUT_TOKENS = 130, 128
+FRONT_END_STREAMS = 64
+
+
+def baseline(model: Path, dtype: str) -> dict[int, float]:
+    """Tokens/s of transformers' generate at each size."""
+    lengths = ("--input-tokens", str(INPUT_TOKENS), "--output-tokens", str(OUTPUT_TOKENS))
+    sizes = ("--sizes", ",".join(map(str, SIZES)), "--repeats", "1")
+    report = _json_of("-m", "benchmarks.baseline", str(model), "--dtype", dtype, *lengths, *sizes, "--json")
+    return {row["size"]: row["output_tokens_per_s"] for row in report["sizes"]}
+
+
+def load(target: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
+    """`tgis bench` of streams against a running server: the report of its one level."""
+    lengths = ("--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens))
+    amount = ("--concurrency", str(concurrency), "--requests", str(requests))
+    report = _json_of("-m", "tgis", "bench", "--target", target, *amount, *lengths, "--stream", "--quiet")
+    level: dict[str, Any] = report["levels"][0]
+    return level
+
+
+def served(model: Path, cache: Path, dtype: str) -> dict[int, dict[str, Any]]:
+    """Reports of tgis at each number of concurrent streams."""
+    with serving(model, cache, "--dtype", dtype) as server:
+        print(f"tgis ready after {server.start_seconds:.1f} s", file=sys.stderr)
+        return {size: load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in SIZES}
+
+
+def front_end(cache: Path) -> dict[str, Any]:
+    """The front end alone: the fake engine answers at once."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_fake_model(Path(directory))
+        with serving(model, cache, "--deployment-framework", "fake") as server:
+            load(server.target, FRONT_END_STREAMS, 2 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
+            before = server.cpu_seconds()
+            level = load(server.target, FRONT_END_STREAMS, 20 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
+            used = server.cpu_seconds() - before
+    tokens = level["output_tokens"]
+    return {"level": level, "tokens_per_s": level["output_tokens_per_s"], "cpu_us_per_token": used / tokens * 1e6}
+
+
+def main(arguments: list[str]) -> int:
+    """Run everything and print the comparison."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
+    args = parser.parse_args(arguments)
+    model = ensure("smollm2", args.cache)
+    rounds = []
+    for number in range(args.rounds):
+        print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+        rounds.append({"baseline": baseline(model, args.dtype), "tgis": served(model, args.cache, args.dtype)})
+    report = {
+        "settings": {"dtype": args.dtype, "rounds": args.rounds},
+        "rounds": rounds,
+        "front_end": front_end(args.cache),
+    }
+    report["summary"] = _print_summary(report)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["summary"]))
+    return 0
+
+
+def _print_summary(report: dict[str, Any]) -> dict[str, Any]:
+    print(f"SmolLM2-135M {report['settings']['dtype']}, {INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out; tokens/s")
+    print(f"{'streams':>8} {'transformers':>13} {'tgis':>8} {'ratio':>6} {'TTFT p50':>9} {'per token p50':>14}")
+    summary: dict[str, Any] = {"sizes": []}
+    for size in SIZES:
+        peer = statistics.median(r["baseline"][size] for r in report["rounds"])
+        levels = [r["tgis"][size] for r in report["rounds"]]
+        ours = statistics.median(level["output_tokens_per_s"] for level in levels)
+        ratio = statistics.median(
+            r["tgis"][size]["output_tokens_per_s"] / r["baseline"][size] for r in report["rounds"]
+        )
+        first = statistics.median(level["ttft_ms"]["p50"] for level in levels)
+        gap = statistics.median(level["tpot_ms"]["p50"] for level in levels)
+        print(f"{size:>8} {peer:>13.1f} {ours:>8.1f} {ratio:>6.2f} {first:>6.0f} ms {gap:>11.1f} ms")
+        row = {"streams": size, "transformers": peer, "tgis": ours, "ratio": ratio, "ttft_p50_ms": first}
+        summary["sizes"].append({name: round(value, 2) for name, value in row.items()})
+    front = report["front_end"]
+    print(
+        f"front end alone, {FRONT_END_STREAMS} streams: {front['tokens_per_s']:.0f} tokens/s, "
+        f"{front['cpu_us_per_token']:.0f} us of CPU per token"
+    )
+    summary["front_end"] = {name: round(front[name], 1) for name in ("tokens_per_s", "cpu_us_per_token")}
+    return summary
+
+
+def _json_of(*command: str) -> dict[str, Any]:
+    """The last line that a Python process prints."""
+    done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
+    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,339 @@
+"""The debug view of the batch: what it says, who may ask how often, and what a stuck engine does to it."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import msgspec
+import pytest
+from batches import EOS, limits, request
+from harness import Server, asynchronous, call, serving, stream_of
+
+from tgis.api.http.debug_page import as_json, as_page, as_problem
+from tgis.api.http.probes import Probes
+from tgis.batcher.batcher import Batcher
+from tgis.config import Config
+from tgis.errors import Unavailable
+from tgis.frontend import engine_queries
+from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.engine_queries import Inspection
+from tgis.ipc.messages import EngineInfo, Fatal, FrameReader, FromEngine, Inspect, Ready, ToEngine
+from tgis.ipc.messages import pack as packed
+from tgis.ipc.snapshot import Refusal, RowState, Snapshot
+from tgis.models.fake import make_fake_model
+from tgis.utils.options import options_of
+
+ROW = RowState(id=7, seconds=12.25, input=1500, computed=1504, generated=5, remaining=95)
+EMPTY = Batcher(limits(), {EOS}).snapshot(0.0, most=0)
+BUSY = Snapshot(
+    running=1200,
+    waiting=34567,
+    refusal=Refusal.MEMORY,
+    last_refusal=Refusal.MEMORY,
+    last_refused=0.5,
+    context=3000,
+    context_peak=4000,
+    context_limit=4100,
+    context_most=5200,
+    prefill_limit=512,
+    prefill_most=512,
+    max_batch_size=2000,
+    max_prefill_padding=0.2,
+    max_waiting_tokens=24,
+    padded=True,
+    chunked=False,
+    rows=[ROW, msgspec.structs.replace(ROW, id=8, computed=20, generated=0)],
+    queue=[msgspec.structs.replace(ROW, id=9, generated=0, remaining=2500)],
+)
+
+
+class Page(HTMLParser):
+    """The text of a page and its tags; fails where tags are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
+    page = Page(as_page(BUSY)).text
+    assert "1,200 running, 34,567 waiting" in page
+    assert "Request 9 is the first in the queue, for 12.2 s: the batch would outgrow the memory." in page
+    assert "With its output it may come to 4,000 tokens." in page
+    assert "MAX_NEW_TOKENS" in page
+    assert "3,000 4,100 (memory ran out; 5,200 before)" in page
+    assert "and 34,566 more" in page
+    assert "and 1,198 more" in page
+    assert "1 9 12.2 s 1,500 0 2,500" in page
+    assert "7 12.2 s 1,500 5 95" in page
+    assert re.search(r"8 12.2 s 1,500 0 95 +prompt", page)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Nothing waits, and nothing had to since the start."),
+        ({"waiting": 1, "queue": [ROW]}, "The next step decides about the first in the queue."),
+        (
+            {"last_refusal": Refusal.PACE, "last_refused": 3.25},
+            "Nothing waits. 3.2 s ago a request had to: running rows are to have some steps first.",
+        ),
+    ],
+)
+def test_the_page_says_when_nothing_keeps_requests_back(changes: dict[str, Any], said: str) -> None:
+    assert said in Page(as_page(msgspec.structs.replace(EMPTY, **changes))).text
+
+
+@pytest.mark.parametrize("reason", Refusal)
+def test_advice_for_every_reason_names_options_that_exist(reason: Refusal) -> None:
+    snapshot = msgspec.structs.replace(BUSY, refusal=reason)
+    advice = json.loads(as_json(snapshot))["advice"]
+    assert advice in Page(as_page(snapshot)).text
+    options = {name.upper() for row in options_of(Config) for name in row.names}
+    assert set(re.findall(r"[A-Z]+_[A-Z_]+|DTYPE", advice)) <= options
+
+
+@pytest.mark.parametrize("text", [as_page(BUSY), as_page(EMPTY), as_problem("it hangs")])
+def test_a_page_loads_nothing_and_renews_itself(text: str) -> None:
+    page = Page(text)
+    assert set(page.tags).isdisjoint({"script", "link", "img", "iframe", "a", "form"})
+    assert {name for name, _ in page.attributes}.isdisjoint({"src", "href", "onload", "onclick"})
+    assert "url(" not in text
+    assert "@import" not in text
+    assert ("http-equiv", "refresh") in page.attributes
+
+
+def test_what_is_shown_is_escaped() -> None:
+    reason = '"<script>alert(1)</script> & co'
+    page = Page(as_problem(reason))
+    assert "script" not in page.tags
+    assert reason in page.texts
+
+
+def test_json_is_the_snapshot_with_advice() -> None:
+    said = json.loads(as_json(BUSY))
+    assert "MAX_NEW_TOKENS" in said.pop("advice")
+    assert msgspec.convert(said, Snapshot) == BUSY
+    assert said["refusal"] == "the batch would outgrow the memory"
+    assert json.loads(as_json(EMPTY))["advice"] is None
+
+
+def view(port: int, accept: str = "*/*") -> tuple[int, Any, str]:
+    """Status, headers and body."""
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/debug/batch", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.headers, error.read().decode()
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+@asynchronous
+async def test_browsers_get_a_page_and_others_json_of_good_and_bad_news() -> None:
+    async def inspect() -> Snapshot:
+        if news is None:
+            raise Unavailable("it is gone")
+        return news
+
+    probes = Probes("127.0.0.1", 0, lambda: None, lambda: b"", inspect)
+    port = await probes.start()
+    for news, status in ((BUSY, 200), (None, 503)):
+        for accept, kind in ((BROWSER, "text/html"), ("*/*", "application/json"), ("", "application/json")):
+            code, headers, body = await asyncio.to_thread(view, port, accept)
+            assert (code, headers["Content-Type"]) == (status, f"{kind}; charset=utf-8")
+            assert headers["Cache-Control"] == "no-store"
+            assert headers["Content-Security-Policy"].startswith("default-src 'none'; ")
+            assert ("34" in body, "it is gone" in body) == (news is not None, news is None)
+    await probes.stop()
+
+
+class Asked:
+    """Counts the questions to an engine."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@asynchronous
+async def test_all_who_look_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_queries, "FRESH_SECONDS", 1e9)
+    asked = Asked()
+    shared = Inspection(asked)
+    looks = [asyncio.ensure_future(shared.snapshot()) for _ in range(100)]
+    await asyncio.sleep(0)
+    assert asked.count == 1
+    shared.answer(EMPTY)
+    assert await asyncio.gather(*looks) == [EMPTY] * 100
+    assert await shared.snapshot() == EMPTY
+    assert asked.count == 1
+    monkeypatch.setattr(engine_queries, "FRESH_SECONDS", -1.0)
+    again = asyncio.ensure_future(shared.snapshot())
+    await asyncio.sleep(0)
+    assert asked.count == 2
+    shared.answer(BUSY)
+    assert await again == BUSY
+
+
+@asynchronous
+async def test_nobody_waits_for_a_stuck_engine_and_the_question_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_queries, "PATIENCE_SECONDS", 0.0)
+    asked = Asked()
+    shared = Inspection(asked)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="in a step that has taken 0 s by now, or it hangs"):
+            await shared.snapshot()
+    assert asked.count == 1
+    shared.answer(EMPTY)
+    assert await shared.snapshot() == EMPTY
+
+
+@asynchronous
+async def test_a_lost_engine_is_said_at_once() -> None:
+    shared = Inspection(Asked())
+    look = asyncio.ensure_future(shared.snapshot())
+    await asyncio.sleep(0)
+    shared.end("it is gone")
+    with pytest.raises(Unavailable, match="it is gone"):
+        await look
+
+
+class Wire:
+    """Instead of the socket, on the side of the front end."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToEngine] = []
+        self._reader = FrameReader(ToEngine)
+
+    def write(self, data: bytes) -> None:
+        self.sent += self._reader.feed(data)
+
+
+INFO = EngineInfo("Fake", "none", "none", 257, False, False, 4, 1000, 64)
+
+
+@asynchronous
+async def test_the_engine_is_asked_between_ready_and_its_end_only() -> None:
+    client, wire = EngineClient(), Wire()
+    client._transport = wire  # type: ignore[assignment]
+    with pytest.raises(Unavailable, match="still loading"):
+        await client.inspect()
+    assert wire.sent == []  # what comes first must be the options
+    client.receive(Ready(INFO))
+    look = asyncio.ensure_future(client.inspect())
+    await asyncio.sleep(0)
+    assert wire.sent == [Inspect()]
+    (received,) = FrameReader(FromEngine).feed(packed(BUSY))
+    client.receive(received)
+    assert await look == BUSY
+    client.receive(Fatal("the device is lost"))
+    client._gone = True
+    with pytest.raises(Unavailable, match="the device is lost"):
+        await client.inspect()
+
+
+@asynchronous
+async def test_an_engine_that_answers_but_makes_no_step_is_stuck_all_the_same() -> None:
+    client, wire = EngineClient(), Wire()
+    client._transport = wire  # type: ignore[assignment]
+    client.receive(Ready(INFO))
+    with client.submitted([request(1)], eager=True):
+        client._last_progress -= 500
+        look = asyncio.ensure_future(client.inspect())
+        await asyncio.sleep(0)
+        client.receive(EMPTY)
+        await look
+        assert client.stalled_for() >= 500
+
+
+SECRET = "password"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("debug")
+    model = make_fake_model(directory / "model", step_seconds=0.01, padded=True)
+    options: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": directory / "cache"}
+    with serving(directory, model, DEBUG_BATCH="true", MAX_BATCH_SIZE=2, **options) as running:
+        yield running
+
+
+def until(server: Server, good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The view once it is as wanted."""
+    limit = time.monotonic() + 20
+    seen: dict[str, Any] = {}
+    while not (seen and good(seen)):
+        assert time.monotonic() < limit, seen
+        seen = json.loads(view(server.http_port)[2])
+    return seen
+
+
+def test_a_server_shows_its_queue_and_its_rows(server: Server) -> None:
+    with server.stub() as stub:
+        calls = [stub.GenerateStream(stream_of(call(SECRET, 900 + n))) for n in range(105)]
+        seen = until(server, lambda seen: seen["waiting"] == 103)
+        page = view(server.http_port, BROWSER)[2]
+        for stream in calls:
+            stream.cancel()
+    assert (seen["running"], seen["max_batch_size"]) == (2, 2)
+    assert seen["refusal"] == "the batch has its largest size"
+    assert "MAX_BATCH_SIZE" in seen["advice"]
+    assert [len(seen["rows"]), len(seen["queue"])] == [2, 100]  # of all
+    assert all(row["input"] == len(SECRET) and row["generated"] > 0 for row in seen["rows"])
+    assert seen["queue"] == sorted(seen["queue"], key=lambda row: row["id"])
+    assert "and 3 more" in Page(page).text
+    assert SECRET not in page + json.dumps(seen)
+    assert until(server, lambda seen: not seen["running"] and not seen["waiting"])["context"] == 0
+
+
+def test_a_stuck_engine_is_503_in_time(server: Server) -> None:
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    try:
+        assert "or it hangs" in until(server, lambda seen: "error" in seen)["error"]
+        assert server.get("/health") == (200, "")
+    finally:
+        os.kill(server.engine_pid(), signal.SIGCONT)
+    until(server, lambda seen: seen.get("running") == 0)
+
+
+def test_it_is_off_by_default(tmp_path: Path) -> None:
+    model = make_fake_model(tmp_path / "model")
+    with serving(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=tmp_path / "cache") as plain:
+        assert view(plain.http_port)[0] == 404

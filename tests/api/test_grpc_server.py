@@ -1,0 +1,379 @@
+"""The gRPC port from outside: real clients, raw HTTP/2 frames, garbage."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from harness import asynchronous
+
+from tgis.api.grpc import server as listener_module
+from tgis.api.grpc.server import Listener, ListenerOptions
+from tgis.errors import StartError
+
+OPTIONS = ListenerOptions("127.0.0.1", 0, 1 << 16, 64, 60.0)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+
+
+async def echo(request: bytes, _context: object) -> bytes:
+    return request
+
+
+async def hang(_request: bytes, _context: object) -> bytes:
+    await asyncio.Event().wait()
+    return b""
+
+
+def service(**methods: Callable[[bytes, object], Coroutine[Any, Any, bytes]]) -> Any:
+    """A service of raw bytes, as it is handed to a listener."""
+    handlers = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+    return grpc.method_handlers_generic_handler("test.Service", handlers)
+
+
+HANDLER = service(Echo=echo, Hang=hang)
+
+
+@asynccontextmanager
+async def serving(options: ListenerOptions = OPTIONS, handler: Any = HANDLER) -> AsyncIterator[tuple[Listener, int]]:
+    listener = Listener([handler], options)
+    port = listener.bind()
+    await listener.start()
+    listener.set_serving(True)
+    try:
+        yield listener, port
+    finally:
+        await listener.stop(0)
+
+
+async def call_echo(channel: grpc.aio.Channel, payload: bytes = b"x") -> Any:
+    return await channel.unary_unary("/test.Service/Echo", bytes, bytes)(payload, timeout=30)
+
+
+async def plain_echo(port: int) -> Any:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel:
+        return await call_echo(channel)
+
+
+@asynccontextmanager
+async def health_of(port: int) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+# --- a client that speaks HTTP/2 by hand, for what no library client would do ---
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+DATA, HEADERS, SETTINGS, PING, GOAWAY = 0, 1, 4, 6, 7
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HELLO = PREFACE + frame(SETTINGS, 0, 0)
+
+
+def call_frames(path: bytes) -> bytes:
+    """The frames of stream 1 for a call with one empty message."""
+    pseudo = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"t")]
+    fields = [*pseudo, (b"te", b"trailers"), (b"content-type", b"application/grpc")]
+    block = b"".join(b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in fields)
+    return frame(HEADERS, 4, 1, block) + frame(DATA, 1, 1, bytes(5))
+
+
+Raw = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def raw_client(port: int, *sent: bytes) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.writelines(sent)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def next_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
+    head = await reader.readexactly(9)
+    return head[3], head[4], await reader.readexactly(int.from_bytes(head[:3], "big"))
+
+
+async def answer_pings(client: Raw, count: int) -> None:
+    """Returns once the server has pinged so many times."""
+    reader, writer = client
+    while count:
+        kind, flags, payload = await next_frame(reader)
+        if kind == PING and not flags:
+            writer.write(frame(PING, 1, 0, payload))
+            count -= 1
+
+
+async def ping(client: Raw) -> bool:
+    """Whether a ping is answered, and not with GOAWAY."""
+    reader, writer = client
+    writer.write(frame(PING, 0, 0, b"12345678"))
+    while True:
+        kind, flags, payload = await next_frame(reader)
+        if kind == PING and flags:
+            return True
+        if kind == GOAWAY:
+            assert b"too_many_pings" in payload
+            return False
+
+
+# --- listening ---
+
+
+@asynchronous
+async def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError) as caught:
+            Listener([], replace(OPTIONS, port=port)).bind()
+    assert str(caught.value) == f"cannot listen for gRPC on 127.0.0.1:{port}: Address already in use"
+
+
+@asynchronous
+async def test_two_listeners_never_share_a_port() -> None:
+    async with serving() as (_, port):
+        with pytest.raises(StartError):
+            Listener([], replace(OPTIONS, port=port)).bind()
+
+
+@asynchronous
+async def test_a_listener_that_never_started_can_be_stopped() -> None:
+    listener = Listener([HANDLER], OPTIONS)
+    listener.bind()
+    await listener.stop(0)
+
+
+GARBAGE = {
+    "http1": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls": bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),
+    "noise": bytes((i * 7919 + 13) % 256 for i in range(4096)),
+    "http2 with a frame of 16 MiB": PREFACE + b"\xff\xff\xff\x04\0\0\0\0\0" + bytes(64),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+@asynchronous
+async def test_garbage_closes_its_connection_only(garbage: bytes) -> None:
+    async with serving() as (_, port), health_of(port) as health:
+        await health.Check(health_pb2.HealthCheckRequest())
+        async with raw_client(port, garbage) as (reader, _):
+            await reader.read()  # until the server closes
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+        assert await plain_echo(port) == b"x"
+
+
+@asynchronous
+async def test_an_oversize_message_is_resource_exhausted_and_the_connection_lives() -> None:
+    async with (
+        serving() as (_, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel,
+    ):
+        assert await call_echo(channel, bytes(OPTIONS.max_message_bytes)) == bytes(OPTIONS.max_message_bytes)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call_echo(channel, bytes(OPTIONS.max_message_bytes + 1))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await call_echo(channel) == b"x"
+
+
+@asynchronous
+async def test_what_is_sent_may_be_larger_than_what_is_received() -> None:
+    async def large(_request: bytes, _context: object) -> bytes:
+        return bytes(8 << 20)
+
+    async with serving(handler=service(Echo=large)) as (_, port):
+        unlimited = [*OWN_CONNECTION, ("grpc.max_receive_message_length", -1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=unlimited) as channel:
+            assert len(await call_echo(channel)) == 8 << 20
+
+
+@asynchronous
+async def test_the_limit_of_streams_is_announced() -> None:
+    async with serving(replace(OPTIONS, max_concurrent_streams=7)) as (_, port):
+        async with raw_client(port, HELLO) as (reader, _):
+            kind, _flags, payload = await next_frame(reader)
+        assert kind == SETTINGS
+        assert dict(struct.iter_unpack(">HI", payload))[3] == 7  # SETTINGS_MAX_CONCURRENT_STREAMS
+
+
+@asynchronous
+async def test_a_long_silent_call_is_kept_alive() -> None:
+    hanging = call_frames(b"/test.Service/Hang")
+    async with (
+        serving(replace(OPTIONS, keepalive_seconds=0.05)) as (_, port),
+        raw_client(port, HELLO, hanging) as client,
+    ):
+        await answer_pings(client, 6)
+
+
+@asynchronous
+async def test_idle_clients_may_ping_at_the_permitted_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "MIN_CLIENT_PING_MS", 50)
+    async with serving() as (_, port), raw_client(port, HELLO) as client:
+        for _ in range(6):
+            assert await ping(client)
+            await asyncio.sleep(0.1)
+
+
+@asynchronous
+async def test_a_flood_of_pings_is_cut_off() -> None:
+    async with serving() as (_, port), raw_client(port, HELLO) as client:
+        while await ping(client):
+            pass
+
+
+async def refusal(port: int) -> grpc.StatusCode:
+    """Why the first call fails that does."""
+    while True:
+        try:
+            await plain_echo(port)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+
+
+@asynchronous
+async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
+    entered, released = asyncio.Event(), asyncio.Event()
+
+    async def wait(_request: bytes, _context: object) -> bytes:
+        entered.set()
+        await released.wait()
+        return b"done"
+
+    async with (
+        serving(handler=service(Echo=echo, Wait=wait)) as (listener, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel,
+    ):
+        running = channel.unary_unary("/test.Service/Wait", bytes, bytes)(b"", timeout=30)
+        await entered.wait()
+        stopping = asyncio.create_task(listener.stop(1000))  # far over the limit of this test
+        assert await refusal(port) is grpc.StatusCode.UNAVAILABLE
+        released.set()
+        assert await running == b"done"
+        await stopping
+
+
+# --- health ---
+
+
+@asynchronous
+async def test_health_of_both_names_and_of_an_unknown_one() -> None:
+    async with serving() as (listener, port), health_of(port) as health:
+        for state, serving_now in ((SERVING, True), (NOT_SERVING, False), (SERVING, True)):
+            listener.set_serving(serving_now)
+            for name in ("", "fmaas.GenerationService"):
+                assert (await health.Check(health_pb2.HealthCheckRequest(service=name))).status == state
+            listed = await health.List(health_pb2.HealthListRequest())
+            states = {name: response.status for name, response in listed.statuses.items()}
+            assert states == {"": state, "fmaas.GenerationService": state}
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(health_pb2.HealthCheckRequest(service="fmaas.Nothing"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@asynchronous
+async def test_a_listener_starts_as_not_serving() -> None:
+    listener = Listener([], OPTIONS)
+    port = listener.bind()
+    await listener.start()
+    async with health_of(port) as health:
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+    await listener.stop(0)
+
+
+@asynchronous
+async def test_watch_follows_every_change_and_ends_with_the_server() -> None:
+    async with serving() as (listener, port), health_of(port) as health:
+        known = aiter(health.Watch(health_pb2.HealthCheckRequest(service="fmaas.GenerationService")))
+        unknown = aiter(health.Watch(health_pb2.HealthCheckRequest(service="nobody")))
+        assert (await anext(known)).status == SERVING
+        assert (await anext(unknown)).status == SERVICE_UNKNOWN
+        for state, serving_now in ((NOT_SERVING, False), (SERVING, True)):
+            listener.set_serving(serving_now)
+            assert (await anext(known)).status == state
+        stopping = asyncio.create_task(listener.stop(1000))  # far over the limit of this test
+        assert [response.status async for response in known] == [NOT_SERVING]
+        assert [response.status async for response in unknown] == []
+        await stopping
+
+
+@asynchronous
+async def test_after_stop_nothing_is_serving_again() -> None:
+    health = listener_module.Health()
+    health.close()
+    health.set_serving(True)
+    watch = health.Watch(health_pb2.HealthCheckRequest(), None)  # type: ignore[arg-type]
+    assert [response.status async for response in watch] == [NOT_SERVING]
+
+
+@asynchronous
+async def test_a_watcher_that_stops_reading_holds_up_nobody() -> None:
+    async with serving() as (listener, port), health_of(port) as health:
+        no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))  # not a byte of data may be sent to us
+        watch = call_frames(b"/grpc.health.v1.Health/Watch")
+        async with raw_client(port, PREFACE, no_window, watch) as (reader, _):
+            while (await next_frame(reader))[0] != HEADERS:  # until the watch has begun to answer
+                pass
+            for state, serving_now in ((NOT_SERVING, False), (SERVING, True)):
+                listener.set_serving(serving_now)
+                assert (await health.Check(health_pb2.HealthCheckRequest())).status == state
+
+
+# --- reflection ---
+
+VERSIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+
+
+async def reflect(port: int, version: str, **query: str) -> reflection_pb2.ServerReflectionResponse:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel:
+        method = channel.stream_stream(
+            f"/{version}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        call = method(iter([reflection_pb2.ServerReflectionRequest(**query)]), timeout=30)
+        (answer,) = [response async for response in call]
+        return answer
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@asynchronous
+async def test_reflection_describes_every_service_that_it_lists(version: str) -> None:
+    async with serving() as (_, port):
+        listed = await reflect(port, version, list_services="*")
+        names = {service.name for service in listed.list_services_response.service}
+        assert names == {"fmaas.GenerationService", "grpc.health.v1.Health", *VERSIONS}
+        for name in names:
+            answer = await reflect(port, version, file_containing_symbol=name)
+            files = answer.file_descriptor_response.file_descriptor_proto
+            pool = descriptor_pool.DescriptorPool()
+            for file in files:
+                pool.Add(descriptor_pb2.FileDescriptorProto.FromString(file))
+            service = pool.FindServiceByName(name)
+            assert all(method.input_type.fields is not None for method in service.methods)
+            if name == "fmaas.GenerationService":
+                methods = {method.name for method in service.methods}
+                assert {"Generate", "GenerateStream", "Tokenize", "ModelInfo"} <= methods
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@asynchronous
+async def test_reflection_knows_nothing_but_what_is_served(version: str) -> None:
+    async with serving() as (_, port):
+        for symbol in ("google.protobuf.FileDescriptorProto", "", "fmaas.", "\0"):
+            answer = await reflect(port, version, file_containing_symbol=symbol)
+            assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]

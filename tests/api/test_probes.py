@@ -1,0 +1,188 @@
+"""The HTTP port: what probes and Prometheus get, and what hostile clients do not."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from harness import asynchronous
+
+from tgis.api.http import probes as probes_module
+from tgis.api.http.probes import Probes
+from tgis.errors import StartError
+
+
+def well() -> None:
+    return None
+
+
+@asynccontextmanager
+async def serving(
+    healthy: Callable[[], str | None] = well, scrape: Callable[[], bytes] = lambda: b"x 1\n"
+) -> AsyncIterator[int]:
+    probes = Probes("127.0.0.1", 0, healthy, scrape)
+    port = await probes.start()
+    try:
+        yield port
+    finally:
+        await probes.stop()
+
+
+async def exchange(port: int, sent: bytes) -> bytes:
+    """Everything that the server says until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def request(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of one request."""
+    answer = await exchange(port, f"{method} {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *fields = head.decode().split("\r\n")
+    return int(status.split()[1]), dict(field.split(": ", 1) for field in fields), body
+
+
+@asynchronous
+async def test_health_is_200_and_empty_or_503_with_the_reason() -> None:
+    reasons: list[str | None] = [None, 'engine "0" is gone\n', None]
+    async with serving(healthy=lambda: reasons[0]) as port:
+        while reasons:
+            status, headers, body = await request(port, "/health")
+            if reasons[0] is None:
+                assert (status, body) == (200, b"")
+            else:
+                assert status == 503
+                assert headers["Content-Type"].startswith("application/json")
+                assert json.loads(body) == {"error": reasons[0]}
+            reasons.pop(0)
+
+
+@asynchronous
+async def test_metrics_are_text_of_version_0_0_4() -> None:
+    async with serving(scrape=lambda: b"tgi_request_count 7.0\n") as port:
+        status, headers, body = await request(port, "/metrics")
+        assert (status, body) == (200, b"tgi_request_count 7.0\n")
+        assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/health/", 404),
+        ("GET", "//health", 404),
+        ("GET", "/metrics/../health", 404),
+        ("POST", "/generate", 404),
+        ("POST", "/health", 405),
+        ("HEAD", "/health", 405),
+        ("DELETE", "/metrics", 405),
+        ("GET", "/health?verbose=1", 200),
+    ],
+)
+@asynchronous
+async def test_nothing_else_is_served(method: str, path: str, status: int) -> None:
+    async with serving() as port:
+        assert (await request(port, path, method))[0] == status
+
+
+@asynchronous
+async def test_connections_are_kept_for_the_next_probe() -> None:
+    probe = b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n"
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(probe)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.close()
+
+
+@asynchronous
+async def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError) as caught:
+            await Probes("127.0.0.1", port, well, lambda: b"").start()
+    assert "cannot listen for HTTP" in str(caught.value)
+    assert f"{port}" in str(caught.value)
+    assert "address already in use" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@asynchronous
+async def test_after_stop_the_port_is_free_and_open_connections_are_closed() -> None:
+    probes = Probes("127.0.0.1", 0, well, lambda: b"")
+    port = await probes.start()
+    idle, writer = await asyncio.open_connection("127.0.0.1", port)
+    await probes.stop()
+    assert await idle.read() == b""
+    writer.close()
+    again = Probes("127.0.0.1", port, well, lambda: b"")
+    assert await again.start() == port
+    await again.stop()
+
+
+LINE = b"GET /health HTTP/1.1\r\nHost: t\r\n"
+HOSTILE = {
+    "tls": bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),
+    "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "noise": bytes((i * 7919 + 13) % 256 for i in range(4096)),
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "long path": b"GET /" + b"secret" * 10_000 + b" HTTP/1.1\r\nHost: t\r\n\r\n",
+    "long header": LINE + b"X: " + b"secret" * 10_000 + b"\r\n\r\n",
+    "many headers": LINE + b"X: secret\r\n" * 10_000 + b"\r\n",
+    "bad chunk": LINE + b"Transfer-Encoding: chunked\r\n\r\nsecret\r\n",
+    "two lengths": LINE + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nsecret",
+    "bad url": b"GET http://[::secret HTTP/1.1\r\nHost: t\r\n\r\n",
+    "upgrade": LINE + b"Upgrade: websocket\r\nConnection: upgrade\r\n\r\n" + b"secret" * 1000,
+    "endless body": LINE + b"Content-Length: 1000000000000\r\n\r\n" + bytes(1 << 20),
+    "broken gzip": LINE + b"Connection: close\r\nContent-Encoding: gzip\r\nContent-Length: 6\r\n\r\nsecret",
+}
+
+
+@pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE.keys())
+@asynchronous
+async def test_hostile_input_ends_its_connection_and_leaves_no_trace(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(probes_module, "BODY_SECONDS", 0.1)
+    async with serving() as port:
+        await exchange(port, sent)  # returns, so the server has closed the connection
+        assert (await request(port, "/health"))[0] == 200
+    assert caplog.records == []
+
+
+@asynchronous
+async def test_a_request_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes_module, "IDLE_SECONDS", 0.1)
+    async with serving() as port:
+        assert await exchange(port, b"GET /health HTT") == b""
+
+
+@asynchronous
+async def test_slow_clients_hold_up_nobody() -> None:
+    async with serving() as port:
+        writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(64)]
+        for writer in writers:
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost")
+        assert (await request(port, "/health"))[0] == 200
+        for writer in writers:
+            writer.close()
+
+
+@asynchronous
+async def test_a_bug_of_ours_is_500_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> bytes:
+        raise ZeroDivisionError
+
+    async with serving(scrape=broken) as port:
+        assert (await request(port, "/metrics"))[0] == 500
+        assert (await request(port, "/health"))[0] == 200
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]

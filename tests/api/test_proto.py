@@ -1,0 +1,304 @@
+"""The public proto against a literal table of what clients of TGIS and vllm-tgis-adapter have on the wire."""
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+
+from tgis.pb import generation_pb2 as pb
+
+PROTO = Path(__file__).parents[2] / "proto" / "generation.proto"
+
+# message: (number, name, type); "?" marks explicit presence, "*" a repeated field, "|" a member of `guided`
+FIELDS = {
+    "BatchedGenerationRequest": [
+        (1, "model_id", "string"),
+        (2, "prefix_id", "?string"),
+        (3, "requests", "*GenerationRequest"),
+        (4, "adapter_id", "?string"),
+        (10, "params", "Parameters"),
+    ],
+    "SingleGenerationRequest": [
+        (1, "model_id", "string"),
+        (2, "prefix_id", "?string"),
+        (3, "request", "GenerationRequest"),
+        (4, "adapter_id", "?string"),
+        (10, "params", "Parameters"),
+    ],
+    "GenerationRequest": [(2, "text", "string")],
+    "Parameters": [
+        (1, "method", "DecodingMethod"),
+        (2, "sampling", "SamplingParameters"),
+        (3, "stopping", "StoppingCriteria"),
+        (4, "response", "ResponseOptions"),
+        (5, "decoding", "DecodingParameters"),
+        (6, "truncate_input_tokens", "uint32"),
+    ],
+    "DecodingParameters": [
+        (1, "repetition_penalty", "float"),
+        (2, "length_penalty", "?DecodingParameters.LengthPenalty"),
+        (3, "format", "|DecodingParameters.ResponseFormat"),
+        (4, "json_schema", "|string"),
+        (5, "regex", "|string"),
+        (6, "choice", "|DecodingParameters.StringChoices"),
+        (7, "grammar", "|string"),
+    ],
+    "DecodingParameters.LengthPenalty": [(1, "start_index", "uint32"), (2, "decay_factor", "float")],
+    "DecodingParameters.StringChoices": [(1, "choices", "*string")],
+    "SamplingParameters": [
+        (1, "temperature", "?float"),
+        (2, "top_k", "uint32"),
+        (3, "top_p", "float"),
+        (4, "typical_p", "float"),
+        (5, "seed", "?uint64"),
+    ],
+    "StoppingCriteria": [
+        (1, "max_new_tokens", "uint32"),
+        (2, "min_new_tokens", "uint32"),
+        (3, "time_limit_millis", "uint32"),
+        (4, "stop_sequences", "*string"),
+        (5, "include_stop_sequence", "?bool"),
+    ],
+    "ResponseOptions": [
+        (1, "input_text", "bool"),
+        (2, "generated_tokens", "bool"),
+        (3, "input_tokens", "bool"),
+        (4, "token_logprobs", "bool"),
+        (5, "token_ranks", "bool"),
+        (6, "top_n_tokens", "uint32"),
+    ],
+    "BatchedGenerationResponse": [(1, "responses", "*GenerationResponse")],
+    "GenerationResponse": [
+        (2, "generated_token_count", "uint32"),
+        (4, "text", "string"),
+        (6, "input_token_count", "uint32"),
+        (7, "stop_reason", "StopReason"),
+        (8, "tokens", "*TokenInfo"),
+        (9, "input_tokens", "*TokenInfo"),
+        (10, "seed", "uint64"),
+        (11, "stop_sequence", "string"),
+    ],
+    "TokenInfo": [
+        (2, "text", "string"),
+        (3, "logprob", "float"),
+        (4, "rank", "uint32"),
+        (5, "top_tokens", "*TokenInfo.TopToken"),
+    ],
+    "TokenInfo.TopToken": [(2, "text", "string"), (3, "logprob", "float")],
+    "BatchedTokenizeRequest": [
+        (1, "model_id", "string"),
+        (2, "requests", "*TokenizeRequest"),
+        (3, "return_tokens", "bool"),
+        (4, "return_offsets", "bool"),
+        (5, "truncate_input_tokens", "uint32"),
+        (6, "prefix_id", "?string"),
+        (7, "adapter_id", "?string"),
+    ],
+    "TokenizeRequest": [(1, "text", "string")],
+    "BatchedTokenizeResponse": [(1, "responses", "*TokenizeResponse")],
+    "TokenizeResponse": [
+        (1, "token_count", "uint32"),
+        (2, "tokens", "*string"),
+        (3, "offsets", "*TokenizeResponse.Offset"),
+    ],
+    "TokenizeResponse.Offset": [(1, "start", "uint32"), (2, "end", "uint32")],
+    "ModelInfoRequest": [(1, "model_id", "string")],
+    "ModelInfoResponse": [
+        (1, "model_kind", "ModelInfoResponse.ModelKind"),
+        (2, "max_sequence_length", "uint32"),
+        (3, "max_new_tokens", "uint32"),
+    ],
+}
+
+ENUMS = {
+    "DecodingMethod": ["GREEDY", "SAMPLE"],
+    "StopReason": [
+        "NOT_FINISHED",
+        "MAX_TOKENS",
+        "EOS_TOKEN",
+        "CANCELLED",
+        "TIME_LIMIT",
+        "STOP_SEQUENCE",
+        "TOKEN_LIMIT",
+        "ERROR",
+    ],
+    "DecodingParameters.ResponseFormat": ["TEXT", "JSON"],
+    "ModelInfoResponse.ModelKind": ["DECODER_ONLY", "ENCODER_DECODER"],
+}
+
+METHODS = [
+    ("Generate", "BatchedGenerationRequest", "BatchedGenerationResponse", False),
+    ("GenerateStream", "SingleGenerationRequest", "GenerationResponse", True),
+    ("Tokenize", "BatchedTokenizeRequest", "BatchedTokenizeResponse", False),
+    ("ModelInfo", "ModelInfoRequest", "ModelInfoResponse", False),
+]
+
+SCALARS = {
+    FieldDescriptorProto.TYPE_BOOL: "bool",
+    FieldDescriptorProto.TYPE_FLOAT: "float",
+    FieldDescriptorProto.TYPE_STRING: "string",
+    FieldDescriptorProto.TYPE_UINT32: "uint32",
+    FieldDescriptorProto.TYPE_UINT64: "uint64",
+}
+
+FILE = FileDescriptorProto()
+pb.DESCRIPTOR.CopyToProto(FILE)
+
+
+def messages(path: str, found: Iterable[DescriptorProto]) -> Iterator[tuple[str, DescriptorProto]]:
+    for message in found:
+        yield path + message.name, message
+        yield from messages(f"{path}{message.name}.", message.nested_type)
+
+
+def type_of(field: FieldDescriptorProto, message: DescriptorProto) -> str:
+    name = field.type_name.removeprefix(".fmaas.") or SCALARS[field.type]
+    if field.label == FieldDescriptorProto.LABEL_REPEATED:
+        return "*" + name
+    if field.proto3_optional:
+        return "?" + name
+    if field.HasField("oneof_index"):
+        assert message.oneof_decl[field.oneof_index].name == "guided"
+        return "|" + name
+    return name
+
+
+def test_every_field_has_its_number_and_type() -> None:
+    found = {
+        name: [(field.number, field.name, type_of(field, message)) for field in message.field]
+        for name, message in messages("", FILE.message_type)
+    }
+    assert found == FIELDS
+
+
+def test_every_enum_value_has_its_number() -> None:
+    enums = {enum.name: enum for enum in FILE.enum_type}
+    for path, message in messages("", FILE.message_type):
+        enums |= {f"{path}.{enum.name}": enum for enum in message.enum_type}
+    found = {name: [(value.number, value.name) for value in enum.value] for name, enum in enums.items()}
+    assert found == {name: list(enumerate(values)) for name, values in ENUMS.items()}
+
+
+def test_service_has_its_methods_under_the_names_on_the_wire() -> None:
+    (service,) = FILE.service
+    assert (FILE.package, service.name) == ("fmaas", "GenerationService")
+    found = [(method.name, method.input_type, method.output_type, method.server_streaming) for method in service.method]
+    assert found == [(name, f".fmaas.{asked}", f".fmaas.{given}", s) for name, asked, given, s in METHODS]
+    assert not any(method.client_streaming for method in service.method)
+
+
+def test_guided_is_one_choice() -> None:
+    decoding = pb.DecodingParameters(regex="a+")
+    decoding.grammar = "root ::= [a-z]"
+    assert decoding.WhichOneof("guided") == "grammar"
+    assert not decoding.regex
+
+
+def test_format_text_differs_from_no_format() -> None:
+    assert pb.DecodingParameters().WhichOneof("guided") is None
+    given = pb.DecodingParameters(format=pb.DecodingParameters.TEXT)
+    assert pb.DecodingParameters.FromString(given.SerializeToString()).WhichOneof("guided") == "format"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.BatchedGenerationRequest(prefix_id=""), "prefix_id"),
+        (pb.SingleGenerationRequest(adapter_id=""), "adapter_id"),
+        (pb.BatchedTokenizeRequest(prefix_id=""), "prefix_id"),
+        (pb.SamplingParameters(temperature=0.0), "temperature"),
+        (pb.SamplingParameters(seed=0), "seed"),
+        (pb.StoppingCriteria(include_stop_sequence=False), "include_stop_sequence"),
+    ],
+)
+def test_presence_of_a_zero_survives_the_wire(
+    message: pb.BatchedGenerationRequest | pb.SamplingParameters, field: str
+) -> None:
+    assert type(message).FromString(message.SerializeToString()).HasField(field)
+    assert not type(message)().HasField(field)
+
+
+def test_bytes_of_an_old_client_mean_the_same() -> None:
+    # by hand: text "hi", SAMPLE, temperature 0.5, top_k 3, seed 2^64-1, 7 new tokens, stop "x"
+    sampling = b"\x0d" + struct.pack("<f", 0.5) + b"\x10\x03" + b"\x28" + b"\xff" * 9 + b"\x01"
+    stopping = b"\x08\x07" + b"\x22\x01x"
+    params = b"\x08\x01" + b"\x12" + bytes([len(sampling)]) + sampling + b"\x1a" + bytes([len(stopping)]) + stopping
+    wire = b"\x0a\x01m" + b"\x1a\x04\x12\x02hi" + b"\x52" + bytes([len(params)]) + params
+    expected = pb.BatchedGenerationRequest(
+        model_id="m",
+        requests=[pb.GenerationRequest(text="hi")],
+        params=pb.Parameters(
+            method=pb.SAMPLE,
+            sampling=pb.SamplingParameters(temperature=0.5, top_k=3, seed=2**64 - 1),
+            stopping=pb.StoppingCriteria(max_new_tokens=7, stop_sequences=["x"]),
+        ),
+    )
+    assert pb.BatchedGenerationRequest.FromString(wire) == expected
+    assert expected.SerializeToString(deterministic=True) == wire
+
+
+def test_unknown_fields_are_tolerated_and_kept() -> None:
+    unknown = b"\xfa\x7f\x03abc"  # field 2047, three bytes
+    wire = pb.GenerationRequest(text="hi").SerializeToString() + unknown
+    request = pb.GenerationRequest.FromString(wire)
+    assert request.text == "hi"
+    assert request.SerializeToString() == wire
+
+
+def test_unknown_enum_numbers_are_kept() -> None:
+    assert pb.Parameters.FromString(b"\x08\x63").method == 99
+
+
+def test_json_takes_both_spellings() -> None:
+    original = '{"params": {"stopping": {"max_new_tokens": 3}}, "requests": [{"text": "a"}], "prefix_id": ""}'
+    camel = '{"params": {"stopping": {"maxNewTokens": 3}}, "requests": [{"text": "a"}], "prefixId": ""}'
+    first = json_format.Parse(original, pb.BatchedGenerationRequest())
+    assert first == json_format.Parse(camel, pb.BatchedGenerationRequest())
+    assert first.params.stopping.max_new_tokens == 3
+    assert first.HasField("prefix_id")
+
+
+def test_json_round_trip_of_a_response() -> None:
+    top = pb.TokenInfo.TopToken(text="\u2581b", logprob=-0.5)
+    response = pb.GenerationResponse(
+        generated_token_count=2,
+        text="é😀",
+        input_token_count=3,
+        stop_reason=pb.TOKEN_LIMIT,
+        tokens=[pb.TokenInfo(text="Ġa", logprob=-1.25, rank=2, top_tokens=[top])],
+        seed=2**63,
+    )
+    as_json = json_format.MessageToDict(response)
+    assert as_json["stopReason"] == "TOKEN_LIMIT"
+    assert as_json["seed"] == str(2**63)
+    assert "stopSequence" not in as_json
+    assert json_format.ParseDict(as_json, pb.GenerationResponse()) == response
+
+
+def test_json_carries_an_undefined_logprob() -> None:
+    as_json = json_format.MessageToDict(pb.TokenInfo(text="a", logprob=math.nan))
+    assert as_json["logprob"] == "NaN"
+    assert math.isnan(json_format.ParseDict(as_json, pb.TokenInfo()).logprob)
+
+
+DECLARATION = re.compile(r"\s*(message|enum|oneof|service|rpc)\b")
+MEMBER = re.compile(r"\s*(?:(?:repeated|optional) )?(?:[\w.]+ )?(\w+) = (\d+);")
+
+
+def test_everything_in_the_proto_has_a_comment() -> None:
+    lines = PROTO.read_text().splitlines()
+    named = [i for i, line in enumerate(lines) if DECLARATION.match(line) or MEMBER.match(line)]
+    silent = [lines[i].strip() for i in named if not lines[i - 1].strip().startswith("// ")]
+    assert silent == []
+
+
+def test_stubs_have_the_fields_of_the_proto() -> None:
+    written = sorted(match.groups() for line in PROTO.read_text().splitlines() if (match := MEMBER.match(line)))
+    fields = [(name, str(number)) for rows in FIELDS.values() for number, name, _ in rows]
+    values = [(name, str(number)) for names in ENUMS.values() for number, name in enumerate(names)]
+    assert written == sorted(fields + values)

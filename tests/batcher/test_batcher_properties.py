@@ -1,0 +1,280 @@
+"""The batcher against random worlds: arrivals, cancels, deadlines, broken steps and too little memory."""
+
+import zlib
+from dataclasses import dataclass, field
+
+from batches import EOS, limits, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.memory_model import Limits
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.ipc.messages import Details, Request, Sampling, StopReason
+from tgis.ipc.snapshot import RowState
+
+SALTS = (b"", b"tenant")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    length: int
+    new: int
+    step: int
+    deadline: float | None = None
+    cancelled_at: int | None = None
+    poisoned: bool = False
+    shared: int = 0  # tokens that it begins with as all others do
+    tenant: int = 0  # those of another one share no blocks
+    facts: bool = False  # about its input tokens
+
+    def request(self, number: int) -> Request:
+        shared = min(self.shared, self.length)
+        tokens = [*range(1, 1 + shared), *[1000 + number] * (self.length - shared)]
+        details = Details(inputs=self.facts, logprobs=self.facts)
+        return Request(number, tokens, self.new, False, Sampling(), details, self.deadline, SALTS[self.tenant])
+
+
+def next_token(row: Sequence) -> int:
+    """Depends on every token so far, and never ends a row."""
+    return 10_000 + zlib.crc32(str(row.tokens).encode()) % 1000
+
+
+@dataclass
+class World:
+    """An engine that only counts, and the clients of it. A step takes half a second."""
+
+    bounds: Limits
+    arrivals: list[Arrival]
+    memory: int = 10**9  # tokens of context that the engine really has
+    accidents: frozenset[int] = frozenset()  # steps that fail for no reason
+    held: dict[int, int] = field(default_factory=dict)  # id -> computed tokens
+    ends: dict[int, list[StopReason]] = field(default_factory=dict)
+    out_of_memory: set[int] = field(default_factory=set)  # refused for it
+    tried: set[int] = field(default_factory=set)  # that were in a step which failed
+    generated: dict[int, int] = field(default_factory=dict)
+    slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # of KV blocks: the salt and the token there
+    trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of plans: id, count
+
+    def run(self) -> None:
+        batcher = Batcher(self.bounds, {EOS})
+        for step in range(3000):
+            now = step * 0.5
+            self._come_and_go(batcher, step, now)
+            expired = batcher.expire(now)
+            self._release([row for row in expired if row.id in self.held])
+            self._end(expired)
+            queue = batcher.snapshot(now, 1000).queue
+            plan = batcher.plan(now)
+            if plan is None:
+                assert batcher.idle
+                if step > 40:
+                    break
+                continue
+            self._check(plan, batcher, queue)
+            self._step(batcher, plan, step, now)
+        assert batcher.idle
+        assert self.held == {}
+        if batcher._pager:
+            assert batcher._pager.pool.used == 0
+
+    def _come_and_go(self, batcher: Batcher, step: int, now: float) -> None:
+        for number, a in enumerate(self.arrivals):
+            if a.step == step:
+                batcher.submit([a.request(number)], now)
+            if a.cancelled_at == step and a.step <= step and number not in self.ends:
+                self.ends[number] = [StopReason.CANCELLED]
+                self._release(batcher.cancel([number]))
+
+    def _check(self, plan: Plan, batcher: Batcher, queue: list[RowState]) -> None:
+        """What an engine may expect of a plan, and what clients may expect of the order."""
+        self.trace.append([(row.id, count) for row, count in zip(plan.rows, plan.counts, strict=True)])
+        assert 0 < batcher.running <= self.bounds.max_batch_size
+        assert all(0 < count <= row.pending for row, count in zip(plan.rows, plan.counts, strict=True))
+        if self.bounds.block_size:
+            self._check_blocks(plan, batcher)
+        else:
+            assert all(row.computed == self.held.get(row.id, 0) for row in plan.rows)
+            old, new = [r for r in plan.rows if r.computed], [r for r in plan.rows if not r.computed]
+            assert not new or not old
+            assert new or {row.id for row in old} == set(self.held)
+        left = {row.id for row in batcher.snapshot(0.0, 1000).queue}
+        waited = {row.id: row.seconds for row in queue}
+        for joined in waited.keys() - left - self.tried:  # those stand in front
+            assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
+
+    def _check_blocks(self, plan: Plan, batcher: Batcher) -> None:
+        """The oldest get on, the youngest make room, and the engine is told of them."""
+        assert batcher._pager is not None
+        batcher._pager.pool.check()
+        assert sum(plan.counts) <= self.bounds.prefill_tokens + len(plan.rows) + 16
+        assert self.held.keys() - {row.id for row in plan.preempted} <= {row.id for row in batcher.rows}
+        oldest = batcher.rows[0]
+        assert oldest in plan.rows or oldest.trial != plan.rows[0].trial
+        assert all(lost.age > row.age for lost in plan.preempted for row in plan.rows)
+        for row in plan.rows:
+            if row.request.details.inputs and not row.generated:
+                assert row.computed == self.held.get(row.id, 0), "facts of these tokens are missing"
+
+    def _step(self, batcher: Batcher, plan: Plan, step: int, now: float) -> None:
+        self._release(list(plan.preempted))
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            self.held[row.id] = row.computed + count
+            self._write(row, count)
+        self._write_ahead(plan)
+        pager = batcher._pager
+        context = pager.pool.used * pager.size if pager else self._context([*self.held.values()])
+        lacking = context > self.memory
+        if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.rows):
+            self._release(plan.rows)
+            self.tried |= {row.id for row in plan.rows}
+            refused = batcher.retreat(plan, out_of_memory=lacking)
+            self.out_of_memory |= {row.id for row in refused if lacking}
+            self._end(refused)
+            return
+        ended = batcher.commit(plan, [next_token(row) for row in plan.sampled], now)
+        self._release(ended)
+        self._end(ended)
+        if self.memory == 10**9 and not self.bounds.block_size:
+            self._check_future(batcher)
+
+    def _write(self, row: Sequence, count: int) -> None:
+        """Compute tokens into the row's blocks, and read there what the row is made of."""
+        if size := self.bounds.block_size:
+            end = row.computed + count
+            places = [row.blocks[at // size] * size + at % size for at in range(end)]
+            assert max(places) < self.bounds.memory.weight_limit
+            contents = [(row.request.cache_salt, token) for token in row.tokens[:end]]
+            self.slots.update(zip(places[row.computed :], contents[row.computed :], strict=True))
+            assert [self.slots[place] for place in places] == contents
+
+    def _write_ahead(self, plan: Plan) -> None:
+        """As an engine that runs ahead does: nobody may read that, before it is written again."""
+        if size := self.bounds.block_size:
+            for row in plan.sampled:
+                at = len(row.tokens)
+                if self.bounds.ahead and row.remaining > 1 and at < len(row.blocks) * size:
+                    self.slots[row.blocks[at // size] * size + at % size] = b"", -1
+
+    def _check_future(self, batcher: Batcher) -> None:
+        """Run what is running to its end, without further arrivals, and look at the memory."""
+        rows = [[row.input + row.generated, row.remaining] for row in batcher.snapshot(0.0, 1000).rows]
+        while len(rows) > 1:  # one alone is always allowed
+            assert self._context([length for length, _ in rows]) <= self.bounds.memory.weight_limit
+            rows = [[length + 1, rest - 1] for length, rest in rows if rest > 0]
+
+    def _context(self, lengths: list[int]) -> int:
+        return len(lengths) * max(lengths, default=0) if self.bounds.padded else sum(lengths)
+
+    def _release(self, rows: list[Sequence]) -> None:
+        for row in rows:
+            self.held.pop(row.id, None)  # one that has joined may have had no part of a step yet
+
+    def _end(self, rows: list[Sequence]) -> None:
+        for row in rows:
+            self.ends.setdefault(row.id, []).append(row.end)
+            self.generated[row.id] = row.generated
+            alone = Sequence(row.request, 0.0)
+            while len(alone.tokens) < len(row.tokens):
+                alone.tokens.append(next_token(alone))
+            assert row.tokens == alone.tokens
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        length=st.integers(1, 30),
+        new=st.integers(1, 8),
+        step=st.integers(0, 20),
+        deadline=st.sampled_from([None, None, 3.0, 10.0]),
+        cancelled_at=st.sampled_from([None, None, 5, 9, 15, 30]),
+        poisoned=st.sampled_from([False] * 9 + [True]),
+        shared=st.sampled_from([0, 6, 17, 30]),
+        tenant=st.sampled_from([0, 0, 0, 1]),
+        facts=st.sampled_from([False] * 4 + [True]),
+    ),
+    max_size=25,
+)
+BOUNDS = st.builds(
+    limits,
+    st.sampled_from([40, 90, 200, 1000]),
+    max_batch_size=st.integers(1, 8),
+    prefill_tokens=st.sampled_from([4, 40]),
+    max_padding=st.sampled_from([0.0, 0.2, 1.0]),
+    padded=st.just(False),
+    block_size=st.sampled_from([0, 1, 4]),
+    ahead=st.sampled_from([0, 1]),
+    prefix_cache=st.booleans(),
+    max_waiting_tokens=st.sampled_from([0, 3, 24]),
+) | st.builds(
+    limits,
+    st.sampled_from([40, 90, 200, 1000]),
+    max_batch_size=st.integers(1, 8),
+    prefill_tokens=st.sampled_from([4, 40]),
+    max_padding=st.sampled_from([0.0, 0.2, 1.0]),
+    max_waiting_tokens=st.sampled_from([0, 3, 24]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ARRIVALS, BOUNDS)
+def test_every_request_ends_once_and_memory_is_never_promised_twice(arrivals: list[Arrival], bounds: Limits) -> None:
+    world = World(bounds, arrivals)
+    world.run()
+    assert {number: len(ends) for number, ends in world.ends.items()} == dict.fromkeys(range(len(arrivals)), 1)
+    for number, (end,) in world.ends.items():
+        arrival = arrivals[number]
+        if end is StopReason.MAX_TOKENS:
+            assert world.generated[number] == arrival.new
+            assert not arrival.poisoned
+        else:
+            assert end is not StopReason.ERROR or arrival.poisoned
+            assert end is not StopReason.TIME_LIMIT or arrival.deadline
+            assert end is not StopReason.CANCELLED or arrival.cancelled_at
+
+
+@settings(max_examples=100, deadline=None)
+@given(ARRIVALS, BOUNDS, st.integers(20, 120), st.frozensets(st.integers(0, 200), max_size=20))
+def test_lack_of_memory_and_accidents_lose_nobody(
+    arrivals: list[Arrival], bounds: Limits, memory: int, accidents: frozenset[int]
+) -> None:
+    world = World(bounds, arrivals, memory, accidents)
+    world.run()
+    assert {number: len(ends) for number, ends in world.ends.items()} == dict.fromkeys(range(len(arrivals)), 1)
+    for number in world.out_of_memory:
+        assert arrivals[number].length + arrivals[number].new - 1 + bounds.block_size > memory
+
+
+@settings(max_examples=30, deadline=None)
+@given(ARRIVALS, BOUNDS, st.integers(20, 120))
+def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: Limits, memory: int) -> None:
+    first, second = World(bounds, arrivals, memory), World(bounds, arrivals, memory)
+    first.run()
+    second.run()
+    assert first.trace == second.trace
+
+
+@settings(max_examples=40, deadline=None)
+@given(BOUNDS, st.integers(1, 12), st.integers(1, 3), st.integers(0, 3))
+def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
+    bounds: Limits, small: int, per_step: int, wait: int
+) -> None:
+    """It needs all the memory there is; the small ones of its first second may pass it, and no others."""
+    batcher = Batcher(bounds, {EOS})
+    limit = bounds.memory.weight_limit
+    limit -= limit % (bounds.block_size or 1)
+    numbers = iter(range(1, 10**6))
+    for step in range(1500):
+        now = step * 0.3
+        if step == wait:
+            batcher.submit([request(0, limit - 1, 1)], now)
+        batcher.submit([request(next(numbers), small, 4) for _ in range(per_step)], now)
+        plan = batcher.plan(now)
+        assert plan is not None
+        batcher.commit(plan, [7] * len(plan.sampled), now)
+        if any(row.id == 0 for row in plan.sampled):
+            break
+    else:
+        raise AssertionError("starved")
+    early = per_step * (wait + 5)  # the small ones that came before, or within a second after
+    assert step <= wait + limit + early * (small + 8)

@@ -1,0 +1,396 @@
+"""Rows with KV blocks: cached prefixes, and who gives blocks to whom when they run out."""
+
+from collections.abc import Callable
+
+import pytest
+from batches import EOS, ids, limits, planned
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.ipc.messages import Admissions, Details, Request, Sampling, StopReason
+from tgis.ipc.snapshot import Refusal
+
+SIZE = 4  # tokens of a block
+BUDGET = 8  # tokens of a step without rows that decode
+
+
+def batcher(blocks: int = 100, *, prefix_cache: bool = True, **changes: int) -> Batcher:
+    values = {"prefill_tokens": BUDGET, "max_batch_size": 8, "block_size": SIZE} | changes
+    return Batcher(limits(blocks * values["block_size"], padded=False, prefix_cache=prefix_cache, **values), {EOS})
+
+
+def ask(
+    number: int,
+    tokens: list[int],
+    new: int = 1,
+    *,
+    salt: bytes = b"",
+    details: Details | None = None,
+    deadline: float | None = None,
+) -> Request:
+    return Request(number, tokens, new, False, Sampling(), details or Details(), deadline, salt)
+
+
+def step(one: Batcher, token: int = 7, now: float = 0.0) -> Plan:
+    plan = planned(one, now)
+    one.commit(plan, [token] * len(plan.sampled), now)
+    pool_of(one).check()
+    return plan
+
+
+def pool_of(one: Batcher):  # type: ignore[no-untyped-def]
+    assert one._pager is not None
+    return one._pager.pool
+
+
+def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
+    """The steps until all is done: how many tokens each row computed in each."""
+    steps = []
+    while not one.idle:
+        plan = step(one, token)
+        steps.append(dict(zip(ids(plan.rows), plan.counts, strict=True)))
+    assert pool_of(one).used == 0
+    return steps
+
+
+def computed(one: Batcher, number: int) -> int:
+    """Tokens computed of one request until all is done."""
+    return sum(counts.get(number, 0) for counts in work(one))
+
+
+def prompt(length: int, first: int = 1000) -> list[int]:
+    return list(range(first, first + length))
+
+
+@pytest.mark.parametrize(
+    ("length", "hits"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28), (32, 28), (33, 32)]
+)
+def test_a_prompt_seen_before_is_computed_from_its_last_block_on(length: int, hits: int) -> None:
+    one = batcher()
+    one.submit([ask(1, prompt(length), 2)], 0.0)
+    assert computed(one, 1) == length + 1
+    assert one.take_admissions() == Admissions(prefix_queries=length)
+    one.submit([ask(2, prompt(length))], 0.0)
+    assert computed(one, 2) == length - hits  # one token at least: the next one is chosen from its scores
+    assert one.take_admissions() == Admissions(prefix_queries=length, prefix_hits=hits)
+
+
+def test_only_what_is_equal_from_the_start_is_a_prefix() -> None:
+    one = batcher()
+    one.submit([ask(1, prompt(20))], 0.0)
+    work(one)
+    for number, tokens, hits in [
+        (2, [*prompt(12), 5, *prompt(20)[13:]], 12),
+        (3, [5, *prompt(19)], 0),
+        (4, prompt(20)[4:], 0),
+        (5, [5, *prompt(20)[1:]], 0),
+    ]:
+        one.submit([ask(number, tokens)], 0.0)
+        assert computed(one, number) == len(tokens) - hits
+
+
+def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
+    one = batcher()
+    one.submit([ask(1, prompt(10), 8)], 0.0)
+    work(one, token=3)
+    one.submit([ask(2, [*prompt(10), *[3] * 7, 5, 5, 5])], 0.0)
+    assert computed(one, 2) == 20 - 16
+
+
+def test_requests_of_different_salts_share_nothing() -> None:
+    one = batcher()
+    salts = [b"", b"a" * 32, b"b" * 32, b"a" * 31]
+    for number, salt in enumerate(salts):
+        one.submit([ask(number, prompt(20), salt=salt)], 0.0)
+        assert computed(one, number) == 20
+    for number, salt in enumerate(salts, 10):
+        one.submit([ask(number, prompt(20), salt=salt)], 0.0)
+        assert computed(one, number) == 4
+
+
+def test_no_salt_opens_what_others_have_cached() -> None:
+    """Not even one that is what names their first block."""
+    one = batcher()
+    one.submit([ask(1, prompt(20), salt=b"a" * 32)], 0.0)
+    work(one)
+    for number, key in enumerate(list(pool_of(one)._blocks), 2):
+        one.submit([ask(number, prompt(20)[4:], salt=key)], 0.0)
+        assert computed(one, number) == 16
+
+
+def test_without_the_cache_everything_is_computed() -> None:
+    one = batcher(prefix_cache=False)
+    for number in (1, 2):
+        one.submit([ask(number, prompt(20))], 0.0)
+        assert computed(one, number) == 20
+    assert one.take_admissions() == Admissions()
+
+
+def test_facts_about_input_tokens_come_from_computing_them() -> None:
+    one = batcher()
+    facts = Details(inputs=True, logprobs=True)
+    one.submit([ask(1, prompt(20), details=facts)], 0.0)
+    assert computed(one, 1) == 20
+    one.submit([ask(2, prompt(20), details=facts)], 0.0)
+    assert computed(one, 2) == 20
+    assert one.take_admissions() == Admissions()
+    one.submit([ask(3, prompt(20))], 0.0)  # what they have computed is good for others
+    assert computed(one, 3) == 4
+
+
+def started(prompt_length: int = 24, deadline: float | None = None) -> tuple[Batcher, Plan]:
+    """A request in the middle of its prompt, and one that waits for what it computes."""
+    one = batcher()
+    one.submit([ask(1, prompt(prompt_length), deadline=deadline)], 0.0)
+    step(one)
+    one.submit([ask(2, [*prompt(prompt_length), 5])], 0.0)
+    plan = planned(one)
+    assert ids(plan.rows) == [1]
+    assert one.snapshot(0.0, most=9).refusal is Refusal.PREFIX
+    return one, plan
+
+
+def test_a_prompt_whose_beginning_is_being_computed_waits_for_it() -> None:
+    one, plan = started()
+    one.commit(plan, [], 0.0)
+    assert computed(one, 2) == 1
+    assert one.take_admissions() == Admissions(prefix_queries=24 + 25, prefix_hits=24)
+
+
+def test_a_prompt_waits_no_longer_than_for_what_it_shares() -> None:
+    one = batcher()
+    one.submit([ask(1, prompt(80))], 0.0)
+    step(one)
+    one.submit([ask(2, [*prompt(16), 5, 5, 5])], 0.0)
+    assert [2 in ids(step(one).rows) for _ in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda one, _plan: one.cancel([1]),
+        lambda one, _plan: one.expire(2.0),
+        lambda one, plan: one.abandon(plan.rows),
+    ],
+    ids=["cancelled", "expired", "failed"],
+)
+def test_who_waits_for_a_prompt_that_ends_goes_on_from_there(end: Callable[[Batcher, Plan], object]) -> None:
+    one, plan = started(deadline=1.0)
+    end(one, plan)
+    assert [counts.get(2) for counts in work(one)] == [8, 8, 1]  # of 25 tokens, 8 were done
+    assert pool_of(one).used == 0
+
+
+def test_who_waits_for_a_prompt_whose_step_fails_goes_on_after_it() -> None:
+    one, plan = started()
+    one.retreat(plan, out_of_memory=False)
+    steps = work(one)
+    assert sum(counts.get(1, 0) for counts in steps) == 16  # again what is not cached yet
+    assert sum(counts.get(2, 0) for counts in steps) == 1
+
+
+def test_what_a_failed_step_has_written_is_in_no_cache() -> None:
+    one = batcher()
+    one.submit([ask(1, prompt(20))], 0.0)
+    for _ in range(2):
+        one.retreat(planned(one), out_of_memory=False)  # the second time alone is its end
+    assert one.idle
+    one.submit([ask(2, prompt(20))], 0.0)
+    assert computed(one, 2) == 20
+
+
+def test_the_least_recently_used_prefix_makes_room() -> None:
+    one = batcher(blocks=12)
+    for number in range(3):
+        one.submit([ask(number, prompt(16, 100 * number))], 0.0)
+        work(one)
+    one.submit([ask(3, prompt(16, 0))], 0.0)  # used again
+    work(one)
+    one.submit([ask(4, prompt(12, 900))], 0.0)  # takes three blocks
+    work(one)
+    for number, first, hits in [(5, 0, 12), (6, 200, 12), (7, 900, 8)]:
+        one.submit([ask(number, prompt(16, first)[: 12 if first == 900 else 16])], 0.0)
+        assert computed(one, number) == (12 if first == 900 else 16) - hits
+
+
+def test_of_a_prefix_the_end_makes_room_first() -> None:
+    one = batcher(blocks=8)
+    one.submit([ask(1, prompt(24))], 0.0)
+    work(one)
+    one.submit([ask(2, prompt(16, 500))], 0.0)  # two blocks are free: two of the first's are taken
+    work(one)
+    one.submit([ask(3, prompt(24))], 0.0)
+    assert computed(one, 3) == 24 - 16
+
+
+def test_what_is_shared_takes_no_room_twice() -> None:
+    one = batcher(blocks=10)
+    one.submit([ask(1, prompt(24), 8)], 0.0)
+    for _ in range(3):
+        step(one)
+    one.submit([ask(2, [*prompt(24), 5, 5], 2)], 0.0)  # seven blocks, six of them shared, of the ten
+    assert ids(step(one).rows) == [1, 2]
+    assert pool_of(one).used == 8
+
+
+def grown(blocks: int, *requests: Request, steps: int) -> Batcher:
+    """Requests that run together, after so many steps."""
+    one = batcher(blocks, prefix_cache=False, prefill_tokens=64)
+    one.submit(requests, 0.0)
+    for _ in range(steps):
+        assert planned(one).preempted == ()
+        step(one)
+    assert one.waiting == 0
+    return one
+
+
+def test_the_youngest_gives_its_blocks_to_the_oldest_and_loses_no_token() -> None:
+    requests = [ask(number, prompt(4, 100 * number), 12) for number in range(3)]
+    one = grown(9, *requests, steps=9)  # three blocks each, all in use
+    plan = step(one)
+    assert (ids(plan.rows), ids(plan.preempted)) == ([0, 1], [2])
+    (lost,) = plan.preempted
+    assert (lost.generated, lost.computed, lost.blocks) == (9, 0, [])
+    assert one.take_admissions().preemptions == 1
+    ends: list[Sequence] = []
+    while not one.idle:
+        plan = planned(one)
+        if lost in plan.rows and not lost.computed:
+            assert plan.counts[plan.rows.index(lost)] == 4 + 9  # generated tokens and all
+        ends += one.commit(plan, [7] * len(plan.sampled), 0.0)
+    assert [(row.id, row.generated, row.end) for row in ends] == [(n, 12, StopReason.MAX_TOKENS) for n in range(3)]
+
+
+def test_several_who_make_room_come_back_in_their_order() -> None:
+    one = grown(9, *(ask(n, prompt(4, 100 * n), 30) for n in range(3)), steps=9)
+    seen = []
+    while not one.idle:
+        plan = step(one)
+        seen += ids(plan.preempted)
+        if plan.preempted:
+            assert one.snapshot(0.0, most=9).refusal is Refusal.MEMORY
+        waiting = [row.id for row in one.snapshot(0.0, most=9).queue]
+        assert waiting == sorted(waiting)
+    assert seen[:2] == [2, 1]
+
+
+def test_who_overtook_and_makes_room_stands_behind_whom_it_overtook() -> None:
+    one = batcher(13, prefix_cache=False, prefill_tokens=64)
+    one.submit([ask(0, prompt(4), 40)], 0.0)
+    step(one)
+    one.submit([ask(1, prompt(40, 100)), ask(2, prompt(16, 200), 18)], 0.1)
+    assert ids(step(one).rows) == [0, 2]
+    while not (plan := step(one)).preempted:
+        pass
+    assert ids(plan.preempted) == [2]
+    assert [row.id for row in one.snapshot(0.0, most=9).queue] == [1, 2]
+    assert one.returned == 1
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_request_as_large_as_the_pool_runs_however_many_are_there(prefix_cache: bool) -> None:
+    one = batcher(10, prefix_cache=prefix_cache)
+    one.submit([ask(0, prompt(2), 39)], 0.0)
+    one.submit([ask(n, prompt(3, 100 * n), 12) for n in range(1, 7)], 0.0)
+    order = []
+    while not one.idle:
+        plan = planned(one)
+        assert 0 in ids(plan.rows) or 0 in order  # it never stands still
+        order += ids(one.commit(plan, [7] * len(plan.sampled), 0.0))
+        pool_of(one).check()
+    assert sorted(order) == list(range(7))
+    assert one.take_admissions().preemptions > 0
+
+
+def test_a_row_that_makes_room_begins_where_the_cache_ends() -> None:
+    one = batcher(8, prefill_tokens=64)
+    one.submit([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 0.0)
+    preempted: list[Sequence] = []
+    for _ in range(200):
+        plan = step(one)
+        preempted += plan.preempted
+        if preempted and preempted[0] in plan.rows:
+            break
+    row = preempted[0]
+    admissions = one.take_admissions()
+    assert admissions.prefix_queries == 8 + 8 + len(row.tokens) - 1  # after the step it has one more
+    assert admissions.prefix_hits > 0
+    assert row.computed == len(row.tokens) - 1
+
+
+def test_lack_of_memory_frees_every_block_and_makes_the_batch_smaller() -> None:
+    one = grown(20, *(ask(n, prompt(12, 100 * n), 4) for n in range(4)), steps=2)
+    assert one.retreat(planned(one), out_of_memory=True) == []
+    assert (one.running, one.waiting, pool_of(one).used) == (0, 4, 0)
+    plan = step(one)
+    assert ids(plan.rows) == [0, 1]  # four blocks each and one to grow by, of nine tenths of the sixteen in use
+    assert [row.generated for row in plan.rows] == [3, 3]  # two that they had
+    assert sorted(ids(ends_of(one))) == [0, 1, 2, 3]
+
+
+def test_lack_of_memory_ends_though_all_of_it_is_cached() -> None:
+    """Rows that find everything in the cache come back as they went, and as small as what they share."""
+    one = batcher(200, block_size=1)
+    one.submit([ask(n, [*prompt(20), n], 8) for n in range(6)], 0.0)
+    while len(step(one).rows) < 6:
+        pass
+    for _ in range(30):
+        plan = planned(one)
+        if len(plan.rows) == 1:
+            break
+        one.retreat(plan, out_of_memory=True)
+    else:
+        raise AssertionError("the batch does not get smaller")
+
+
+def ends_of(one: Batcher) -> list[Sequence]:
+    ends: list[Sequence] = []
+    while not one.idle:
+        plan = planned(one)
+        ends += one.commit(plan, [7] * len(plan.sampled), 0.0)
+    return ends
+
+
+def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_blocks() -> None:
+    one = grown(20, *(ask(n, prompt(12, 100 * n), 30) for n in range(4)), steps=1)
+    tried: list[list[int]] = []
+    refused: list[Sequence] = []
+    while len(tried) < 9:
+        plan = planned(one)
+        tried.append(ids(plan.rows))
+        if 2 in ids(plan.rows):
+            refused += one.retreat(plan, out_of_memory=False)
+        else:
+            one.commit(plan, [7] * len(plan.sampled), 0.0)
+        pool_of(one).check()
+    assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
+    assert ids(refused) == [2]
+    assert tried[-1] == [0, 1, 3]
+
+
+def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_them() -> None:
+    one = batcher(20, ahead=1)
+    one.submit([ask(0, prompt(6), 7)], 0.0)
+    held = [len(step(one).rows[0].blocks) for _ in range(6)]  # for 7, 8, ... 12 tokens, and 12 of the 13 are computed
+    assert held == [2, 2, 3, 3, 3, 3]
+    step(one)
+    assert (one.idle, pool_of(one).used) == (True, 0)
+
+
+def test_a_prompt_that_goes_on_gets_no_block_early() -> None:
+    one = batcher(20, ahead=1)
+    one.submit([ask(0, prompt(16), 7)], 0.0)
+    assert [len(step(one).rows[0].blocks) for _ in range(2)] == [2, 5]
+
+
+def test_nobody_makes_room_for_what_runs_ahead() -> None:
+    """What one row has early would have been its own in the next step; when none is free, others have none early."""
+    preempted = {}
+    for ahead in (0, 1):
+        one = batcher(6, ahead=ahead, prefix_cache=False)
+        one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(2)], 0.0)
+        plans = [step(one) for _ in range(10)]
+        preempted[ahead] = [ids(plan.preempted) for plan in plans]
+        assert pool_of(one).used <= 6
+    assert preempted[1] == preempted[0]
+    assert [1] in preempted[0]

@@ -1,0 +1,90 @@
+"""Prompts beside rows that decode: how long others wait for a token, and how long a prompt for its first, on a machine
+whose steps take what a formula says.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+from batches import limits, planned, request
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.prefill_budget import DecodeTimes
+from tgis.batcher.sequence import Plan
+
+BASE, PER_ROW, PER_TOKEN, PER_SEEN = 10.0, 0.4, 0.3, 5e-6  # milliseconds; the last: for each token that a token sees
+STRETCH = 2.5
+NEW = 128
+
+
+def milliseconds(plan: Plan) -> float:
+    tokens = sum(plan.counts)
+    seen = sum(row.computed * count for row, count in zip(plan.rows, plan.counts, strict=True))
+    return BASE + PER_ROW * len(plan.rows) + PER_TOKEN * (tokens - len(plan.rows)) + PER_SEEN * seen
+
+
+class World:
+    """A batcher and the machine's clock."""
+
+    def __init__(self) -> None:
+        bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, stretch=STRETCH)
+        self.batcher = Batcher(bounds, ())
+        self.now = 0.0
+        self.first: dict[int, float] = {}  # request id -> when its first token came
+        self._count = 0
+
+    def submit(self, length: int, max_new: int = NEW) -> int:
+        self._count += 1
+        self.batcher.submit([request(self._count, length, max_new)], self.now)
+        return self._count
+
+    def step(self) -> tuple[float, int]:
+        """What a step took, and how many rows ended."""
+        plan = planned(self.batcher, self.now)
+        took = milliseconds(plan)
+        self.now += took
+        for row in plan.sampled:
+            self.first.setdefault(row.id, self.now)
+        return took, len(self.batcher.commit(plan, [7] * len(plan.sampled), self.now))
+
+    def until(self, done: Callable[[], bool]) -> list[float]:
+        """What the steps take until then."""
+        steps = []
+        while not done():
+            steps.append(self.step()[0])
+        return steps
+
+
+def test_tokens_keep_coming_beside_a_long_prompt() -> None:
+    world = World()
+    streams = [world.submit(130, 2000) for _ in range(8)]
+    world.until(lambda: streams[-1] in world.first)
+    usual = median(world.step()[0] for _ in range(30))
+    long = world.submit(4000)
+    steps = world.until(lambda: long in world.first)
+    assert max(steps) < 3 * usual
+    assert sum(steps) < 4 * 4000 * PER_TOKEN  # and it gets on
+
+
+@pytest.mark.parametrize("before", [1, 8, 32])
+def test_many_clients_get_their_first_tokens_soon_whatever_came_before(before: int) -> None:
+    """32 clients, each of which sends its next prompt when it has its answer, after a time with other numbers."""
+    world = World()
+    for clients in (before, 32):
+        sent = {world.submit(130): world.now for _ in range(clients - world.batcher.running)}
+        for _ in range(1000):
+            for _ in range(world.step()[1]):
+                sent[world.submit(130)] = world.now
+    waits = [world.first[asked] - sent[asked] for asked in sent if asked in world.first]
+    assert median(waits) < 10 * (BASE + 32 * PER_ROW)
+
+
+def test_times_of_other_numbers_of_rows_stand_in() -> None:
+    times = DecodeTimes()
+    assert times.of(5) is None
+    times.add(20, 2.0)
+    assert (times.of(1), times.of(16), times.of(31), times.of(32), times.of(100)) == (2.0, 2.0, 2.0, 4.0, 8.0)
+    times.add(1, 1.0)
+    assert (times.of(1), times.of(2), times.of(15), times.of(16)) == (1.0, 2.0, 8.0, 2.0)
+    times.add(17, 3.0)
+    assert times.of(20) == pytest.approx(2.1)

@@ -1,0 +1,511 @@
+"""The load generator against a fake server of known counts and errors, and its figures against numpy."""
+
+import asyncio
+import datetime
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tgis.__main__ import run
+from tgis.bench import plot, workload
+from tgis.bench.client import Sample
+from tgis.bench.load import Budget, ClosedLoop, OpenLoop
+from tgis.bench.summary import percentile, percentiles, summarize
+from tgis.errors import OptionError
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+FIRST_DELAY = 0.02  # seconds before the first token of the fake server
+GAP = 0.005  # seconds between its tokens
+
+
+@dataclass
+class FakeServer(pb_grpc.GenerationServiceServicer):
+    """Counts a token for each word and one more; fails the calls whose number is in `fail`."""
+
+    fail: dict[int, grpc.StatusCode] = field(default_factory=dict)
+    kill_at: int | None = None  # the call that interrupts the process instead of answering
+    max_sequence_length: int = 0
+    stop_after: int | None = None  # tokens after which outputs end, whatever was asked
+    texts: list[str] = field(default_factory=list)
+    stopping: list[pb.StoppingCriteria] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def _begin(self, text: str, params: pb.Parameters, context: grpc.ServicerContext) -> int:
+        number = next(self.numbers)
+        self.texts.append(text)
+        self.stopping.append(params.stopping)
+        if number == self.kill_at:
+            os.kill(os.getpid(), signal.SIGINT)
+            while context.is_active():
+                time.sleep(0.01)
+        if number in self.fail:
+            context.abort(self.fail[number], "as the test wants it")
+        return min(params.stopping.max_new_tokens, self.stop_after or 1 << 20)
+
+    def GenerateStream(
+        self, request: pb.SingleGenerationRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerationResponse]:
+        tokens = self._begin(request.request.text, request.params, context)
+        yield pb.GenerationResponse(input_token_count=words(request.request.text))
+        time.sleep(FIRST_DELAY)
+        for count in range(1, tokens + 1):
+            yield pb.GenerationResponse(generated_token_count=count, text=" a")
+            time.sleep(GAP)
+
+    def Generate(
+        self, request: pb.BatchedGenerationRequest, context: grpc.ServicerContext
+    ) -> pb.BatchedGenerationResponse:
+        (only,) = request.requests
+        tokens = self._begin(only.text, request.params, context)
+        answer = pb.GenerationResponse(input_token_count=words(only.text), generated_token_count=tokens)
+        return pb.BatchedGenerationResponse(responses=[answer])
+
+    def Tokenize(self, request: pb.BatchedTokenizeRequest, context: grpc.ServicerContext) -> pb.BatchedTokenizeResponse:
+        counts = [pb.TokenizeResponse(token_count=words(text.text)) for text in request.requests]
+        return pb.BatchedTokenizeResponse(responses=counts)
+
+    def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
+        return pb.ModelInfoResponse(max_sequence_length=self.max_sequence_length, max_new_tokens=1000)
+
+
+def words(text: str) -> int:
+    return len(text.split()) + 1
+
+
+@contextmanager
+def serving(servicer: FakeServer, tls: grpc.ServerCredentials | None = None) -> Iterator[str]:
+    with ThreadPoolExecutor(16) as pool:
+        server = grpc.server(pool)
+        pb_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+        address = "localhost:0"
+        port = server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
+        server.start()
+        try:
+            yield f"localhost:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+def bench(*arguments: str) -> int:
+    return run(["bench", *arguments])
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+# Figures
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 100))
+def test_percentile_is_that_of_numpy(values: list[float], percent: float) -> None:
+    expected = np.percentile(values, percent)
+    assert percentile(sorted(values), percent) == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+def test_percentiles_of_nothing_are_none() -> None:
+    assert percentiles([]).p99 is None
+
+
+def note(sample: Sample, now: float, tokens: int, text: str = "a") -> None:
+    sample.note(now, pb.GenerationResponse(generated_token_count=tokens, text=text))
+
+
+def test_times_of_a_stream() -> None:
+    sample = Sample(due=9.0, asked=7)
+    sample.note(10.0, pb.GenerationResponse(input_token_count=3))
+    note(sample, 11.0, 2)
+    note(sample, 12.0, 3)
+    note(sample, 15.0, 6)
+    note(sample, 15.5, 6, text="")  # says nothing new
+    sample.end, sample.status = 16.0, "OK"
+    summary = summarize([sample], cpu_seconds=3.5)
+    assert summary.ttft_ms.p50 == pytest.approx(2000)
+    assert summary.tpot_ms.p50 == pytest.approx(1000)  # 4 tokens after the first message, 4 s
+    assert summary.max_gap_ms.p50 == pytest.approx(3000)
+    assert summary.latency_ms.p50 == pytest.approx(7000)
+    assert (summary.input_tokens, summary.output_tokens, summary.short) == (3, 6, 1)
+    assert summary.output_tokens_per_s == pytest.approx(6 / 7)
+    assert summary.client_cpu == pytest.approx(0.5)
+
+
+def test_one_message_has_no_time_per_token() -> None:
+    sample = Sample(due=0.0, asked=5)
+    note(sample, 1.0, 5)
+    sample.end, sample.status = 1.0, "OK"
+    summary = summarize([sample], cpu_seconds=0.0)
+    assert summary.ttft_ms.p50 == 1000
+    assert summary.tpot_ms.p50 is None
+    assert summary.max_gap_ms.p50 is None
+
+
+def test_only_successes_count_and_unfinished_requests_do_not_exist() -> None:
+    ok = Sample(due=1.0, asked=4, end=3.0, output_tokens=4, status="OK")
+    late = Sample(due=2.0, asked=4, end=5.0, output_tokens=3, status="UNAVAILABLE")
+    running = Sample(due=0.0, asked=4, output_tokens=2)
+    summary = summarize([ok, late, running], cpu_seconds=0.0)
+    assert (summary.ok, summary.failed) == (1, {"UNAVAILABLE": 1})
+    assert summary.duration_s == 4.0
+    assert summary.output_tokens == 4
+    assert summary.latency_ms.p99 == 2000
+
+
+# Load
+
+
+def test_arrivals_are_poisson_and_repeat_with_the_seed() -> None:
+    first, again, other = (list(itertools.islice(OpenLoop(50.0, s).arrivals(), 4000)) for s in (1, 1, 2))
+    assert first == again
+    assert first != other
+    gaps = np.diff(first)
+    assert first[0] == 0
+    assert gaps.min() > 0
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.1)
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)  # exponential: as large as the mean
+
+
+def test_open_loop_does_not_wait_for_answers() -> None:
+    running, most = 0, 0
+
+    async def send(due: float) -> bool:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == 5:
+            released.set()
+        await released.wait()
+        return True
+
+    async def drive() -> None:
+        await asyncio.wait_for(OpenLoop(1000.0, seed=0).drive(send, Budget(5, None)), 30)
+
+    released = asyncio.Event()
+    asyncio.run(drive())
+    assert most == 5
+
+
+def test_open_loop_sends_what_is_due_within_the_duration() -> None:
+    sent: list[float] = []
+
+    async def send(due: float) -> bool:
+        sent.append(due)
+        return True
+
+    level = OpenLoop(400.0, seed=3)
+    asyncio.run(level.drive(send, Budget(None, 0.1)))
+    expected = list(itertools.takewhile(lambda at: at < 0.1, level.arrivals()))
+    assert [due - sent[0] for due in sent] == pytest.approx(expected)
+
+
+def test_closed_loop_keeps_its_concurrency() -> None:
+    seen: list[int] = []
+    running = 0
+
+    async def send(due: float) -> bool:
+        nonlocal running
+        running += 1
+        seen.append(running)
+        await asyncio.sleep(0)
+        running -= 1
+        return True
+
+    asyncio.run(ClosedLoop(3).drive(send, Budget(20, None)))
+    assert len(seen) == 20
+    assert max(seen) == 3
+
+
+# Workload
+
+
+def test_calibration_takes_the_largest_group_of_equal_words() -> None:
+    def tokens(text: str) -> int:  # a special token, "the", and a token for every two letters
+        return 2 + sum((len(word) + 1) // 2 for word in text.split()[1:])
+
+    vocabulary = workload.calibrated([tokens(text) for text in workload.probes()])
+    assert vocabulary.cost == 2
+    assert {len(word) for word in vocabulary.words} == {3, 4}
+    for wanted in (2, 10, 101):
+        assert abs(tokens(vocabulary.prompt(wanted, random.Random(0))) - wanted) <= 1
+
+
+def test_lengths_follow_the_log_normal() -> None:
+    rng = random.Random(0)
+    assert list(itertools.islice(workload.lengths(7, 0.0, None, rng), 5)) == [7] * 5
+    drawn = np.array(list(itertools.islice(workload.lengths(1000, 0.5, None, rng), 5000)))
+    assert np.median(drawn) == pytest.approx(1000, rel=0.05)
+    assert np.log(drawn).std() == pytest.approx(0.5, rel=0.05)
+    assert max(itertools.islice(workload.lengths(1000, 0.5, 1100, rng), 100)) == 1100
+
+
+def test_jobs_leave_room_for_the_output() -> None:
+    vocabulary = workload.Vocabulary(["a"], base=1, cost=1)
+    made = workload.random_jobs(vocabulary, iter([5, 50]), iter([4, 4]), 12, random.Random(0))
+    assert [len(job.text.split()) for job in itertools.islice(made, 2)] == [5, 8]
+
+
+def test_prompts_of_a_file_come_over_and_over(tmp_path: Path) -> None:
+    lines, objects = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    lines.write_text('one é\n\n{"text": 2}\n', encoding="utf-8")
+    objects.write_text('{"text": "a\\nb", "id": 1}\n{"text": ""}\n', encoding="utf-8")
+    for path, expected in ((lines, ["one é", '{"text": 2}', "one é"]), (objects, ["a\nb", "", "a\nb"])):
+        made = workload.file_jobs(path, itertools.repeat(3))
+        assert [job.text for job in itertools.islice(made, 3)] == expected
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "[1]", '{"text": 1}', '{"text"', '{"prompt": "a"}'])
+def test_bad_prompt_files_are_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(OptionError, match=r"bad\.jsonl"):
+        workload.file_jobs(path, itertools.repeat(3))
+
+
+# The command
+
+
+def test_streams_are_counted_exactly_and_warmup_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer()
+    with serving(fake) as target:
+        options = ("--requests", "12", "--warmup", "5", "--input-tokens", "20", "--output-tokens", "8")
+        assert bench("--target", target, "--concurrency", "1,4", *options) == 0
+    captured = capsys.readouterr()
+    assert "latency p50" in captured.out
+    levels = json.loads(captured.out.splitlines()[-1])["levels"]
+    assert [level["concurrency"] for level in levels] == [1, 4]
+    for level in levels:
+        assert (level["ok"], level["failed"], level["short"]) == (12, {}, 0)
+        assert (level["input_tokens"], level["output_tokens"]) == (12 * 20, 12 * 8)
+        assert level["output_tokens_per_s"] == pytest.approx(12 * 8 / level["duration_s"], rel=1e-4)
+        assert level["ttft_ms"]["p50"] >= 1000 * FIRST_DELAY
+        assert level["tpot_ms"]["p50"] > 0
+        assert level["latency_ms"]["p50"] >= 1000 * (FIRST_DELAY + 7 * GAP)
+    assert len(fake.texts) == 2 * (12 + 5)
+    assert len(set(fake.texts)) == len(fake.texts)  # no prompt twice: nothing for a prefix cache
+    assert {(s.max_new_tokens, s.min_new_tokens) for s in fake.stopping} == {(8, 8)}
+
+
+def test_the_seed_repeats_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = []
+    options = ("--requests", "6", "--unary", "--input-spread", "0.7", "--output-spread", "0.7")
+    for seed in ("1", "1", "2"):
+        fake = FakeServer()
+        with serving(fake) as target:
+            assert bench("--target", target, "--seed", seed, *options) == 0
+        sent.append(list(zip(fake.texts, (s.max_new_tokens for s in fake.stopping), strict=True)))
+    assert sent[0] == sent[1] != sent[2]
+    assert len({tokens for _, tokens in sent[0]}) > 1
+
+
+def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeServer()) as target:
+        assert bench("--target", target, "--requests", "3", "--unary", "--quiet") == 0
+    captured = capsys.readouterr()
+    (line,) = captured.out.splitlines()
+    (level,) = json.loads(line)["levels"]
+    assert (level["ok"], level["output_tokens"]) == (3, 3 * 128)
+    assert level["ttft_ms"]["p50"] is None
+    assert level["latency_ms"]["p50"] > 0
+    assert captured.err == ""
+
+
+def test_errors_are_counted_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    codes = grpc.StatusCode
+    fake = FakeServer(fail={1: codes.RESOURCE_EXHAUSTED, 2: codes.RESOURCE_EXHAUSTED, 5: codes.INTERNAL})
+    with serving(fake) as target:
+        options = ("--concurrency", "2", "--requests", "9", "--warmup", "0", "--output-tokens", "2")
+        assert bench("--target", target, *options) == 0
+    captured = capsys.readouterr()
+    (level,) = json.loads(captured.out.splitlines()[-1])["levels"]
+    assert level["failed"] == {"RESOURCE_EXHAUSTED": 2, "INTERNAL": 1}
+    assert (level["ok"], level["output_tokens"]) == (6, 12)
+    assert "2 failed with RESOURCE_EXHAUSTED, the first: as the test wants it" in captured.out
+
+
+def test_nothing_succeeded_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(fail=dict.fromkeys(range(3), grpc.StatusCode.UNKNOWN))
+    with serving(fake) as target:
+        assert bench("--target", target, "--requests", "3", "--warmup", "0") == 1
+
+
+def test_outputs_that_end_early_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeServer(stop_after=2)) as target:
+        assert bench("--target", target, "--requests", "3", "--output-tokens", "4") == 0
+    assert "3 ended before all tokens asked for" in capsys.readouterr().out
+
+
+def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    with serving(FakeServer()) as target:
+        options = ("--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4")
+        assert bench("--target", target, "--json", str(path), *options) == 0
+    (level,) = last_line(capsys)["levels"]
+    assert (level["rate"], level["ok"]) == (100, 10)
+    (raw,) = json.loads(path.read_text())["levels"]
+    dues = [sample["due_s"] for sample in raw["samples"]]
+    expected = list(itertools.islice(OpenLoop(100.0, 4).arrivals(), 10))
+    assert [due - dues[0] for due in dues] == pytest.approx(expected, abs=1e-5)
+    assert np.percentile([sample["latency_ms"] for sample in raw["samples"]], 90) == pytest.approx(
+        level["latency_ms"]["p90"], abs=1e-4
+    )
+
+
+def test_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    with serving(FakeServer()) as target:
+        assert bench("--target", target, "--requests", "2", "--unary", "--plot", str(path)) == 0
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.endswith(b"IEND\xaeB`\x82")
+
+
+def test_plot_without_matplotlib_is_known_before_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    assert bench("--target", "localhost:1", "--plot", "p.png") == 2
+    assert "tgis[bench]" in capsys.readouterr().err
+
+
+def test_an_unreachable_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:  # bound, never listening
+        taken.bind(("127.0.0.1", 0))
+        assert bench("--target", f"127.0.0.1:{taken.getsockname()[1]}") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert "UNAVAILABLE" in line
+
+
+def test_lengths_above_the_servers_are_known_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(fake := FakeServer(max_sequence_length=150)) as target:
+        assert bench("--target", target, "--output-tokens", "1001") == 1
+        assert bench("--target", target, "--output-tokens", "100", "--input-tokens", "51") == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert fake.texts == []
+
+
+def test_an_interrupt_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--warmup", "0", "--output-tokens", "2")
+    with serving(FakeServer(kill_at=4)) as target:
+        assert bench("--target", target, "--concurrency", "1,2", "--requests", "8", *options) == 130
+    found = last_line(capsys)
+    assert found["interrupted"] is True
+    (level,) = found["levels"]
+    assert level["ok"] == 4
+
+
+def self_signed() -> tuple[bytes, bytes]:
+    """A certificate for localhost that is its own authority, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain)
+    return certificate.public_bytes(encoding), private
+
+
+def test_mutual_tls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    certificate, key = self_signed()
+    (tmp_path / "cert.pem").write_bytes(certificate)
+    (tmp_path / "key.pem").write_bytes(key)
+    cert, pair = str(tmp_path / "cert.pem"), ("--tls-key", str(tmp_path / "key.pem"))
+    credentials = grpc.ssl_server_credentials([(key, certificate)], certificate, require_client_auth=True)
+    with serving(FakeServer(), credentials) as target:
+        options = ("--target", target, "--requests", "2", "--unary", "--tls-ca", cert)
+        assert bench(*options, "--tls-cert", cert, *pair) == 0
+        assert bench(*options) == 1
+    assert "UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_the_command_imports_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, tgis.bench.command; print({'torch', 'matplotlib', 'numpy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--concurrency", "0"),
+        ("--concurrency", "1,x"),
+        ("--rate", "nan"),
+        ("--rate", "1", "--concurrency", "1"),
+        ("--requests", "5", "--duration", "5"),
+        ("--duration", "inf"),
+        ("--output-spread", "-1"),
+        ("--prompts", "a", "--input-tokens", "3"),
+    ],
+)
+def test_bad_options_are_refused(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*options) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--tls-cert", "a.pem"),
+        ("--tls-ca", "/nowhere/ca.pem"),
+        ("--json", "/nowhere/raw.json"),
+        ("--prompts", "/nowhere/prompts.txt"),
+    ],
+)
+def test_files_that_cannot_be_used_are_option_errors(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(FakeServer()) as target:
+        assert bench("--target", target, *options) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_baseline_times_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks import baseline
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=list(range(16)),  # would end soon, but for min_new_tokens
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    options = ["--dtype", "float32", "--sizes", "1,3", "--input-tokens", "4", "--output-tokens", "5"]
+    assert baseline.main([str(tmp_path), *options, "--device", "cpu", "--json"]) == 0
+    found = last_line(capsys)
+    assert [entry["size"] for entry in found["sizes"]] == [1, 3]
+    for entry in found["sizes"]:
+        assert len(entry["seconds"]) == 3
+        expected = entry["size"] * 5 / np.median(entry["seconds"])
+        assert entry["output_tokens_per_s"] == pytest.approx(expected)

@@ -1,0 +1,69 @@
+"""`make bench-gpu`, as far as a machine without a GPU can tell: what fails stops nothing else, the JSON comes last."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+
+from benchmarks.gpu import SHAPES, _mixed, main, measured
+
+PART = """
+import json
+print("as it goes")
+print(json.dumps({"first": {"tokens_per_second": 1.5}}), flush=True)
+print(json.dumps({"second": 2}), flush=True)
+raise SystemExit(7)
+"""
+
+
+def test_a_part_that_fails_keeps_what_it_had(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = measured("-c", PART)
+    assert figures["first"] == {"tokens_per_second": 1.5}
+    assert figures["second"] == 2
+    assert figures["error"].startswith("ended with exit code 7 after ")
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert "as it goes\n" in output.err
+
+
+def test_the_mixed_load_is_that_of_the_peers_figure() -> None:
+    jobs = list(_mixed(SHAPES["llama-3.1-8b"]))
+    assert len(jobs) == 1000
+    assert sum(job.length for job in jobs) == pytest.approx(226_000, rel=0.05)
+    assert sum(job.new for job in jobs) == pytest.approx(191_000, rel=0.05)
+    assert max(job.length + job.new for job in jobs) < 2048
+
+
+def test_without_a_part_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called: list[str] = []
+
+    def fake(*command: str) -> dict[str, object]:
+        called.append(command[-1])
+        return {"error": "broken"} if len(called) == 2 else {"case": 1}
+
+    monkeypatch.setattr("benchmarks.gpu.measured", fake)
+    report = tmp_path / "report.json"
+    assert main(["--shape", "tiny", "--json", str(report)]) == 1
+    assert called == ["model", "benchmarks.attention_time", "alone", "alone compiled", "served", "served compiled"]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["attention"] == {"error": "broken"}
+    assert last["served compiled"] == {"case": 1}
+    assert json.loads(report.read_text()).keys() == last.keys()
+
+
+@pytest.mark.slow
+def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--shape", "tiny", "--parts", "alone,served"]
+    done = subprocess.run(
+        [*command, "--cache", str(tmp_path)], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert all("error" not in figures for figures in report.values())
+    assert report["alone"].keys() > {"1 x (32, 16)", "4 x (32, 16)", "20 mixed"}
+    assert report["served"].keys() > {"start_seconds", "1", "4"}
+    assert report["served"]["4"]["output_tokens_per_s"] > 0

@@ -1,0 +1,60 @@
+"""The batcher's rules against continuous joining without them: in made-up time, and the benchmark that measures it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import mixed
+from benchmarks.mixed import POLICIES, load, options_of
+from tgis.batcher.memory_model import Limits, MemoryModel
+from tgis.bench.simulate import TWO_CORES, Imagined, Job, Simulation, bimodal, lognormal
+
+
+def bounds(size: int) -> Limits:
+    return Limits(size, MemoryModel.of_tokens(1 << 30), 512, 0.2, padded=True)
+
+
+def figures(policy: str, size: int, jobs: list[Job], clients: int) -> dict[str, float]:
+    outcome = Simulation(POLICIES[policy](bounds(size)), Imagined(TWO_CORES), jobs, clients).run()
+    assert policy != "plain" or outcome.admissions.queue_jumps == 0
+    return outcome.summary()
+
+
+@pytest.mark.parametrize("size", [12, 64])
+@pytest.mark.parametrize("clients", [4, 32, 64])
+@pytest.mark.parametrize("policy", ["unpadded", "plain"])
+def test_nothing_is_lost_against_plain_continuous_joining(policy: str, clients: int, size: int) -> None:
+    jobs = list(lognormal(300, 1.0, seed=1))
+    got, base = figures("default", size, jobs, clients), figures(policy, size, jobs, clients)
+    assert got["tokens_per_second"] >= 0.98 * base["tokens_per_second"]
+    assert got["prefill_padding"] <= 0.5 * base["prefill_padding"]
+
+
+def test_short_requests_do_not_pay_for_long_ones() -> None:
+    jobs = list(bimodal(600, 1.0, seed=1))
+    got, base = figures("default", 64, jobs, 64), figures("plain", 64, jobs, 64)
+    assert got["tokens_per_second"] >= 1.3 * base["tokens_per_second"]
+    assert got["ttft_p99_ms"] <= 0.5 * base["ttft_p99_ms"]
+    assert got["prefill_padding"] < 0.01
+
+
+def test_a_real_engine_runs_every_request_to_its_end(glassllm_dir: Path) -> None:
+    machine, limits = load(options_of("hf_transformers", glassllm_dir, "float32", 4))
+    jobs = [Job(0.0, 3 + n % 7, 1 + n % 5) for n in range(12)]
+    for policy in POLICIES.values():
+        outcome = Simulation(policy(limits), machine, jobs, clients=6).run()
+        assert outcome.tokens == sum(job.new for job in jobs)
+        assert len(outcome.first) == 12
+        assert 0 < min(outcome.first) <= outcome.seconds
+
+
+def test_the_command_prints_a_table_and_json(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--engine", "fake", "--sizes", "4", "--requests", "20", "--clients", "8", "--cache", str(cache_dir)]
+    assert mixed.main(argv) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    report = json.loads(last)
+    assert [line.split()[:3] for line in table[1:-1]] == [
+        [trace, "4", policy] for trace in ("lognormal", "bimodal") for policy in POLICIES
+    ]
+    assert report["fake bimodal 4"]["plain"]["requests"] == 20

@@ -1,0 +1,197 @@
+"""The soak: what it takes for a mistake, short runs of it, and the two minutes of `make test-all`."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.soak import books
+from benchmarks.soak.cases import Answer, answer_of, difference
+from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.memory import trend
+from tgis.errors import InvalidRequest
+from tgis.frontend.metrics import Failure, Kind, Metrics
+from tgis.frontend.request_log import Account
+from tgis.ipc.messages import StopReason
+from tgis.pb import generation_pb2 as pb
+
+SOLO = Answer(
+    "one two", ["▁one", "▁t", "w", "o-o"], pb.STOP_SEQUENCE, ["", "one", "one", "one t", "one two"], "one two-ooo"
+)
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        Answer("one two", SOLO.tokens, pb.STOP_SEQUENCE),
+        Answer("one", SOLO.tokens[:2], pb.TIME_LIMIT),
+        Answer("one t", SOLO.tokens[:2], pb.TIME_LIMIT),  # what was held back is there at the end
+        Answer("one two-o", SOLO.tokens, pb.TIME_LIMIT),  # too late for the stop sequence
+        Answer("", [], pb.TIME_LIMIT),
+        Answer("", SOLO.tokens[:1], pb.NOT_FINISHED),
+        Answer("one", SOLO.tokens[:2], pb.NOT_FINISHED),
+    ],
+)
+def test_the_same_and_beginnings_of_it_are_right(got: Answer) -> None:
+    assert difference(SOLO, got) == ""
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        Answer("one", SOLO.tokens[:2], pb.STOP_SEQUENCE),
+        Answer("one two", SOLO.tokens, pb.MAX_TOKENS),
+        Answer("one twO", SOLO.tokens, pb.STOP_SEQUENCE),
+        Answer("one two", ["▁one", "▁t", "w", "O-o"], pb.STOP_SEQUENCE),
+        Answer("one two", ["▁one", "▁T"], pb.TIME_LIMIT),
+        Answer("one two-O", SOLO.tokens, pb.TIME_LIMIT),
+        Answer("one two-o", SOLO.tokens, pb.NOT_FINISHED),
+        Answer("one three", SOLO.tokens[:2], pb.TIME_LIMIT),
+        Answer("on", SOLO.tokens[:2], pb.TIME_LIMIT),  # less than two tokens had shown
+        Answer("two", SOLO.tokens[:2], pb.NOT_FINISHED),
+    ],
+)
+def test_everything_else_is_wrong(got: Answer) -> None:
+    assert difference(SOLO, got) != ""
+
+
+def message(count: int, text: str, *tokens: str, end: Any = pb.NOT_FINISHED) -> pb.GenerationResponse:
+    infos = [pb.TokenInfo(text=token) for token in tokens]
+    return pb.GenerationResponse(generated_token_count=count, text=text, tokens=infos, stop_reason=end)
+
+
+def test_a_stream_becomes_an_answer() -> None:
+    stream = [message(0, ""), message(1, "a", "A"), message(3, "bc", "B", "C"), message(4, "d", "D", end=pb.MAX_TOKENS)]
+    assert answer_of(stream) == Answer("abcd", ["A", "B", "C", "D"], pb.MAX_TOKENS, ["", "a", "a", "abc", "abcd"])
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [message(1, "a", "A", end=pb.MAX_TOKENS), message(2, "b", "B")],
+        [message(2, "a", "A")],
+        [message(1, "a", "A"), message(1, "b", "B", end=pb.MAX_TOKENS)],
+    ],
+)
+def test_a_stream_that_breaks_the_rules_is_none(stream: list[pb.GenerationResponse]) -> None:
+    with pytest.raises(ValueError, match=r"messages|tokens"):
+        answer_of(stream)
+
+
+def metrics() -> Metrics:
+    return Metrics(max_sequence_length=128, max_new_tokens=64, max_batch_size=4, weight_limit=1000)
+
+
+def succeed(server: Metrics, kind: Kind, reason: StopReason, tokens: int) -> None:
+    times = {"duration": 1.0, "inference": 1.0, "decoding": 1.0}
+    server.request_succeeded(kind, reason, input_tokens=3, generated_tokens=tokens, **times)
+
+
+def lived(server: Metrics, ledger: Ledger) -> None:
+    """A unary call, a refused batch, a stream that was left, and a batch that may not have arrived."""
+    for kind, inputs in ((Kind.SINGLE, 1), (Kind.BATCH, 3), (Kind.STREAM, 1), (Kind.BATCH, 2)):
+        server.request_started(kind, inputs)
+    succeed(server, Kind.SINGLE, StopReason.EOS_TOKEN, 5)
+    server.request_failed(Failure.VALIDATION)
+    server.request_failed(Failure.CANCELLED)
+    server.request_failed(Failure.CANCELLED)
+    succeed(server, Kind.BATCH, StopReason.MAX_TOKENS, 7)
+    ledger.note_call("single", 1)
+    ledger.note_end("single", "EOS_TOKEN", 5)
+    ledger.note_refused("INVALID_ARGUMENT", "batch", 3)
+    ledger.note_call("stream", 1)
+    ledger.left["stream"] += 1
+    ledger.note_unsure("batch", 2)
+
+
+def accounts(change: Callable[[Metrics, Ledger], object]) -> list[str]:
+    """What is wrong after that life and one thing more."""
+    server, ledger = metrics(), Ledger()
+    before = books.read(server.scrape().decode())
+    lived(server, ledger)
+    change(server, ledger)
+    return list(books.discrepancies(before, books.read(server.scrape().decode()), ledger))
+
+
+def test_books_that_agree() -> None:
+    assert accounts(lambda server, ledger: None) == []
+    assert accounts(lambda server, ledger: server.tokenize_started(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda server, ledger: server.request_started(Kind.STREAM, 1), "stream calls"),
+        (lambda server, ledger: ledger.note_call("single", 0), "single calls"),
+        (lambda server, ledger: ledger.note_call("batch", 3), "inputs"),
+        (lambda server, ledger: server.request_failed(Failure.CANCELLED), "ends of inputs"),
+        (lambda server, ledger: succeed(server, Kind.STREAM, StopReason.MAX_TOKENS, 1), "ends of inputs"),
+        (lambda server, ledger: succeed(server, Kind.SINGLE, StopReason.EOS_TOKEN, 1), "single inputs with EOS_TOKEN"),
+        (lambda server, ledger: server.request_failed(Failure.GENERATION), "failures of kind generate"),
+        (lambda server, ledger: server.request_failed(Failure.VALIDATION), "failures of kind validation"),
+        (lambda server, ledger: ledger.note_end("stream", "MAX_TOKENS", 0), "expired inputs"),
+        (lambda server, ledger: ledger.note_end("single", "MAX_TOKENS", 100), "tokens"),
+    ],
+)
+def test_books_that_do_not(change: Callable[[Metrics, Ledger], object], what: str) -> None:
+    assert [text for text in accounts(change) if text.startswith(f"{what}: the server counted")]
+
+
+def test_a_call_that_is_cancelled_before_its_inputs_are_queued_has_its_ends_too() -> None:
+    server = metrics()
+    with pytest.raises(asyncio.CancelledError), Account(Kind.BATCH, 3, server, log_text=False):
+        raise asyncio.CancelledError
+    with pytest.raises(InvalidRequest), Account(Kind.BATCH, 2, server, log_text=False):
+        raise InvalidRequest("field", "is bad")
+    found = books.read(server.scrape().decode())
+    assert found["tgi_request_failure_total", "cancelled"] == 3
+    assert found["tgi_request_failure_total", "validation"] == 1
+
+
+def grown(minutes: int, size: Callable[[float], float]) -> str:
+    return trend([(second, int(1e8 * size(second / 60))) for second in range(60 * minutes + 1)]).problem
+
+
+def test_memory_that_levels_off() -> None:
+    assert grown(15, lambda minute: 1.0) == ""
+    assert grown(15, lambda minute: 1 + 0.2 * min(minute / 4, 1)) == ""  # all at the start
+    assert grown(15, lambda minute: 1 + 0.2 * (1 - 0.8**minute)) == ""  # ever less
+    assert grown(15, lambda minute: 1.5 if int(60 * minute) % 7 == 0 else 1.0) == ""  # peaks
+    assert grown(5, lambda minute: 1.5**minute) == ""  # too short to tell
+
+
+def test_memory_that_does_not() -> None:
+    assert "grows by 1.50% a minute" in grown(15, lambda minute: 1.015**minute)
+    assert "does not level off: 0.50% a minute, then 0.50%" in grown(15, lambda minute: 1.005**minute)
+    assert "does not level off: 0.00% a minute, then 0.8" in grown(15, lambda minute: 1.01 ** max(minute - 11, 0))
+
+
+def soak(cache: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.soak", "--cache", str(cache), *options]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_short_soak_of_the_front_end(glassllm_dir: Path, cache_dir: Path) -> None:
+    code, report = soak(cache_dir, "--engine", "fake", "--minutes", "0.1", "--in-flight", "16")
+    assert report["problems"] == []
+    assert code == 0
+    assert min(report["calls"].values()) > 50
+    assert min(report["refused"].values()) > 0
+    assert report["compared"] > 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_minutes(glassllm_dir: Path, cache_dir: Path) -> None:
+    code, report = soak(cache_dir, "--minutes", "2")
+    assert report["problems"] == []
+    assert code == 0
+    assert {"MAX_TOKENS", "STOP_SEQUENCE", "TIME_LIMIT"} <= report["ends"].keys()
+    assert report["killed_clients"] > 5
+    assert report["compared"] > 1000

@@ -1,0 +1,113 @@
+"""`tgis --help` and `tgis COMMAND --help`: what a person sees first, and that it costs nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import tgis
+from tgis import __main__, config
+from tgis.__main__ import COMMANDS
+from tgis.config import REFUSED, UNUSED, Config
+from tgis.utils.options import flag, options_of
+
+# Runs in a process of its own: commands, by name -> their help, and what was imported afterwards.
+PROBE = """
+import contextlib, io, json, sys
+from tgis.__main__ import run
+helps = {}
+for argv in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        run(argv)
+    helps[" ".join(argv)] = out.getvalue()
+print(json.dumps([helps, sorted(sys.modules)]))
+"""
+
+
+def probe(*commands: list[str]) -> tuple[dict[str, str], set[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(commands)],
+        env=os.environ | {"COLUMNS": "80"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    helps, modules = json.loads(done.stdout)
+    return helps, set(modules)
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    commands = [["--help"], *([command, "--help"] for command in COMMANDS)]
+    return probe(*commands)[0]
+
+
+def test_every_command_has_help_of_80_columns(helps: dict[str, str]) -> None:
+    for command in COMMANDS:
+        text = helps[f"{command} --help"]
+        assert text.startswith(f"usage: tgis {command} ")
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_lists_the_commands(helps: dict[str, str]) -> None:
+    for command, about in COMMANDS.items():
+        assert f"  {command:<27}{about}\n" in helps["--help"]
+    assert max(map(len, helps["--help"].splitlines())) <= 80
+
+
+def test_help_of_serve_tells_all_of_every_option(helps: dict[str, str]) -> None:
+    text = helps["serve --help"]
+    for row in options_of(Config):
+        _, _, entry = text.partition("Model:")[2].partition(f"{flag(row.name)} ")
+        entry = " ".join(entry.split("\n  -")[0].split())
+        assert row.about in entry
+        assert f"[env: {', '.join(name.upper() for name in row.names)}]" in entry
+        assert (f"[default: {row.shown}]" if not row.required else "[required]") in entry
+
+
+def test_help_of_serve_names_what_is_missing(helps: dict[str, str]) -> None:
+    _, _, missing = helps["serve --help"].partition("not supported yet:")
+    for row in (*REFUSED, *UNUSED):
+        assert all(name.upper() in missing for name in row.names)
+
+
+def test_help_shows_the_true_defaults() -> None:
+    got = config.parse(["--model-name", "m"], {}, "tgis serve")
+    for row in options_of(Config):
+        value = getattr(got, row.name)
+        if isinstance(value, bool):
+            assert row.shown == str(value).lower()
+        elif isinstance(value, int | float) and row.computed is None:
+            assert float(row.shown or "") == value
+
+
+def test_help_imports_little() -> None:
+    _, modules = probe(["--help"])
+    assert not {"torch", "transformers", "grpc", "argparse"} & modules
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+def test_no_command_but_its_own_work_imports_torch(command: str) -> None:
+    _, modules = probe([command, "--help"])
+    assert not {"torch", "transformers"} & modules
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"tgis {tgis.__version__}\n"
+
+
+def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.run([]) == 2
+    assert capsys.readouterr().err.startswith("usage: tgis COMMAND")
+    assert __main__.run(["sevre"]) == 2
+    assert capsys.readouterr().err == "tgis: there is no command 'sevre' (see tgis --help)\n"
+
+
+def test_the_name_of_tgis_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["text-generation-launcher", "--quantize", "gptq", "--model-name", "m"])
+    assert __main__.launcher() == 2
+    assert capsys.readouterr().err == "tgis: --quantize='gptq' is not supported yet\n"

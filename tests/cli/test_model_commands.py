@@ -1,0 +1,319 @@
+"""The commands for model files as people run them in init containers: exit codes, last lines, what is served then."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hub_stand_in
+import pytest
+import torch
+from harness import call, serving
+from hub_stand_in import TOKEN, Hub
+from limited_process import LIMITED
+from safetensors.torch import load_file, save
+from tokenizers import Tokenizer
+
+from tgis import __main__
+from tgis.models.fake import make_fake_model
+from tgis.models.files import ModelFiles
+
+REPO = "org/name"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with a model for the engine `fake`."""
+    model = make_fake_model(tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    with hub_stand_in.running() as running:
+        running.add(REPO, files | {"model.safetensors": save({"w": torch.arange(500_000)}), "README.md": b"# A model"})
+        yield running
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def start(hub: Hub, tmp_path: Path) -> Start:
+    """Starts a command where HF_HOME is empty at first."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+    def start(*argv: str, limited: tuple[str, int] | None = None, **environ: str) -> "subprocess.Popen[str]":
+        begin = ["-c", LIMITED, limited[0], str(limited[1]), "tgis"] if limited else ["-m", "tgis"]
+        return subprocess.Popen(
+            [sys.executable, *begin, *argv],
+            env=clean | settings | environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture
+def run(start: Start) -> Run:
+    """Runs a command as `start` does; exit code, stdout, stderr."""
+
+    def run(*argv: str, limited: tuple[str, int] | None = None, **environ: str) -> tuple[int, str, str]:
+        with start(*argv, limited=limited, **environ) as process:
+            out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    return run
+
+
+def test_what_was_downloaded_is_served_by_its_name(hub: Hub, run: Run, tmp_path: Path) -> None:
+    code, out, err = run("download-weights", REPO)
+    path = Path(out.splitlines()[-1])
+    assert (code, out) == (0, f"{path}\n")
+    assert re.fullmatch(
+        rf"{REPO} at commit {path.name[:12]}: 4 files to download, 4\.\d* MB\n{REPO}: (4\.\d* MB) of \1 in \d+\.\d s\n",
+        err,
+    )
+    assert path.parent == tmp_path / "hf" / "hub" / "models--org--name" / "snapshots"
+    assert load_file(path / "model.safetensors")["w"].tolist() == list(range(500_000))
+
+    hub.asked.clear()
+    where = tmp_path / "hf"
+    with (
+        serving(tmp_path, Path(REPO), HF_HOME=where, HF_ENDPOINT=hub.endpoint, DEPLOYMENT_FRAMEWORK="fake") as server,
+        server.stub() as stub,
+    ):
+        (response,) = stub.Generate(call("hello", 5), timeout=30).responses
+    assert response.generated_token_count == 5
+    assert hub.asked == []
+
+    code, again, err = run("download-weights", REPO)
+    assert (code, again, err) == (0, out, f"{REPO} at commit {path.name[:12]}: all files are here\n")
+    assert [asked.path for asked in hub.asked] == [f"/api/models/{REPO}"]
+
+
+def test_the_cache_is_where_the_environment_says(hub: Hub, run: Run, tmp_path: Path) -> None:
+    for name in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE"):
+        code, out, _ = run("download-weights", REPO, **{name: str(tmp_path / name)}, PORT="of the server alone")
+        assert code == 0
+        assert out.startswith(f"{tmp_path / name}/models--org--name/")
+    assert not (tmp_path / "hf").exists()
+    code, _, err = run("download-weights", REPO, HF_HUB_CACHE="/a", TRANSFORMERS_CACHE="/b")
+    assert (code, err) == (2, "tgis: HF_HUB_CACHE='/a' and TRANSFORMERS_CACHE='/b' must be the same\n")
+
+
+def test_tokens(hub: Hub, run: Run) -> None:
+    hub.repos[REPO].private = True
+    code, out, err = run("download-weights", REPO)
+    assert (code, out) == (1, "")
+    wanted = f"tgis: {hub.endpoint} has no model {REPO}, or a private one, which needs a token in HF_TOKEN or --token\n"
+    assert err == wanted
+    for code, _, err in (
+        run("download-weights", REPO, HF_TOKEN=TOKEN),
+        run("download-weights", REPO, "--token", TOKEN),
+    ):
+        assert code == 0
+        assert TOKEN not in err
+
+
+def test_a_run_that_is_killed_goes_on_where_it_was(hub: Hub, run: Run, tmp_path: Path) -> None:
+    """Killed by the kernel at a byte of our choice: files may not become larger than that."""
+    limit = 3_000_000
+    code, _, _ = run("download-weights", REPO, limited=("SIG_DFL", limit))
+    assert code < 0
+    cache = tmp_path / "hf" / "hub"
+    assert not list(cache.rglob("model.safetensors"))
+    assert not list(cache.rglob("main"))
+    hub.asked.clear()
+    code, out, err = run("download-weights", REPO)
+    assert code == 0
+    assert ("model.safetensors", limit) in hub.downloads()
+    assert "of which 3 MB came before" in err or "of which 3.0" in err
+    assert load_file(Path(out.strip()) / "model.safetensors")["w"].tolist() == list(range(500_000))
+
+
+def test_a_full_disk_is_told(hub: Hub, run: Run, tmp_path: Path) -> None:
+    code, out, err = run("download-weights", REPO, limited=("SIG_IGN", 3_000_000))
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == (
+        f"tgis: cannot write {tmp_path}/hf/hub: File too large; what has come is kept for the next run"
+    )
+    assert run("download-weights", REPO)[0] == 0
+
+
+def test_a_hub_that_is_away_is_no_harm_to_what_is_there(hub: Hub, run: Run) -> None:
+    code, out, err = run("download-weights", REPO, HF_HUB_OFFLINE="1")
+    assert (code, out, err) == (1, "", "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
+    _, path, _ = run("download-weights", REPO)
+    kept = f"{REPO} is in the cache from before\n"
+    code, out, err = run("download-weights", REPO, HF_HUB_OFFLINE="1")
+    assert (code, out, err) == (0, path, f"HF_HUB_OFFLINE is set: nothing is downloaded; {kept}")
+    code, out, err = run("download-weights", REPO, HF_ENDPOINT="http://localhost:1")
+    assert (code, out) == (0, path)
+    assert err.startswith("cannot reach http://localhost:1: ")
+    assert err.endswith(kept)
+    code, _, err = run("download-weights", REPO, "--revision", "v2", HF_HUB_OFFLINE="1")
+    assert (code, err) == (1, "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
+
+
+@pytest.fixture
+def old(hub: Hub, slow_gpt2: ModelFiles, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The hub's model has .bin weights and a tokenizer of the old kind; returns the weights."""
+    hub.repos.clear()
+    weights = {"wte.weight": torch.randn(260, 4), "h": torch.randn(4, 4)}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    files = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
+    hub.add(REPO, files | {"pytorch_model.bin": (tmp_path / "pytorch_model.bin").read_bytes()})
+    return weights
+
+
+def test_an_old_model_is_converted(hub: Hub, run: Run, old: dict[str, torch.Tensor]) -> None:
+    code, out, err = run("download-weights", REPO)
+    assert code == 0, err
+    path = Path(out.strip())
+    found = load_file(path / "model.safetensors")
+    assert found.keys() == old.keys()
+    assert all(torch.equal(found[name], old[name]) for name in old)
+    assert Tokenizer.from_file(str(path / "tokenizer.json")).encode("hello").tokens == ["hell", "o"]
+    assert f"{path}: pytorch_model.bin converted to safetensors, every bit compared\n" in err
+    assert err.endswith(f"{path}/tokenizer.json was made\n")
+
+    code, out, _ = run("convert-to-safetensors", REPO)
+    assert (code, out) == (0, f"{path} has model.safetensors already: nothing to do (delete it to convert again)\n")
+    code, out, _ = run("convert-to-fast-tokenizer", str(path))
+    assert (code, out) == (0, f"{path} has a tokenizer.json already: nothing to do\n")
+
+    (path / "pytorch_model.bin").unlink()  # to save space: the next run does not fetch it again
+    hub.asked.clear()
+    code, out, err = run("download-weights", REPO)
+    assert (code, out.strip(), err.count("\n")) == (0, str(path), 1)
+    assert hub.downloads() == []
+
+
+def test_an_old_model_is_left_alone_if_told_so(hub: Hub, run: Run, old: dict[str, torch.Tensor]) -> None:
+    for option in (["--no-auto-convert"], ["--auto_convert", "false"]):
+        assert run("download-weights", REPO, *option) == (
+            1,
+            "",
+            f"tgis: {REPO} has no files that end with .safetensors, but .bin weights\n",
+        )
+    code, out, _ = run("download-weights", REPO, "--no-auto-convert", "--extension", ".bin")
+    assert code == 0
+    path = Path(out.strip())
+    assert {file.name for file in path.iterdir()} == set(hub.repos[REPO].commits[path.name])
+
+
+def test_extensions(hub: Hub, run: Run) -> None:
+    code, out, _ = run("download-weights", REPO, "--extension", ".json")
+    assert code == 0
+    assert {path.name for path in Path(out.strip()).iterdir()} == {"config.json", "tokenizer.json"}
+    code, out, _ = run("download-weights", REPO, "--extension", ".md,.json,.h5")
+    assert code == 0
+    assert {path.name for path in Path(out.strip()).iterdir()} == {"config.json", "tokenizer.json", "README.md"}
+    assert run("download-weights", REPO, "--extension", ".h5") == (
+        1,
+        "",
+        f"tgis: {REPO} has no files that end with .h5\n",
+    )
+
+
+def test_weights_that_cannot_be_converted_are_told(
+    hub: Hub, run: Run, old: dict[str, torch.Tensor], slow_gpt2: ModelFiles
+) -> None:
+    torch.save({"w": slow_gpt2.path}, slow_gpt2.path / "pytorch_model.bin")
+    files = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
+    hub.add(REPO, files)
+    code, out, err = run("download-weights", REPO)
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1].endswith("is broken, or holds more than tensors, which is never loaded")
+
+
+def test_two_at_once_download_once(hub: Hub, start: Start) -> None:
+    """The second waits while the first has half of the weights, and then finds all of them."""
+    gate = hub.gates["model.safetensors"] = hub_stand_in.Gate()
+    with start("download-weights", REPO) as first:
+        assert gate.reached.wait(30)
+        with start("download-weights", REPO) as second:
+            assert second.stderr is not None
+            assert second.stderr.readline().startswith("waiting for another process to let go of ")
+            gate.opened.set()
+            ours, theirs = first.communicate(timeout=60), second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert ours[0] == theirs[0]
+    assert theirs[1].endswith(": all files are here\n")
+    assert len(hub.downloads()) == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["download-weights"], "the following arguments are required: MODEL_NAME (see tgis download-weights --help)"),
+        (["download-weights", "a/b", "--extension", "safetensors"], "must be extensions as .safetensors"),
+        (["download-weights", "a/b", "--extension", ""], "must be extensions as .safetensors"),
+        (["download-weights", "{model}"], "{model} is a directory on this machine, which is what would be served"),
+        (["convert-to-fast-tokenizer", "{model}", "--output-path", "/no"], "--output-path='/no' is no directory"),
+        (["convert-to-fast-tokenizer", "{model}", "--output_path", "/no"], "--output-path='/no' is no directory"),
+    ],
+)
+def test_options_that_cannot_work(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(make_fake_model(tmp_path / "model"))
+    assert __main__.run([word.format(model=model) for word in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message.format(model=model) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["convert-to-safetensors", "convert-to-fast-tokenizer"])
+def test_a_model_that_is_not_there(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert __main__.run([command, "org/none"]) == 1
+    assert capsys.readouterr().err == (
+        f"tgis: model 'org/none' not found: no such directory and no {tmp_path}/models--org--none"
+        " (see tgis download-weights)\n"
+    )
+
+
+@pytest.mark.parametrize("script", ["text-generation-server", "model-util"])
+def test_the_names_of_tgis_and_the_adapter(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_fake_model(tmp_path / "model")
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}", "convert-to-safetensors", str(model)])
+    assert __main__.model_files() == 0
+    assert capsys.readouterr().out == f"{model} has no .bin weights: nothing to do\n"
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}", "--help"])
+    assert __main__.model_files() == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: {script} COMMAND")
+    assert re.findall(r"^  (\S+)", out, re.MULTILINE) == list(__main__.MODEL_FILES)
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}", "serve", "m"])
+    assert __main__.model_files() == 2
+    assert capsys.readouterr().err == f"tgis: there is no command 'serve' (see {script} --help)\n"
+
+
+def test_a_terminal_has_a_bar(hub: Hub, run: Run, tmp_path: Path) -> None:
+    """Also one that does not know how wide it is."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "tgis", "download-weights", REPO]
+    environ = os.environ | {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while True:
+                written += os.read(ours, 4096)
+        assert process.wait(20) == 0
+    os.close(ours)
+    assert f"\r{REPO}:   0%|" in written.decode()

@@ -1,0 +1,141 @@
+"""Golden cases: what real servers answer is what an oracle made of transformers says (golden_oracle.py).
+
+A case is an entry in golden/cases/*.yaml; a new one needs no code but `python tests/support/golden_oracle.py`.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import golden_protocol
+import golden_runner
+import pytest
+from golden_cases import Case, Json, cases, expected_answers, servers
+from golden_compare import differences
+from golden_model import write_prompts
+from harness import serving
+from repository import REPOSITORY
+
+from tgis.pb import generation_pb2 as pb
+
+SEED = 20
+
+CASES = [pytest.param(case.server, case, id=case.id) for case in cases()]
+
+
+@pytest.fixture(scope="module")
+def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What was wrong on the server of the name, by the ids of the cases."""
+    name = request.param
+    spec = servers()[name]
+    directory = tmp_path_factory.mktemp(name)
+    model = spec.model_directory(request.getfixturevalue(f"{spec.model}_dir"), directory / "model")
+    # one thread: beside other work, threads that wait for each other are ten times slower
+    options = spec.options | {"DTYPE": "float32", "NUM_THREADS": 1}
+    if spec.prompts:
+        write_prompts(spec.prompts, model, directory / "prompts")
+        options["PREFIX_STORE_PATH"] = directory / "prompts"
+    with serving(directory, model, **options) as server:
+        found = asyncio.run(golden_runner.run(server.target, [case for case in cases() if case.server == name], SEED))
+        status, _ = server.get("/metrics")
+        assert status == 200
+        assert server.stop() == 0
+        if any(found.values()):
+            print(server.log.read_text()[-10_000:])
+    return found
+
+
+@pytest.mark.parametrize(("problems", "case"), CASES, indirect=["problems"], scope="module")
+def test_case(problems: dict[str, list[str]], case: Case) -> None:
+    if lines := problems[case.id]:
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+@pytest.mark.slow
+def test_oracle_still_says_so() -> None:
+    """The expectations are those of the cases, of the models and of the oracle as they are now."""
+    command = [sys.executable, "tests/support/golden_oracle.py", "--check"]
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    done = subprocess.run(command, check=False, cwd=REPOSITORY, env=environ, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_nothing_is_expected_of_cases_that_are_gone() -> None:
+    for file in {case.file for case in cases()}:
+        names = [case.name for case in cases() if case.file == file and case.needs_oracle]
+        assert list(expected_answers(file)) == names, f"{file}: run `python tests/support/golden_oracle.py`"
+
+
+def _stream(**changes: Json) -> list[pb.GenerationResponse]:
+    """A sampled stream that is as it must be, but for changes to the fields of some messages, by their numbers."""
+    tokens = [{"text": "a"}]
+    messages: list[Json] = [
+        {"text": "in", "input_token_count": 1, "seed": 7},
+        {"input_tokens": [{"text": "in", "logprob": float("nan")}], "input_token_count": 1},
+        {"generated_token_count": 1, "text": "a", "tokens": tokens},
+        {"generated_token_count": 2, "tokens": tokens},
+        {"generated_token_count": 3, "text": "aa", "tokens": tokens, "stop_reason": pb.MAX_TOKENS, "seed": 7},
+    ]
+    return [pb.GenerationResponse(**message | changes.get(f"_{at}", {})) for at, message in enumerate(messages)]
+
+
+STREAM = pb.SingleGenerationRequest(
+    request=pb.GenerationRequest(text="in"),
+    params=pb.Parameters(response=pb.ResponseOptions(input_text=True, input_tokens=True, generated_tokens=True)),
+)
+
+
+def test_a_good_stream_keeps_the_protocol() -> None:
+    assert golden_protocol.violations(STREAM, _stream()) == []
+    joined = golden_protocol.joined(_stream())
+    assert (joined.text, joined.generated_token_count, len(joined.tokens)) == ("inaaa", 3, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_0": {"seed": 0}},
+        {"_0": {"text": ""}},
+        {"_0": {"input_token_count": 0}},
+        {"_0": {"generated_token_count": 1}},
+        {"_1": {"text": "a"}},
+        {"_1": {"input_token_count": 2}},
+        {"_1": {"seed": 7}},
+        {"_2": {"input_token_count": 1}},
+        {"_2": {"seed": 7}},
+        {"_2": {"tokens": []}},
+        {"_2": {"stop_reason": pb.MAX_TOKENS}},
+        {"_3": {"generated_token_count": 1}},
+        {"_3": {"tokens": [{"text": "a"}, {"text": "a"}]}},
+        {"_4": {"stop_reason": pb.NOT_FINISHED}},
+        {"_4": {"seed": 0}},
+        {"_4": {"generated_token_count": 2}},
+    ],
+    ids=str,
+)
+def test_the_protocol_forbids(changes: dict[str, Json]) -> None:
+    assert golden_protocol.violations(STREAM, _stream(**changes))
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "found"),
+    [
+        ({"a": [1.0]}, {"a": [1.0004]}, []),
+        ({"a": [1.0]}, {"a": [1.0006]}, [".a[0]: expected 1.0, got 1.0006"]),
+        ({"a": 1}, {"a": True}, [".a: expected 1, got True"]),
+        ({"a": 1}, {}, [".a: expected 1, got none"]),
+        ({}, {"a": 1}, [".a: expected none, got 1"]),
+        ({"a": [1]}, {"a": [1, 2]}, [".a: 1 expected, 2 came"]),
+        ({"a": "NaN"}, {"a": "NaN"}, []),
+        ({"a": -1.0}, {"a": "NaN"}, [".a: expected -1.0, got 'NaN'"]),
+    ],
+)
+def test_differences_are_told(expected: Json, got: Json, found: list[str]) -> None:
+    assert differences(expected, got) == found
+
+
+def test_partly_compares_what_is_expected_only() -> None:
+    got = {"a": [{"b": 1, "c": 2}], "d": 3}
+    assert differences({"a": [{"b": 1}]}, got, partly=True) == []
+    assert differences({"a": [{"b": 2}]}, got, partly=True) == [".a[0].b: expected 2, got 1"]

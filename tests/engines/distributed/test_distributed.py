@@ -1,0 +1,267 @@
+"""A model over two processes on the CPU: what it computes, what it refuses, and what becomes of it when one dies."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import msgspec
+import pytest
+import torch
+import transformers
+from batches import engine_options, limits
+from harness import Server, call, serving, stream_of
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.distributed import ranks
+from tgis.engines.distributed.engine import ShardedEngine
+from tgis.engines.paged.batch import flat_batch
+from tgis.errors import StartError
+from tgis.ipc.adapters import Prefix
+from tgis.ipc.messages import Details, EngineOptions, Request, Sampling, TokenFacts
+from tgis.pb import generation_pb2 as pb
+from tgis.prompts.tensor_file import SoftPrompt
+
+NEW_TOKENS = 12
+TOLERANCE = 1e-4  # of log-probabilities
+NEAR_TIE = 1e-3
+WANTED = Details(generated=True, inputs=True, logprobs=True)
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def options_of(model: Path) -> EngineOptions:
+    return msgspec.structs.replace(engine_options(model, 4, threads=2), kv_cache_bytes=1 << 20, shards=2)
+
+
+def end(reason: str) -> NoReturn:
+    raise AssertionError(reason)
+
+
+@contextmanager
+def sharded(model: Path) -> Iterator[ShardedEngine]:
+    engine = ShardedEngine(options_of(model), end)
+    try:
+        engine.warm_up()
+        yield engine
+    finally:
+        engine.close()
+
+
+def small_llama(directory: Path) -> Path:
+    """With random weights, large enough for clear choices, and with random biases everywhere."""
+    config = transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_two_ranks_compute_what_transformers_does_for_glassllm(glassllm_dir: Path) -> None:
+    check(glassllm_dir)
+
+
+def test_two_ranks_compute_what_transformers_does_with_biases_and_untied_embeddings(tmp_path: Path) -> None:
+    check(small_llama(tmp_path))
+
+
+def check(model: Path) -> None:
+    """In chunks, side by side, with cached prefixes and with so few blocks that rows are preempted."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
+    prompts.append(prompts[-1] + prompts[0])
+    wanted = [
+        Request(n, prompt, NEW_TOKENS, False, Sampling(), WANTED if n % 2 else Details(generated=True, logprobs=True))
+        for n, prompt in enumerate(prompts)
+    ]
+    with sharded(model) as engine:
+        assert engine.info.weight_limit > 0
+        got = run(engine, wanted)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for request in wanted:
+        tokens, generated, inputs = got[request.id]
+        logits = logits_of(reference, request.tokens + tokens)
+        compare(logits[len(request.tokens) - 1 : -1], tokens, generated)
+        assert len(inputs) == (len(request.tokens) if request.details.inputs else 0)
+        scores = logits[: len(request.tokens) - 1].log_softmax(-1)
+        for row, token, fact in zip(scores, request.tokens[1:], inputs[1:], strict=False):
+            assert abs(fact.logprob - row[token].item()) <= TOLERANCE
+
+
+Got = tuple[list[int], list[TokenFacts], list[TokenFacts]]  # tokens, facts about them, facts about the input
+
+
+def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
+    bounds = limits(96, padded=False, block_size=16, prefix_cache=True, max_batch_size=4, prefill_tokens=7)
+    batcher = Batcher(bounds, [2])
+    batcher.submit(wanted, 0.0)
+    got: dict[int, Got] = {request.id: ([], [], []) for request in wanted}
+    while plan := batcher.plan(0.0):
+        engine.release(plan.preempted)
+        result = engine.step(plan)
+        for row, token, fact in zip(plan.sampled, result.tokens, result.facts or [], strict=True):
+            assert fact is not None
+            got[row.id][0].append(token)
+            got[row.id][1].append(fact)
+        for request_id, inputs in result.inputs.items():
+            got[request_id][2].extend(inputs)
+        engine.release(batcher.commit(plan, result.tokens, 0.0))
+    return got
+
+
+def logits_of(reference: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0].double()
+    return logits
+
+
+def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenFacts]) -> None:
+    """The best token everywhere, and its log-probability."""
+    assert len(tokens) == NEW_TOKENS or tokens[-1] == 2
+    for row, token, fact in zip(logits, tokens, facts, strict=True):
+        assert token == row.argmax() or row.max() - row[token] < NEAR_TIE
+        assert abs(fact.logprob - row.log_softmax(-1)[token].item()) <= TOLERANCE
+
+
+@given(st.data())
+def test_a_pass_says_all_that_a_step_needs(data: st.DataObject) -> None:
+    """The batch of a plan that has been to another rank is the batch of the plan."""
+    rows, counts = [], []
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    for n in range(data.draw(st.integers(1, 5))):
+        length, generated = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3))
+        details = Details(inputs=data.draw(st.booleans()))
+        virtual = data.draw(st.integers(0, length))
+        prefix = Prefix("p", virtual, 0, 1, 1) if virtual else None
+        row = Sequence(Request(n, list(range(length)), 9, False, Sampling(), details, prefix=prefix), 0.0)
+        row.prefix = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
+        row.tokens += [90 + k for k in range(generated)]
+        row.computed = data.draw(st.integers(0, len(row.tokens) - 1))
+        row.blocks = data.draw(st.permutations(range(30)))[: -(-len(row.tokens) // 4)]
+        rows.append(row)
+        counts.append(data.draw(st.integers(1, row.pending)))
+    plan = Plan.of(rows, counts)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks.Pass.of(plan)), type=ranks.ToRank)
+    assert isinstance(sent, ranks.Pass)
+    (ours, explained), (theirs, same) = (flat_batch(each, 4, torch.device("cpu")) for each in (plan, sent.plan(dtype)))
+    assert explained == same
+    for name in ("ids", "positions", "slots", "tables", "lengths", "kept"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    for span, copy in zip(ours.spans, theirs.spans, strict=True):
+        assert (span.row, span.start) == (copy.row, copy.start)
+        assert torch.equal(span.embeddings, copy.embeddings)
+    for one, other in zip(ours.chunks, theirs.chunks, strict=True):
+        assert (one.tokens, one.before) == (other.tokens, other.before)
+        assert torch.equal(one.blocks, other.blocks)
+
+
+def refused(config: Any, directory: Path) -> str:
+    """Without weights, so that whatever loads them fails otherwise."""
+    config.save_pretrained(directory)
+    with pytest.raises(StartError) as caught:
+        ShardedEngine(options_of(directory), end)
+    return str(caught.value)
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    changes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # as SmolLM2 has
+    reason = refused(transformers.LlamaConfig(**(SMALL | changes)), tmp_path)
+    assert reason == "NUM_SHARD=2 must divide the model's 9 attention and 3 key-value heads"
+
+
+def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
+    reason = refused(transformers.GPT2Config(n_layer=1), tmp_path)
+    assert reason == "NUM_SHARD=2: transformers has no tensor-parallel plan for gpt2"
+
+
+def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    ranks.check(transformers.LlamaConfig(**SMALL), 2)
+    with pytest.raises(StartError, match="NUM_SHARD=4 is more than the 3 GPUs"):
+        ranks.check(transformers.LlamaConfig(**SMALL), 4)
+
+
+def test_a_server_of_two_ranks_answers_as_of_one_and_ends_with_either(glassllm_dir: Path, tmp_path: Path) -> None:
+    """A rank is killed while the other waits for it in the middle of a step."""
+    with start(tmp_path, glassllm_dir) as server, server.stub() as stub:
+        text = "The weather"
+        response = pb.ResponseOptions(input_tokens=True, generated_tokens=True, token_logprobs=True)
+        request = call(text, NEW_TOKENS)
+        request.params.response.CopyFrom(response)
+        answer = stub.Generate(request).responses[0]
+        check_answer(glassllm_dir, text, answer)
+        stream = stub.GenerateStream(stream_of(call(text, 100, min_new_tokens=100)))
+        next(stream), next(stream)
+        follower = follower_of(server)
+        os.kill(follower, signal.SIGSTOP)
+        late = stub.Generate.future(call(text, 5))
+        time.sleep(0.2)  # for the step to begin; the outcome is the same if it has not
+        os.kill(follower, signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream)
+        assert late.exception().code() is caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "rank 1 of the engine was ended by signal 9" in str(caught.value.details())
+        assert server.process.wait(20) == 1
+        assert time.monotonic() - killed < 10  # gloo's own timeout is half an hour
+    assert "rank 1 of the engine was ended by signal 9" in (tmp_path / "termination").read_text()
+
+
+@pytest.mark.slow
+def test_the_ranks_leave_when_the_first_is_killed(glassllm_dir: Path, tmp_path: Path) -> None:
+    with start(tmp_path, glassllm_dir) as server:
+        follower = follower_of(server)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert server.process.wait(20) == 1
+        until = time.monotonic() + 5
+        while Path(f"/proc/{follower}/stat").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{follower}/stat").exists()
+
+
+def start(directory: Path, model: Path) -> Any:
+    log = directory / "termination"
+    log.touch()
+    cache = directory / "cache"
+    settings: dict[str, Any] = {"NUM_SHARD": 2, "DTYPE": "float32", "KV_CACHE_SIZE_MB": 4, "CACHE_DIR": cache}
+    return serving(directory, model, timeout=120, TERMINATION_LOG=log, **settings)
+
+
+def follower_of(server: Server) -> int:
+    engine = server.engine_pid()
+    tasks = Path(f"/proc/{engine}/task").glob("*/children")
+    (follower,) = [int(child) for task in tasks for child in task.read_text().split()]
+    assert b"tgis.engines.distributed.follower" in Path(f"/proc/{follower}/cmdline").read_bytes()
+    return follower
+
+
+def check_answer(model: Path, text: str, answer: pb.GenerationResponse) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    prompt = tokenizer.convert_tokens_to_ids([token.text for token in answer.input_tokens])
+    assert prompt == tokenizer(text).input_ids
+    tokens = tokenizer.convert_tokens_to_ids([token.text for token in answer.tokens])
+    logits = logits_of(reference, prompt + tokens)[len(prompt) - 1 : -1]
+    compare(logits, tokens, [TokenFacts(token.logprob) for token in answer.tokens])

@@ -1,0 +1,85 @@
+"""Every body of paged attention on a real GPU, against the oracle and under a CUDA graph."""
+
+import pytest
+import torch
+from chunk_batches import chunk_batch
+from decode_cases import BFLOAT16, CASES, error, expected
+from torch import Tensor
+
+from tgis.engines.paged import attention
+from tgis.engines.paged.attention import Rules
+from tgis.engines.paged.batch import FlatBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+ROWS = [(7, 30), (0, 5), (16, 2), (1000, 333), (31, 17)]
+
+
+def test_decode_gives_what_attention_is() -> None:
+    from tgis.engines.kernels.cuda.paged_decode import decode_attention
+
+    cases = CASES | BFLOAT16
+    errors = {name: error(case, "cuda", decode_attention, processors=case.processors) for name, case in cases.items()}
+    assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
+
+
+def test_decode_equals_the_plain_body() -> None:
+    rules = Rules(0.1, window=40, softcap=20.0, sinks=torch.randn(8, device="cuda"))
+    batch, q, keys, values = _singles(torch.float32)
+    batch.lengths.copy_(torch.tensor([1, 37, 64]))
+    plain, fast = (body(batch, q, (keys, values), rules) for body in (attention._singles, attention._fast_singles))
+    torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_a_captured_decode_follows_new_tables_and_lengths() -> None:
+    rules = Rules(0.1)
+    batch, q, keys, values = _singles(torch.bfloat16)
+    layer = keys, values
+    attention._fast_singles(batch, q, layer, rules)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attention._fast_singles(batch, q, layer, rules)
+    for lengths in ([64, 1, 0], [3, 50, 64], [0, 0, 0]):
+        batch.lengths.copy_(torch.tensor(lengths))
+        batch.tables.copy_(torch.randperm(12)[:12].view(3, 4))
+        q.normal_()
+        graph.replay()
+        oracle = expected(q, keys, values, batch.tables, batch.lengths, scale=0.1)
+        torch.testing.assert_close(output.double(), oracle, atol=3e-2, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 128), (4, 4, 80), (6, 1, 64), (4, 2, 256)])
+@pytest.mark.parametrize("window", [None, 1, 20, 5000])
+@pytest.mark.parametrize("rows", [ROWS, [(0, 40), (0, 2), (0, 500)]])
+def test_prefill_gives_what_attention_is(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None, rows: list[tuple[int, int]]
+) -> None:
+    chunks = chunk_batch(rows, heads, kv_heads, size, dtype, "cuda")
+    rules = Rules(size**-0.5, window)
+    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, rules
+    assert attention._bodies(chunks.q, chunks.layer, rules)[1] is attention._fast_chunks
+    for body in (attention._fast_chunks, attention._chunks):
+        output = torch.cat(body(*arguments))
+        torch.testing.assert_close(output.double(), chunks.expected(rules), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_prefill_takes_the_strides_of_merged_projections() -> None:
+    """Queries, keys and values are views of one tensor once their weights are merged."""
+    chunks = chunk_batch([(0, 300), (0, 20)], 8, 2, 128, torch.bfloat16, "cuda")
+    merged = torch.cat([chunks.q, chunks.k, chunks.v], 1)
+    q, k, v = merged.split([8, 2, 2], 1)
+    (output,) = attention._fast_chunks(chunks.batch, q, k, v, chunks.layer, Rules(0.1))
+    torch.testing.assert_close(output.double(), chunks.expected(Rules(0.1)), atol=3e-2, rtol=0)
+
+
+def _singles(dtype: torch.dtype) -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
+    """Three rows of four blocks each, 8 query and 2 KV heads: with q, keys and values."""
+    nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
+    tables, lengths = torch.arange(12, device="cuda").view(3, 4), torch.tensor([64, 5, 17], device="cuda")
+    keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=dtype) for _ in range(2))
+    q = torch.randn(3, 8, 64, device="cuda", dtype=dtype)
+    return FlatBatch(nothing, nothing, nothing, tables, lengths, [], nothing, []), q, keys, values

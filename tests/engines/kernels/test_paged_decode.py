@@ -1,0 +1,44 @@
+"""The Triton kernels of decode attention: interpreted on the CPU against the oracle, and compiled for real GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import REPOSITORY
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+def child(script: str, **variables: str) -> dict[str, Any]:
+    """The last line that a script of the tests prints, from JSON; Triton's mode is that of a process."""
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "tests" / script)],
+        env=os.environ | variables | {"PYTHONPATH": paths},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_gives_what_attention_is() -> None:
+    errors = child("decode_cases.py", TRITON_INTERPRET="1")
+    assert len(errors) > 20
+    assert {name: off for name, off in errors.items() if off > (2e-3 if "float16" in name else 1e-5)} == {}
+
+
+def test_compiles_for_gpus(tmp_path: Path) -> None:
+    """Wide copies that run ahead, and tensor cores; within the shared memory of the smaller chips."""
+    builds = child("decode_builds.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(builds) > 3
+    for name, (shared, wide_copies, products) in builds.items():
+        assert shared <= 99 * 1024, name
+        assert wide_copies >= 16, name
+        assert products > 0, name

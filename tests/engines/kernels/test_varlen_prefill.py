@@ -1,0 +1,151 @@
+"""What is asked of PyTorch's variable-length attention, which runs on GPUs only: a reference stands for it here."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import attend
+from chunk_batches import chunk_batch
+from torch import Tensor
+
+from tgis.engines.kernels.cuda import varlen_prefill
+from tgis.engines.kernels.cuda.varlen_prefill import fits, make_groups
+from tgis.engines.paged import attention
+from tgis.engines.paged.attention import Rules
+
+NEW = [(0, 40), (0, 2), (0, 16), (0, 17)]
+MIXED = [(7, 30), (0, 5), (16, 2), (100, 33), (31, 17)]
+
+
+class OldVarlen:
+    """As torch 2.11 documents and checks it: counts decide where rows begin, queries are the last tokens of a row."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        self.calls += 1
+        for ends, tensor, most in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
+            assert ends.dtype == torch.int32
+            assert ends.is_contiguous()
+            assert (ends[0], ends[-1]) == (0, len(tensor))
+            assert ends.diff().max() == most
+        assert value.shape == key.shape
+        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        left, right = window_size
+        assert right == 0
+        assert scale is not None
+        rules: dict[str, Any] = {"scale": scale, "window": None if left < 0 else left + 1}
+        rows = zip(*(ends.tolist() for ends in (cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])), strict=True)
+        return torch.cat([attend(query[a:b], key[c:d], value[c:d], **rules) for a, b, c, d in rows])
+
+
+class NewVarlen(OldVarlen):
+    """As torch 2.13 has it."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        return super().__call__(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+        )
+
+
+@pytest.fixture(params=[OldVarlen, NewVarlen])
+def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OldVarlen]:
+    stand_in: OldVarlen = request.param()
+    monkeypatch.setattr(varlen_prefill, "varlen_attn", stand_in)
+    varlen_prefill._grouped.cache_clear()
+    yield stand_in
+    varlen_prefill._grouped.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [NEW, MIXED, MIXED[:1]])
+@pytest.mark.parametrize("window", [None, 1, 20, 1000])
+def test_chunks_of_a_step_go_in_one_call(varlen: OldVarlen, rows: list[tuple[int, int]], window: int | None) -> None:
+    chunks = chunk_batch(rows, 4, 2, 16, torch.float32)
+    rules = Rules(0.3, window)
+    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, rules
+    for body in (attention._fast_chunks, attention._chunks):
+        torch.testing.assert_close(torch.cat(body(*arguments)).double(), chunks.expected(rules), atol=1e-5, rtol=1e-5)
+    assert varlen.calls == 1
+
+
+def test_long_contexts_are_copied_in_parts(varlen: OldVarlen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen_prefill, "MOST_GATHERED", 60)
+    chunks = chunk_batch(MIXED, 4, 2, 16, torch.float32)
+    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, Rules(0.3)
+    parts = attention._fast_chunks(*arguments)
+    torch.testing.assert_close(torch.cat(parts).double(), chunks.expected(Rules(0.3)), atol=1e-5, rtol=1e-5)
+    lengths = [0 if group.slots is None else len(group.slots) for group in chunks.batch.groups or []]
+    assert lengths == [37 + 5 + 18, 133, 48]  # 133 is one row: it cannot be in parts
+    assert varlen.calls == 3
+
+
+def test_new_prompts_are_not_copied() -> None:
+    (group,) = make_groups(chunk_batch(NEW, 1, 1, 8, torch.float32).batch.chunks, 16)
+    assert group.slots is None
+
+
+@pytest.mark.parametrize(
+    ("change", "fitting"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, True),
+        ({"k_size": 80, "v_size": 80}, True),
+        ({"dtype": torch.float32}, False),
+        ({"cache": torch.float16}, False),
+        ({"k_size": 20, "v_size": 20}, False),
+        ({"k_size": 264, "v_size": 264}, False),
+        ({"v_size": 64}, False),
+        ({"softcap": 30.0}, False),
+        ({"sinks": torch.zeros(4)}, False),
+    ],
+)
+def test_what_does_not_fit_goes_to_the_plain_bodies(
+    change: dict[str, object], fitting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "cache": None,
+        "k_size": 128,
+        "v_size": 128,
+        "softcap": None,
+        "sinks": None,
+    }
+    facts |= change
+    q = torch.empty(3, 4, facts["k_size"], dtype=facts["dtype"])
+    keys, values = (torch.empty(1, 16, 2, facts[n], dtype=facts["cache"] or q.dtype) for n in ("k_size", "v_size"))
+    rules = Rules(1.0, None, facts["softcap"], facts["sinks"])
+    assert fits(q, keys, values, rules.softcap, rules.sinks) == fitting
+    assert attention._bodies(q, (keys, values), rules) == (attention._singles, attention._chunks)
+    monkeypatch.setattr(attention, "_is_modern", lambda _device: True)
+    decode, prefill = attention._bodies(q, (keys, values), rules)
+    assert prefill is (attention._fast_chunks if fitting else attention._chunks)
+    same = facts["cache"] is None
+    assert decode is (attention._fast_singles if same else attention._singles)

@@ -1,0 +1,114 @@
+"""Sibling linear layers as one product: which they are, and that the model gives what it gave."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+import pytest
+import torch
+from repository import REPOSITORY
+from tiny_models import make_from, make_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
+
+from tgis.engines.loading.merged_linear import Part, merge_siblings
+
+IDS = torch.tensor([[5, 9, 13, 2, 7]])
+MERGED = {  # per layer: those of the queries, keys and values, then gate and up
+    "Llama": 3 + 2,
+    "Qwen2": 3 + 2,  # with biases
+    "OPT": 3,
+    "GPTNeoX": 0,  # they are one from the start
+    "StableLm": 3 + 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def load(name: str, directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(make_model(name, directory), dtype=torch.float32).eval()
+
+
+def parts(model: nn.Module) -> list[Part]:
+    return [module for module in model.modules() if isinstance(module, Part)]
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_the_model_gives_what_it_gave(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path)
+    before = model(IDS).logits
+    layers = model.config.num_hidden_layers
+    assert merge_siblings(model, input_ids=IDS) == MERGED[name] * layers == len(parts(model))
+    torch.testing.assert_close(model(IDS).logits, before)
+    torch.testing.assert_close(model(IDS[:, :2]).logits, before[:, :2])
+
+
+def test_an_encoder_decoder_too(tmp_path: Path) -> None:
+    model = AutoModelForSeq2SeqLM.from_pretrained(make_model("T5", tmp_path), dtype=torch.float32).eval()
+    before = model(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits
+    assert merge_siblings(model, input_ids=IDS, decoder_input_ids=IDS[:, :1]) > 0
+    torch.testing.assert_close(model(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits, before)
+
+
+class Odd(nn.Module):  # type: ignore[misc]
+    """Two that share an input, one that does not, one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.other, self.twice = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, use_cache: bool) -> Tensor:
+        result: Tensor = self.other(self.a(x) + self.b(x)) + self.twice(x) + self.twice(2 * x)
+        return result
+
+
+def test_others_are_left_alone() -> None:
+    model, x = Odd(), torch.randn(3, 4)
+    before = model(x, False)
+    assert merge_siblings(model, x=x) == 2
+    assert isinstance(model.a, Part)
+    assert isinstance(model.b, Part)
+    torch.testing.assert_close(model(x, False), before)
+
+
+def test_parts_called_with_other_inputs_and_out_of_order() -> None:
+    model, x, y = Odd(), torch.randn(3, 4), torch.randn(2, 4)
+    expected = model.b(y), model.a(x), model.b(x), model.a(y)
+    merge_siblings(model, x=x)
+    for found, wanted in zip((model.b(y), model.a(x), model.b(x), model.a(y)), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_nothing_is_kept_after_the_last_part() -> None:
+    model, x = Odd(), torch.randn(3, 4)
+    merge_siblings(model, x=x)
+    model(x, False)
+    assert model.a.product._input is None
+    assert model.a.product._outputs == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}])
+def test_ranks_merge_their_parts(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Two of them; what is merged is packed afterwards."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    path = make_from(LlamaConfig(**(sizes | heads | changes)), tmp_path)
+    commands = [
+        [sys.executable, "tests/support/sharded_siblings.py", str(path), str(tmp_path / "store"), str(rank)]
+        for rank in (0, 1)
+    ]
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ranks = [Popen(command, cwd=REPOSITORY, env=variables, stdout=PIPE, text=True) for command in commands]
+    for rank in ranks:
+        merged, packed, difference = rank.communicate(timeout=120)[0].split()
+        assert rank.returncode == 0
+        assert int(merged) == 2 * (3 + 2)
+        assert int(packed) == 2 * 4 + 1  # and the head
+        assert float(difference) < 1e-4

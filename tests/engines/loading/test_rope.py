@@ -1,0 +1,88 @@
+"""Rotary embeddings that follow the longest row of a pass: a row's logits must not depend on who is beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.messages import Details, Request, Sampling
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+NATURAL = 64  # tokens that the model was first made for
+
+
+def longrope(short: float, long: float) -> dict[str, Any]:
+    factors = {"short_factor": [short] * 4, "long_factor": [long] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": NATURAL}
+    return {
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": NATURAL,
+        "rope_parameters": rope | factors,
+    }
+
+
+DYNAMIC = {
+    "max_position_embeddings": NATURAL,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}
+
+
+def make(directory: Path, kind: str, **values: Any) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values), dtype=torch.float32)
+    model.save_pretrained(directory)
+    return directory
+
+
+def load(model: Path, longest: int) -> PagedEngine:
+    changes = {"engine": "tgis_native", "kv_cache_bytes": 1 << 22, "max_sequence_length": longest}
+    engine = PagedEngine(msgspec.structs.replace(engine_options(model, 8, threads=1), **changes))
+    engine.warm_up()
+    return engine
+
+
+def row(number: int, length: int, first_block: int) -> Sequence:
+    tokens = [(7 * place + number) % 90 + 3 for place in range(length)]
+    made = Sequence(Request(number, tokens, 2, False, Sampling(), Details()), 0.0)
+    made.blocks = list(range(first_block, first_block + -(-length // 16)))
+    return made
+
+
+def last_logits(engine: PagedEngine, *rows: Sequence) -> torch.Tensor:
+    """[rows, V]"""
+    logits, _ = engine.compute(Plan([*rows], [len(r.tokens) for r in rows], [*rows], prefill=True))
+    return logits.clone()
+
+
+@pytest.mark.parametrize(("kind", "values"), [("phi3", longrope(1.0, 8.0)), ("llama", DYNAMIC)])
+def test_a_long_neighbour_changes_nothing(tmp_path: Path, kind: str, values: dict[str, Any]) -> None:
+    engine = load(make(tmp_path, kind, **values), longest=256)
+    short, long = row(1, 20, 0), row(2, 100, 4)
+    alone = last_logits(engine, short)
+    torch.testing.assert_close(last_logits(engine, short, long)[:1], alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(last_logits(engine, short), alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("longest", "factor"), [(256, 8.0), (NATURAL, 1.0)])
+def test_all_rows_have_the_frequencies_of_the_longest_one_served(tmp_path: Path, longest: int, factor: float) -> None:
+    engine = load(make(tmp_path / "both", "phi3", **longrope(1.0, 8.0)), longest)
+    short = row(1, 20, 0)
+    oracle = AutoModelForCausalLM.from_pretrained(make(tmp_path / "one", "phi3", **longrope(factor, factor)))
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([short.tokens])).logits[0, -1:]
+    torch.testing.assert_close(last_logits(engine, short), expected, atol=1e-4, rtol=1e-4)

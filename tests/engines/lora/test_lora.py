@@ -1,0 +1,327 @@
+"""LoRA adapters in both engines: what PEFT generates with adapters that it has trained, alone and in any company."""
+
+import dataclasses
+import gc
+import random
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+from companies import ENGINES, Job, Setup, check_greedy, found, made, run, settled
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import EOS, START, VOCABULARY, make_model
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+from tuning import Tuned
+
+from tgis.batcher.memory_model import MemoryModel
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.loading.merged_linear import merge_siblings
+from tgis.engines.lora.adapter_bank import LoraStack
+from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.padded.model import PREFILL_TOKENS
+from tgis.errors import Unsupported
+from tgis.ipc.messages import Details
+from tgis.prompts.lora import LoraAdapter, LowRank
+from tgis.prompts.store import PromptStore
+from tgis.prompts.tensor_file import SoftPrompt, Target
+
+LESSONS = tuning.COURSES["glassllm-lora"].lessons
+
+
+@pytest.fixture(scope="module")
+def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
+    return tuning.tuned("glassllm-lora", glassllm_dir, cache_dir)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> Setup:
+    return made(request.param, glassllm_dir)
+
+
+def store_for(setup: Setup, path: Path) -> PromptStore:
+    """As the engine's process opens it."""
+    info = setup.engine.info
+    target = Target(info.embedding_size, 64, torch.float32, torch.device("cpu"), info.encoder_decoder, info.linears)
+    return PromptStore(str(path), 16 << 20, target)
+
+
+@pytest.fixture(scope="module")
+def store(setup: Setup, tuned: Tuned) -> PromptStore:
+    return store_for(setup, tuned.store)
+
+
+def test_training_changes_what_is_generated(tuned: Tuned) -> None:
+    assert all(after < 0.5 * before for before, after in tuned.trained.losses.values())
+    for inputs in range(len(tuning.COURSES["glassllm-lora"].inputs)):
+        alike = tuned.trained.continuations[inputs :: len(tuning.COURSES["glassllm-lora"].inputs)]
+        assert len(alike) == len({tuple(one.generated) for one in alike}) == len(LESSONS) + 1
+
+
+@pytest.mark.parametrize("name", ["", *LESSONS])
+def test_alone_each_gives_what_peft_generates(setup: Setup, store: PromptStore, tuned: Tuned, name: str) -> None:
+    for one in settled([one for one in tuned.trained.continuations if one.prompt == name]):
+        (generated,), _ = run(setup, [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS)])
+        assert generated == one.generated
+
+
+@pytest.mark.parametrize("piece", [512, 24])
+def test_eight_adapters_and_none_in_one_batch_give_what_each_gives_alone(
+    setup: Setup, store: PromptStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", piece)
+    company: list[int] = []
+    step = setup.engine.step
+
+    def watched(plan: Plan) -> Any:
+        company.append(len({row.prefix for row in plan.rows}))
+        return step(plan)
+
+    monkeypatch.setattr(setup.engine, "step", watched)
+    wanted = settled(random.Random(piece).sample(tuned.trained.continuations, len(tuned.trained.continuations)))
+    wanted.sort(key=lambda one: len(one.tokens))  # all adapters and none for one input, then for another
+    jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+    room = MemoryModel.of_tokens(setup.engine.info.weight_limit)
+    for bounds in (setup.bounds, dataclasses.replace(setup.bounds, max_batch_size=16, memory=room, prefill_tokens=64)):
+        generated, _ = run(Setup(setup.engine, bounds, setup.ids), jobs, seed=piece)
+        assert generated == [one.generated for one in wanted]
+    assert max(company) == len(LESSONS) + 1
+
+
+def test_nobody_gets_what_was_computed_with_another_adapter(
+    setup: Setup, store: PromptStore, tuned: Tuned, glassllm_dir: Path
+) -> None:
+    """All have the same tokens, enough for whole blocks."""
+    draw = random.Random(3)
+    tokens = [draw.randrange(4, 1024) for _ in range(40)]
+    adapters = [store.find(name).prompt for name in ("queen", "mouse", "hatter")]
+    assert all(isinstance(adapter, LoraAdapter) for adapter in adapters)
+    jobs: list[Any] = [Job(tokens, adapter, 8) for adapter in (*adapters, None)]  # type: ignore[arg-type]
+    expected = [run(setup, [job], seed)[0][0] for seed, job in enumerate(jobs)]
+    assert len({tuple(some) for some in expected}) == 4
+    generated, _ = run(setup, jobs * 3, seed=5)
+    assert generated == expected * 3
+    check_greedy(AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval(), tokens, expected[3])
+
+
+def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
+    """A PEFT model with a random adapter, saved; the adapters of a directory are of different ranks."""
+    torch.manual_seed(number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own, about what it corrects in the config
+        config = LoraConfig(r=1 + 2 * number, lora_alpha=8, init_lora_weights=False, **options)
+        adapted = get_peft_model(base, config).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    adapted.save_pretrained(directory / str(number))
+    return adapted
+
+
+# layers of several sorts: Linear and Conv1D, of two or three dimensions, Q, K and V together, with a router
+MODELS = ["Llama", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "Bloom", "Falcon", "Gemma2", "Mixtral", "Phi3", "DeepseekV3"]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, kind: str) -> None:
+    tiny = make_model(name, tmp_path / "model")
+    try:
+        setup = made(kind, tiny)
+    except Unsupported:
+        assert (name, kind) in (("Bloom", "paged"), ("Falcon", "paged"), ("DeepseekV3", "paged"))
+        return
+    rng = random.Random(2)
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+
+    layers: Any = "all-linear"
+    if name in ("Mixtral", "DeepseekV3"):  # of experts PEFT would change what are no layers, too
+        layers = sorted(layer for layer in setup.engine.info.linears if "self_attn" in layer)
+    models = [base(), *(with_lora(base(), tmp_path, number, target_modules=layers) for number in (1, 2, 3))]
+    store = store_for(setup, tmp_path)
+    adapters: list[Any] = [None, *(store.find(str(number)).prompt for number in (1, 2, 3))]
+    assert set(adapters[1].layers) == set(setup.engine.info.linears if layers == "all-linear" else layers)
+    tokens = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(12)]
+    generated, _ = run(setup, [Job(tokens[n], adapters[n % 4], 10) for n in range(12)], eos=EOS)
+    for n in range(12):
+        check_greedy(models[n % 4], tokens[n], generated[n])
+    assert sum(generated[n] != run(setup, [Job(tokens[n], None, 10)], eos=EOS)[0][0] for n in range(12)) >= 7
+
+
+def test_an_encoder_decoder_gives_what_peft_generates(titles_dir: Path, cache_dir: Path) -> None:
+    """With trained adapters and none, alone, and all in one batch."""
+    tuned = tuning.tuned("titles-lora", titles_dir, cache_dir)
+    titles = made("padded", titles_dir)
+    store = store_for(titles, tuned.store)
+    wanted = settled(tuned.trained.continuations)
+    assert len({tuple(one.generated) for one in wanted}) > len(wanted) // 2
+    jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+    alone = [run(titles, [job], eos=1)[0][0] for job in jobs]
+    together, _ = run(titles, jobs, seed=1, eos=1)
+    assert alone == together == [one.generated for one in wanted]
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart", "M2M100", "LongT5", "T5Gemma"])
+def test_encoder_and_decoder_are_changed_beside_soft_prompts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 6)
+    tiny = make_model(name, tmp_path / "model")
+    setup, rng = made("padded", tiny), random.Random(2)
+
+    def base() -> Any:
+        return AutoModelForSeq2SeqLM.from_pretrained(tiny, dtype=torch.float32).eval()
+
+    models = [with_lora(base(), tmp_path, number, target_modules="all-linear") for number in (1, 2)]
+    store = store_for(setup, tmp_path)
+    soft = SoftPrompt(9, None, torch.randn((4, 32)), encoder_decoder=True)
+    adapters: list[Any] = [*(store.find(str(number)).prompt for number in (1, 2)), soft, None]
+    tokens = [[rng.randrange(4, VOCABULARY) for _ in range(rng.randint(3, 16))] for _ in range(16)]
+    jobs = [Job(tokens[n], adapters[n % 4], 10) for n in range(16)]
+    generated, _ = run(setup, jobs, eos=EOS)
+    for n in range(16):
+        if n % 4 < 2:
+            check_output(models[n % 4], tokens[n], generated[n])
+        else:
+            assert generated[n] == run(setup, [jobs[n]], eos=EOS)[0][0]
+
+
+def check_output(model: Any, tokens: list[int], output: list[int]) -> None:
+    """Every token is the best one after those before it, in one plain pass of PEFT."""
+    with torch.no_grad():
+        decoded = torch.tensor([[START, *output]])
+        logits = model(input_ids=torch.tensor([tokens]), decoder_input_ids=decoded).logits[0].float()
+    for scores, token in zip(logits, output, strict=False):
+        assert scores.max() - scores[token] < 1e-3
+
+
+def test_facts_of_input_tokens_are_those_of_the_adapted_model(
+    setup: Setup, store: PromptStore, tuned: Tuned, glassllm_dir: Path
+) -> None:
+    tokens = [500, 62, 17, 300, 9]
+    base = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        adapted = PeftModel.from_pretrained(base, str(tuned.store / "queen")).eval()
+    with torch.no_grad():
+        logprobs = adapted(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    adapter: Any = store.find("queen").prompt
+    details = Details(inputs=True, logprobs=True)
+    _, facts = run(setup, [Job(tokens, adapter, 3, details), Job(tokens, None, 3, details)])
+    for place in range(1, len(tokens)):
+        assert facts[0][place].logprob == pytest.approx(float(logprobs[place - 1, tokens[place]]), abs=1e-3)
+    assert facts[0][1:] != facts[1][1:]
+
+
+def test_an_adapter_that_overflows_harms_no_other(setup: Setup, store: PromptStore, tuned: Tuned) -> None:
+    """Its products are infinite for every row, and kept by its own."""
+    good: Any = store.find("queen").prompt
+    layers = {name: LowRank(layer.down * 1e38, layer.up) for name, layer in good.layers.items()}
+    wanted = [one for one in tuned.trained.continuations if one.prompt in ("queen", "")]
+    jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+    bad = Sequence(Job([5, 6, 7], LoraAdapter(99, layers), 3).request(next(setup.ids)), 0.0)
+    bad.prefix = LoraAdapter(99, layers)
+    rows = [bad]
+    for job in jobs:
+        row = Sequence(job.request(next(setup.ids)), 0.0)
+        row.prefix = job.prompt
+        rows.append(row)
+    at = 0
+    for row in rows:
+        row.blocks = list(range(at, at + 3))
+        at += 3
+    result = setup.engine.step(Plan.whole(rows))
+    setup.engine.release(rows)
+    assert list(result.failed) == [bad.id]
+    assert result.tokens[1:] == [one.generated[0] for one in wanted]
+
+
+def test_layers_that_were_merged_are_changed_each_for_itself() -> None:
+    """As on CUDA, where the layers of queries, keys and values are one product."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(config).eval()
+    layers, ids = LoraLayers(network), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    linears = layers.linears
+    adapters = [
+        LoraAdapter(rank, {name: LowRank(torch.randn(rank, i), torch.randn(rank, o)) for name, (i, o) in some})
+        for rank, some in ((2, list(linears.items())), (3, list(linears.items())[1::2]))
+    ]
+    with torch.no_grad():
+        with layers.applied(adapters):
+            expected = network(ids).logits
+        assert merge_siblings(network, input_ids=ids) == 10
+        merged = LoraLayers(network)
+        assert merged.linears == linears
+        with merged.applied(adapters):
+            torch.testing.assert_close(network(ids).logits, expected)
+
+
+def test_adapters_leave_the_model_when_nobody_uses_them() -> None:
+    """What was put beside the layers goes, and slows nothing down any more."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    network = LlamaForCausalLM(config).eval()
+    layers = LoraLayers(network)
+    assert "lm_head" not in layers.linears
+    name = "model.layers.0.mlp.up_proj"
+    inputs, ids = layers.linears[name], torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        plain = network(ids).logits
+        adapter = LoraAdapter(1, {name: LowRank(torch.ones(2, inputs[0]), torch.ones(2, inputs[1]))})
+        gone = weakref.ref(adapter.layers[name].down)
+        with layers.applied([adapter]):
+            assert not torch.allclose(network(ids).logits, plain)
+        with layers.applied([None, adapter, None]):  # by tokens
+            changed = network(ids).logits
+        assert torch.equal(changed[:, 0], plain[:, 0])
+        assert not torch.allclose(changed[:, 1], plain[:, 1])
+        assert torch.equal(network(ids).logits, plain)
+        del adapter
+        for _ in range(70):
+            with layers.applied([None]):
+                pass
+    gc.collect()
+    assert gone() is None
+    assert not any(module._forward_hooks for module in network.modules())
+
+
+def test_a_stack_keeps_its_adapters_apart_whoever_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gives with its own columns what its matrices give; a failure leaves nothing half written."""
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    everyone = []
+    for version in range(12):
+        rank, names = rng.randint(1, 9), rng.sample("abc", rng.randint(1, 3))
+        ranks = {name: rng.randint(1, rank) for name in names}
+        layers = {name: LowRank(torch.randn(some, 5), torch.randn(some, 6)) for name, some in ranks.items()}
+        everyone.append(LoraAdapter(version, layers))
+    stack, x = LoraStack(dict.fromkeys("abc", torch.float32)), torch.randn(5)
+    for turn in range(200):
+        here = set(stack.adapters)
+        come = set(rng.sample(everyone, rng.randint(0, 3))) - here
+        go = set(rng.sample(sorted(here, key=lambda one: one.version), rng.randint(0, min(3, len(here)))))
+        if turn % 50 == 49 and come:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "zeros", None)
+                stack._capacity = 0  # so that it has to ask for memory
+                with pytest.raises(TypeError):
+                    stack.change(come, go)
+            assert not stack.adapters
+            assert not stack.layers
+            continue
+        stack.change(come, go)
+        assert set(stack.adapters) == (here | come) - go
+        width = sum(one.rank for one in stack.adapters)
+        order = sorted(stack.adapters, key=lambda one: one.version)
+        for one, foreign in zip([*order, None], stack.foreign([*order, None]), strict=True):
+            assert int((~foreign).sum()) == (one.rank if one else 0)
+            for name, (down, up) in stack.layers.items():
+                assert len(down) == len(up) < 2 * width
+                got = (down @ x).masked_fill(foreign[0], 0.0) @ up
+                layer = one.layers.get(name) if one else None
+                torch.testing.assert_close(got, torch.zeros(6) if layer is None else layer.down @ x @ layer.up)

@@ -1,0 +1,296 @@
+"""The engine hf_optimum_ort: graphs answer as transformers does, whoever joins and leaves; bad files are named."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import onnx
+import oracle
+import pytest
+import torch
+from batches import engine_options, limits
+from equality import EVERYTHING, Comparison, forty_and_eight, generate, meet_all
+from harness import serving
+from onnx_exports import beside, exported, halves, without_past
+from oracle import MAX_NEW_TOKENS
+from step_failures import Failing, check, requests
+from step_failures import run as run_with_setbacks
+from tiny_models import run
+
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.onnx.decoder import ignores_padding
+from tgis.engines.onnx.engine import load_engine
+from tgis.engines.onnx.kv_cache import Block
+from tgis.engines.onnx.models import OnnxCausalModel, OnnxSeq2SeqModel
+from tgis.engines.onnx.session import Graph
+from tgis.engines.padded.engine import PaddedEngine
+from tgis.engines.padded.model import PREFILL_TOKENS
+from tgis.errors import OutOfMemory, StartError
+from tgis.ipc.adapters import PromptOptions
+from tgis.ipc.messages import Details, Request, Sampling
+
+SMALL = ["glassllm", "detransliterator"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=SMALL)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(name: str, request: pytest.FixtureRequest) -> Path:
+    directory: Path = request.getfixturevalue(f"{name}_dir")
+    return directory
+
+
+@pytest.fixture
+def graphs(model: Path, cache_dir: Path) -> Path:
+    return exported(model, cache_dir)
+
+
+def load(directory: Path, rows: int = 8) -> PaddedEngine:
+    engine = load_engine(engine_options(directory, rows, threads=1))
+    engine.warm_up()
+    return engine
+
+
+def inside(engine: PaddedEngine) -> OnnxCausalModel | OnnxSeq2SeqModel:
+    assert isinstance(engine._model, OnnxCausalModel | OnnxSeq2SeqModel)
+    return engine._model
+
+
+SERVED = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in ("smollm2", "titles"))]
+
+
+@pytest.mark.timeout(900)  # an export of the large ones, and perhaps the oracle
+@pytest.mark.parametrize("name", SERVED)
+def test_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_path: Path, request: Any) -> None:
+    """Every prompt alone, with all details; then all of them and more, overlapping, and some that leave."""
+    answers = list(oracle.answers(name, model, cache_dir, request.config.getoption("--oracle-recompute")).values())
+    most = MAX_NEW_TOKENS[name]
+    graphs = exported(model, cache_dir)
+    with (
+        serving(tmp_path, graphs, DEPLOYMENT_FRAMEWORK="hf_optimum_ort", NUM_THREADS=1) as server,
+        server.stub() as stub,
+    ):
+        for answer in answers:
+            (got,) = generate(stub, [answer], most, EVERYTHING)
+            Comparison(answer, most, EVERYTHING).check(got)
+        print(f"ended at a near tie: {meet_all(stub, forty_and_eight(answers, 11, 0.5, (1, most)))} of 48")
+
+
+def wanted(count: int = 24) -> list[Request]:
+    draw = random.Random(3)
+    prompts = [[draw.randrange(4, 800) for _ in range(draw.randint(1, 40))] for _ in range(count)]
+    return [
+        Request(n, prompt, draw.randint(1, 24), False, Sampling(), Details(inputs=n % 3 == 0))
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def alone(engine: PaddedEngine) -> list[list[int]]:
+    return [run(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted()]
+
+
+def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
+    return run(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_rows_that_join_and_leave_get_what_transformers_says_alone(
+    graphs: Path, model: Path, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each length must go by itself, and in pieces shorter than prompts."""
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 32)
+    expected = alone(PaddedEngine(engine_options(model, 8, threads=1)))
+    engine = load(graphs)
+    assert inside(engine)._together
+    inside(engine)._together = together
+    assert joined(engine, 1) == expected
+    assert joined(engine, 2) == expected
+
+
+@pytest.mark.parametrize("name", ["glassllm"])
+def test_the_layout_of_old(graphs: Path, tmp_path: Path) -> None:
+    assert joined(load(halves(graphs, tmp_path / "halves")), 3) == alone(load(graphs))
+
+
+@pytest.mark.parametrize("name", ["glassllm"])
+def test_graphs_may_lie_in_a_folder_below(graphs: Path, tmp_path: Path) -> None:
+    directory = beside(graphs, tmp_path / "model")
+    (directory / "onnx").mkdir()
+    (directory / "onnx" / "model.onnx").symlink_to(graphs / "model.onnx")
+    assert load(directory).info.model_class == "LlamaForCausalLM (ONNX)"
+
+
+@pytest.mark.parametrize("call", [1, 3, 4, 9])
+def test_a_pass_that_fails_changes_nobodys_result(graphs: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(graphs)
+    expected = {n: found for request in requests() for n, found in run_with_setbacks(engine, [request]).items()}
+    failing = Failing(Graph.run, OutOfMemory("none left"), {call, call + 1})
+    monkeypatch.setattr(Graph, "run", lambda self, *args: failing(self, *args))  # noqa: PLW0108 - to bind
+    check(run_with_setbacks(engine, requests()), expected)
+    assert failing.count > call
+
+
+@pytest.mark.parametrize("name", ["detransliterator"])
+def test_padding_that_a_graph_sees_is_noticed(graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = inside(load(graphs))
+    assert isinstance(engine, OnnxSeq2SeqModel)
+    assert ignores_padding(engine._decoder, CPU, engine._probe)
+    monkeypatch.setattr(Block, "mask", lambda self, columns: torch.ones(len(self.lengths), columns, dtype=torch.bool))
+    assert not ignores_padding(engine._decoder, CPU, engine._probe)
+    blind = replace(engine._decoder.others.inputs["input_ids"])
+    monkeypatch.setattr(engine._decoder.others, "inputs", {"input_ids": blind})
+    assert not ignores_padding(engine._decoder, CPU, engine._probe)
+
+
+def test_what_is_told_of_the_model(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours = load(graphs).info
+    theirs = PaddedEngine(engine_options(model, 8, threads=1)).info
+    assert ours.model_class == f"{theirs.model_class} (ONNX)"
+    for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "positions"):
+        assert getattr(ours, fact) == getattr(theirs, fact)
+    assert ours.embedding_size == 0
+    load_engine(msgspec.structs.replace(engine_options(graphs, 8, threads=1), dtype="bfloat16"))
+    assert "DTYPE=bfloat16 is without effect: the graphs were exported in float32" in caplog.text
+
+
+def test_lack_of_memory_is_told_from_bugs() -> None:
+    class Broken(Exception):
+        pass
+
+    class Session:
+        def run_with_iobinding(self, text: str) -> None:
+            raise Broken(text)
+
+    graph = object.__new__(Graph)
+    graph._session, graph._errors = Session(), (Broken,)
+    with pytest.raises(OutOfMemory, match="out of memory in a pass of onnxruntime"):
+        graph._run("Failed to allocate memory for requested buffer of size 99")
+    with pytest.raises(Broken):
+        graph._run("bad shape")
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(StartError) as caught:
+        load_engine(engine_options(directory, 8, threads=1))
+    return str(caught.value)
+
+
+Change = Callable[[onnx.ModelProto], object]
+
+
+def changed(source: Path, folder: Path, file: str, change: Change) -> Path:
+    """A directory with the graphs of another, one of them changed."""
+    beside(source, folder)
+    for graph in source.glob("*.onnx"):
+        if graph.name != file:
+            (folder / graph.name).symlink_to(graph)
+    model = onnx.load(source / file)
+    change(model)
+    onnx.save(model, folder / file)
+    return folder
+
+
+def drop(items: Any, start: str) -> None:
+    for item in [item for item in items if item.name.startswith(start)]:
+        items.remove(item)
+
+
+def add_input(model: onnx.ModelProto) -> None:
+    model.graph.input.append(onnx.helper.make_tensor_value_info("inputs_embeds", onnx.TensorProto.FLOAT, [1, 2]))
+
+
+def forget_heads(model: onnx.ModelProto) -> None:
+    (past,) = [port for port in model.graph.input if port.name == "past_key_values.0.key"]
+    past.type.tensor_type.shape.dim[1].dim_param = "heads"
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "no present": (lambda model: drop(model.graph.output, "present.3.value"), " has no output present.3.value"),
+    "no logits": (lambda model: drop(model.graph.output, "logits"), " has no output logits"),
+    "another input": (add_input, " wants an input 'inputs_embeds', which nobody here can give"),
+    "no heads": (forget_heads, ": past_key_values.0.key is (None, None, None, 32), not [rows, heads, columns, size]"),
+    "no past": (without_past, " takes no past_key_values.*: it was exported without the past"),
+}
+
+
+@pytest.mark.parametrize("name", ["glassllm"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_graph_that_is_not_what_it_should_be(graphs: Path, tmp_path: Path, change: str) -> None:
+    edit, said = CHANGES[change]
+    directory = changed(graphs, tmp_path / "model", "model.onnx", edit)
+    assert refusal(directory) == f"{directory}/model.onnx{said}"
+
+
+def files(directory: Path) -> Iterator[str]:
+    yield from sorted(path.name for path in directory.glob("*.onnx"))
+
+
+@pytest.mark.parametrize("content", [b"", b"no graph", "half"])
+def test_a_broken_file_is_named(graphs: Path, tmp_path: Path, content: bytes | str) -> None:
+    for number, name in enumerate(files(graphs)):
+        directory = beside(graphs, tmp_path / str(number))
+        for other in files(graphs):
+            (directory / other).symlink_to(graphs / other)
+        (directory / name).unlink()
+        whole = (graphs / name).read_bytes()
+        (directory / name).write_bytes(content if isinstance(content, bytes) else whole[: len(whole) // 2])
+        assert refusal(directory).startswith(f"onnxruntime cannot load {directory / name}: ")
+
+
+def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path, tmp_path: Path) -> None:
+    causal, both = beside(glassllm_dir, tmp_path / "causal"), beside(detransliterator_dir, tmp_path / "both")
+    first, others = "decoder_model.onnx", "decoder_with_past_model.onnx"
+    last = f"decoder_model_merged.onnx nor {first} with {others}: tgis convert-to-onnx makes them"
+    assert refusal(causal) == f"{causal} has no ONNX graphs, neither model.onnx nor {last}"
+    (causal / first).touch()
+    assert refusal(causal) == f"{causal} has no {others}, the other half of its decoder (see tgis convert-to-onnx)"
+    (causal / first).rename(causal / others)
+    assert refusal(causal) == f"{causal} has no {first}, the other half of its decoder (see tgis convert-to-onnx)"
+    needs = "which an encoder-decoder needs (see tgis convert-to-onnx)"
+    assert refusal(both) == f"{both} has no encoder_model.onnx, {needs}"
+    (both / "encoder_model.onnx").touch()
+    assert refusal(both) == f"{both} has no ONNX graphs, neither {last}"
+
+
+def test_soft_prompts_are_refused_at_the_start(glassllm_dir: Path) -> None:
+    prompts = PromptOptions("/store", 1 << 20, 16)
+    with pytest.raises(StartError, match="PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters"):
+        load_engine(msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=1), prompts=prompts))
+
+
+def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    directory = beside(glassllm_dir, tmp_path / "model")
+    (directory / "model.onnx").touch()
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert refusal(directory) == "the engine hf_optimum_ort needs onnxruntime: pip install 'tgis[onnx]'"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2"])
+def test_int8_chooses_nearly_the_same(graphs: Path, model: Path, cache_dir: Path) -> None:
+    """Of the tokens that float32 chooses after what it has chosen before, int8 ranks nearly all first too."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    prompts = [tokenizer.encode(f"A sentence about {thing} is").ids for thing in ["rain", "war", "tea", "art", "gold"]]
+    greedy = [Request(n, ids, 48, False, Sampling(), Details()) for n, ids in enumerate(prompts)]
+    expected = run(load(graphs), limits(10**6, max_batch_size=8, prefill_tokens=512), greedy, random.Random(0))
+    engine = load(exported(model, cache_dir, "--optimize", "--quantize=int8"))
+    ranks = Details(inputs=True, ranks=True)
+    rows = [
+        Sequence(Request(n, ids + found, 1, False, Sampling(), ranks), 0.0)
+        for n, (ids, found) in enumerate(zip(prompts, expected, strict=True))
+    ]
+    facts = engine.step(Plan.whole(rows)).inputs
+    firsts = [
+        fact.rank == 1 for row, found in zip(rows, expected, strict=True) for fact in facts[row.id][-len(found) :]
+    ]
+    assert sum(firsts) > 0.93 * len(firsts)

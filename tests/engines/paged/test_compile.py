@@ -1,0 +1,99 @@
+"""PT2_COMPILE: the same tokens, from as few graphs as were made at the start."""
+
+import logging
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options, limits
+from tiny_models import make_model, run
+from transformers import AutoModelForCausalLM
+
+from tgis.engines.paged.compile import CompiledDecoder
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.messages import Details, EngineOptions, Request, Sampling
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("Llama", tmp_path_factory.mktemp("compiled"))
+
+
+def options(model: Path) -> EngineOptions:
+    # in double precision, for which the CPU has no kernels of ours
+    changes = {"engine": "tgis_native", "compile": True, "dtype": "float64"}
+    return msgspec.structs.replace(engine_options(model, 4, None), **changes)
+
+
+def requests(count: int) -> list[Request]:
+    draw = random.Random(count)
+    return [
+        Request(n, [draw.randint(3, 60) for _ in range(draw.randint(1, 30))], NEW, False, Sampling(), Details())
+        for n in range(count)
+    ]
+
+
+def graphs() -> int:
+    """How many were ever made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def expected(model: Path, request: Request) -> list[int]:
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    ids = torch.tensor([request.tokens])
+    output = network.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    return list(output[0, len(request.tokens) :].tolist())
+
+
+@pytest.mark.slow  # a compiler runs for some seconds
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_tokens_are_those_of_transformers_and_nothing_is_compiled_late(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    at_the_start: list[int] = []
+    finish = CompiledDecoder.finish
+
+    def counted(decoder: CompiledDecoder) -> None:
+        at_the_start.append(graphs())
+        finish(decoder)
+        decoder._stance = "fail_on_recompile"  # what no graph fits would be computed without, unnoticed
+
+    monkeypatch.setattr(CompiledDecoder, "finish", counted)
+    engine = PagedEngine(options(model))
+    made = requests(12)
+    bounds = limits(60, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7)
+    found = run(engine, bounds, made, random.Random(1))
+    assert "compiled in" in caplog.text
+    assert found == [expected(model, request) for request in made]
+    assert at_the_start == [graphs()]
+    assert graphs() > 0
+
+
+def test_a_machine_without_a_compiler_goes_without(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler\nand many lines more")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    engine = PagedEngine(options(model))
+    (request,) = requests(1)
+    found = run(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    assert "PT2_COMPILE is without effect: no compiler" in caplog.text
+    assert found == [expected(model, request)]
+
+
+def test_nothing_is_compiled_where_the_cpu_has_kernels(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine = PagedEngine(msgspec.structs.replace(options(model), dtype="float32"))
+    before = graphs()
+    (request,) = requests(1)
+    found = run(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    assert "PT2_COMPILE is without effect" in caplog.text
+    assert graphs() == before
+    assert found == [expected(model, request)]

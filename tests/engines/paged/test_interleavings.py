@@ -1,0 +1,262 @@
+"""The paged engine beside a random world: whatever joins, leaves or makes room, every row gets what it gets alone.
+
+What a row gets alone is transformers' own `generate`. In float64 where the model's attention is computed in it.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options, limits
+from tiny_models import EOS, VOCABULARY, make_model
+from transformers import AutoModelForCausalLM
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.paged import engine as paged_engine
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.messages import Admissions, Details, Request, Sampling, TokenFacts
+
+MOST_NEW, ROWS = 20, 6
+PENALTIES = (1.0, 1.3)
+SALTS = (b"", b"", b"tenant")
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    """Some of their own, some that begin alike, one that is the beginning of another."""
+    rng = random.Random(7)
+    own = [tuple(rng.randrange(3, VOCABULARY) for _ in range(length)) for length in (1, 2, 5, 9, 16, 24)]
+    shared = [own[5][:cut] + own[other][:more] for cut, other, more in ((8, 4, 9), (16, 3, 5), (13, 4, 3), (16, 0, 1))]
+    return [*own, *shared, own[5][:16]]
+
+
+PROMPTS = _prompts()
+
+
+@dataclass
+class Subject:
+    """An engine, and what its model gives a prompt alone."""
+
+    engine: PagedEngine
+    block_size: int
+    tolerance: float
+    solo: Callable[[tuple[int, ...], float], list[int]]
+    input_logprobs: Callable[[tuple[int, ...]], list[float]]
+
+    def batcher(self, blocks: int, chunk: int, **changes: Any) -> Batcher:
+        """With so many blocks, and so many tokens of prompts in a step."""
+        ahead = self.engine.info.ahead
+        values = {
+            "block_size": self.block_size,
+            "prefix_cache": False,
+            "max_batch_size": ROWS,
+            "ahead": ahead,
+        } | changes
+        return Batcher(limits(blocks * self.block_size, padded=False, prefill_tokens=chunk, **values), {EOS})
+
+    def check(self, row: Sequence, facts: list[TokenFacts] | None) -> None:
+        """As far as it has come, a row got what its prompt gets alone, and nothing is said that was not asked."""
+        prompt, generated = tuple(row.request.tokens), row.tokens[row.prompt_length :]
+        expected = self.solo(prompt, row.request.sampling.repetition_penalty)
+        assert generated == expected[: len(generated)]
+        if facts is not None:
+            assert [fact.logprob for fact in facts[1:]] == pytest.approx(
+                self.input_logprobs(prompt), abs=self.tolerance
+            )
+        assert (facts is not None) == (row.request.details.inputs and row.generated > 0)
+
+    def ended(self, row: Sequence, facts: list[TokenFacts] | None) -> None:
+        """It has come as far as it could."""
+        self.check(row, facts)
+        whole = self.solo(tuple(row.request.tokens), row.request.sampling.repetition_penalty)
+        assert row.generated == min(row.request.max_new_tokens, len(whole))
+
+
+@pytest.fixture(scope="module")
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    name, block_size, dtype, ahead = request.param
+    directory = make_model(name, tmp_path_factory.mktemp("model"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_engine, "BLOCK_SIZE", block_size)
+        options = msgspec.structs.replace(engine_options(directory, ROWS, threads=1), dtype=dtype)
+        engine = PagedEngine(options, ahead=ahead)
+        engine.warm_up()
+        yield Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
+
+
+def _oracle(directory: Path, dtype: str) -> tuple[Callable[..., list[int]], Callable[..., list[float]]]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+
+    @cache
+    def solo(prompt: tuple[int, ...], penalty: float) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST_NEW, repetition_penalty=penalty
+        )
+        generated: list[int] = out[0, len(prompt) :].tolist()
+        return generated
+
+    @cache
+    def input_logprobs(prompt: tuple[int, ...]) -> list[float]:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        return [logprobs[place, token].item() for place, token in enumerate(prompt[1:])]
+
+    return solo, input_logprobs
+
+
+@dataclass
+class Run:
+    """Steps of one batcher on the engine, every row checked when it ends."""
+
+    subject: Subject
+    batcher: Batcher
+    facts: dict[int, list[TokenFacts]] = field(default_factory=dict)
+    counts: Admissions = field(default_factory=Admissions)
+
+    def step(self) -> Plan | None:
+        plan = self.batcher.plan(0.0)
+        if plan is None:
+            return None
+        self.subject.engine.release(plan.preempted)
+        result = self.subject.engine.step(plan)
+        assert not result.failed
+        self.facts |= result.inputs
+        ended = self.batcher.commit(plan, result.tokens, 0.0)
+        self.subject.engine.release(ended)
+        for row in ended:
+            self.subject.ended(row, self.facts.pop(row.id, None))
+        self._count()
+        return plan
+
+    def cancel(self, number: int) -> int:
+        """Whether a row was held that had to go."""
+        cancelled = self.batcher.cancel([number])
+        self.subject.engine.release(cancelled)
+        for row in cancelled:
+            self.subject.check(row, self.facts.pop(row.id, None))
+        return len(cancelled)
+
+    def finish(self) -> None:
+        while self.step():
+            pass
+        pager = self.batcher._pager
+        assert pager is not None
+        pager.pool.check()
+        assert (self.batcher.idle, pager.pool.used) == (True, 0)
+
+    def _count(self) -> None:
+        new = self.batcher.take_admissions()
+        self.counts.preemptions += new.preemptions
+        self.counts.prefix_hits += new.prefix_hits
+        self.counts.queue_jumps += new.queue_jumps
+
+
+def _request(rng: random.Random, number: int) -> Request:
+    sampling = Sampling(repetition_penalty=rng.choice(PENALTIES))
+    facts = rng.random() < 0.2
+    details = Details(inputs=facts, logprobs=facts)
+    prompt, new = list(rng.choice(PROMPTS)), rng.randint(1, MOST_NEW)
+    return Request(number, prompt, new, False, sampling, details, None, rng.choice(SALTS))
+
+
+def _interleave(rng: random.Random, run: Run) -> int:
+    """Eight requests that come and, some of them, go at any time; how many left the middle of their work."""
+    to_come, left = [_request(rng, number) for number in range(8)], 0
+    while to_come or not run.batcher.idle:
+        while to_come and (run.batcher.idle or rng.random() < 0.3):
+            run.batcher.submit([to_come.pop(0)], 0.0)
+        if rng.random() < 0.05:
+            left += run.cancel(rng.randrange(8))
+        run.step()
+    run.finish()
+    return left
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [("Llama", 2, "float64", False), ("Llama", 2, "float64", True)],
+    indirect=True,
+    ids=["as planned", "ahead"],
+)
+@pytest.mark.parametrize("few", [False, True], ids=["many blocks", "few blocks"])
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
+def test_two_hundred_interleavings(subject: Subject, few: bool, prefix_cache: bool) -> None:
+    """Fifty of each kind, and as many that run ahead."""
+    total, left = Admissions(), 0
+    for seed in range(50):
+        rng = random.Random(seed)
+        blocks = rng.randint(22, 30) if few else 200  # the largest request has 22
+        chunk, rows = rng.choice([1, 2, 3, 5, 8, 13, 64]), rng.randint(2, ROWS)
+        batcher = subject.batcher(blocks, chunk, prefix_cache=prefix_cache, max_batch_size=rows)
+        run = Run(subject, batcher, counts=total)
+        left += _interleave(rng, run)
+    assert left > 5
+    assert (total.preemptions > 50) == few
+    assert (total.prefix_hits > 50) == prefix_cache
+    assert total.queue_jumps or not few
+
+
+ATTENTION = pytest.mark.parametrize(
+    "subject",
+    [
+        ("Llama", 1, "float64", False),
+        ("Mistral", 1, "float64", False),
+        ("Gemma2", 1, "float32", False),
+        ("GptOss", 1, "float32", False),
+    ],
+    indirect=True,
+    ids=["plain", "sliding window", "soft-capping", "sinks"],
+)
+
+
+@ATTENTION
+def test_chunks_of_every_size(subject: Subject) -> None:
+    """Alone, and beside a row that decodes."""
+    long = Request(1, list(PROMPTS[5]), 8, False, Sampling(), Details(inputs=True, logprobs=True))
+    for chunk in range(1, len(long.tokens) + 1):
+        for beside in (0, 1):
+            run = Run(subject, subject.batcher(100, chunk))
+            run.batcher.submit([Request(0, [5, 6], MOST_NEW, False, Sampling(), Details())] * beside, 0.0)
+            for _ in range(3 * beside):
+                run.step()
+            run.batcher.submit([long], 0.0)
+            plan = run.step()
+            assert plan is not None
+            assert plan.counts == [1] * beside + [max(chunk - beside, 1)]
+            run.finish()
+
+
+@ATTENTION
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
+def test_rows_that_make_room_at_any_step(subject: Subject, prefix_cache: bool) -> None:
+    """Somebody takes all free blocks for one step, or for every step in which others have some beside the oldest."""
+    steps = _squeezed(subject, prefix_cache, lambda step: False)
+    for when in range(steps):
+        _squeezed(subject, prefix_cache, when.__eq__)
+    assert _squeezed(subject, prefix_cache, lambda step: True) > steps
+
+
+def _squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int], bool]) -> int:
+    """Two prompts token by token, so that the oldest needs one block in every step; the steps that it takes."""
+    run = Run(subject, subject.batcher(100, 1, prefix_cache=prefix_cache))
+    run.batcher.submit([Request(n, list(PROMPTS[n]), 6, False, Sampling(), Details()) for n in (6, 8)], 0.0)
+    pager, steps = run.batcher._pager, 0
+    assert pager is not None
+    while not run.batcher.idle:
+        others = pager.pool.used - len(run.batcher.rows[0].blocks) if run.batcher.rows else 0
+        squeezed = others > 0 and squeezes(steps)
+        taken = pager.pool.take(pager.pool.available) if squeezed else []
+        plan = run.step()
+        assert plan is not None
+        assert bool(plan.preempted) == squeezed
+        pager.pool.give_back(taken)
+        steps += 1
+    run.finish()
+    return steps

@@ -1,0 +1,80 @@
+"""On a CPU with kernels of ours, a row's numbers do not depend on its neighbours, nor on how its prompt was cut: they
+are the same to the last bit, in bfloat16 too.
+"""
+
+import random
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options, limits
+from tiny_models import VOCABULARY, make_from, steps
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from tgis.engines.kernels.cpu.linear import has_kernel
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.messages import Details, Request, Sampling, TokenFacts
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "Llama": LlamaConfig(**SHAPE),
+    "Qwen3": Qwen3Config(**SHAPE),
+    "Gemma2": Gemma2Config(**SHAPE, sliding_window=40),
+}
+LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
+NEW, ROWS = 12, 8
+
+Outcome = tuple[list[int], list[TokenFacts]]
+
+pytestmark = pytest.mark.skipif(not has_kernel(torch.zeros(2, 2)), reason="no kernels for this processor")
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in CONFIGS for dtype in ("bfloat16", "float32")])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
+    name, dtype = request.param
+    path = make_from(CONFIGS[name], tmp_path_factory.mktemp("model"))
+    engine = PagedEngine(msgspec.structs.replace(engine_options(path, ROWS, threads=2), dtype=dtype))
+    engine.warm_up()
+    return engine
+
+
+def requests() -> list[Request]:
+    draw = random.Random(1)
+    details = Details(generated=True, logprobs=True, ranks=True, top_n=3)
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    sampling = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5), Sampling(repetition_penalty=1.3)]
+    return [Request(number, prompt, NEW, False, sampling[number % 3], details) for number, prompt in enumerate(prompts)]
+
+
+def outcomes(
+    engine: PagedEngine, together: list[Request], chunk: int, blocks: int, rng: random.Random
+) -> list[Outcome]:
+    """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
+    bounds = limits(blocks * 16, padded=False, block_size=16, prefill_tokens=chunk, max_batch_size=ROWS)
+    found: dict[int, Outcome] = {request.id: ([], []) for request in together}
+    for plan, result, _ in steps(engine, bounds, together, rng):
+        for row, token, fact in zip(plan.sampled, result.tokens, result.facts, strict=True):
+            assert fact is not None
+            found[row.id][0].append(token)
+            found[row.id][1].append(fact)
+    return [found[request.id] for request in together]
+
+
+def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
+    draw = random.Random(2)
+    asked = requests()
+    alone = [outcomes(engine, [request], 512, 100, draw)[0] for request in asked]
+    for chunk in (1, 3, 16, 50, 512):
+        draw.shuffle(asked)
+        together = outcomes(engine, asked, chunk, draw.choice([24, 100]), draw)
+        for request, outcome in zip(asked, together, strict=True):
+            assert outcome == alone[request.id], (chunk, request.id)

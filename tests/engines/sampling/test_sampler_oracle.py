@@ -1,0 +1,98 @@
+"""Random rows, with scores that tie all the time, against the naive way to choose."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import sampling_oracle as oracle
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_oracle import make_row
+
+from tgis.engines.sampling import logits_processors, logprobs
+from tgis.engines.sampling import sampler as ours
+from tgis.ipc.messages import Details, Sampling
+
+SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
+    top_k=st.one_of(st.just(0), st.integers(1, 12)),
+    top_p=SHARES,
+    typical_p=SHARES,
+    seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.5, 2.0]),
+    length_penalty=st.one_of(st.none(), st.tuples(st.integers(0, 4), st.sampled_from([1.0, 1.5, 2.0]))),
+    min_new_tokens=st.integers(0, 3),
+)
+details = st.builds(
+    Details, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5, 99])
+)
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn,
+) -> tuple[list[Sampling], list[Details], list[int], list[list[float]], list[list[int]]]:
+    size, vocabulary, width = draw(st.integers(1, 5)), draw(st.integers(8, 40)), draw(st.integers(1, 6))
+    score = st.sampled_from([-float("inf"), -0.0, *map(float, range(-3, 4)), 0.0, 1.0, 1.0, 2.0])
+
+    def rows_of(entry: st.SearchStrategy, length: int) -> list:  # type: ignore[type-arg]
+        return draw(st.lists(st.lists(entry, min_size=length, max_size=length), min_size=size, max_size=size))
+
+    def per_row(entry: st.SearchStrategy) -> list:  # type: ignore[type-arg]
+        return draw(st.lists(entry, min_size=size, max_size=size))
+
+    return (
+        per_row(samplings),
+        per_row(details),
+        per_row(st.integers(0, 8)),
+        rows_of(score, vocabulary),
+        rows_of(st.integers(0, vocabulary - 1), width),
+    )
+
+
+@pytest.fixture(params=["as it is", "lists too short"], autouse=True)
+def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As for a vocabulary hundreds of times as large: short lists, blocks of a few tokens and of a row."""
+    if request.param == "as it is":
+        yield
+        return
+    with (
+        mock.patch.multiple(logprobs, _SHORTEST=4, _LONGEST=8, _SPARE=2, _LONGER=2),
+        mock.patch.multiple(logits_processors, _MOST_SELECTED=9, _CPU_BLOCK=50, _STRIDE=4),
+        mock.patch.object(ours, "_DRAW_BLOCK", 4),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(batch=batches(), eos=st.lists(st.integers(0, 50), max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_rows_are_as_the_naive_way_has_them(
+    dtype: torch.dtype,
+    batch: tuple[list[Sampling], list[Details], list[int], list[list[float]], list[list[int]]],
+    eos: list[int],
+) -> None:
+    wishes, asked, generated, logits, context = batch
+    sampler = ours.Sampler(len(logits[0]), eos, torch.device("cpu"))
+    rows = [make_row(s, d, n) for s, d, n in zip(wishes, asked, generated, strict=True)]
+    sampler.set_rows(rows)
+    choice = sampler.choose(torch.tensor(logits, dtype=dtype), torch.tensor(context))
+    ends = [token for token in eos if token < len(logits[0])]
+    for i, sampling in enumerate(wishes):
+        expected = oracle.process(logits[i], sampling, generated[i], ends, context[i])
+        bad = expected.scores.max() == -float("inf")
+        assert (i in choice.bad) == bad
+        if bad or expected.ambiguous:
+            continue
+        oracle.check_token(choice.tokens[i], expected, sampling, generated[i])
+        details = asked[i]
+        if details.generated and (details.logprobs or details.ranks or details.top_n):
+            found = choice.facts[i]
+            assert found is not None
+            oracle.check_facts(found, choice.tokens[i], expected, details)
+        else:
+            assert not choice.facts or choice.facts[i] is None

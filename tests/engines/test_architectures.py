@@ -1,0 +1,180 @@
+"""Many architectures: which engine runs them, and that rows which join and leave at random get what they get alone."""
+
+import random
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import transformers
+from batches import engine_options, limits
+from repository import REPOSITORY
+from tiny_models import (
+    ARCHITECTURES,
+    ENCODER_DECODERS,
+    EOS,
+    FURTHER,
+    FURTHER_ENCODER_DECODERS,
+    SMALL,
+    START,
+    T5_LIKE,
+    VOCABULARY,
+    make_config,
+    make_model,
+    run,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_SEQ_TO_SEQ,
+)
+
+from tgis.batcher.memory_model import Limits
+from tgis.engines import load_engine
+from tgis.engines.base import Engine
+from tgis.engines.padded.engine import PaddedEngine
+from tgis.engines.paged.engine import PagedEngine
+from tgis.errors import StartError, Unsupported
+from tgis.ipc.messages import Details, Request, Sampling
+
+NEW_TOKENS = 12
+NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
+
+
+class Reference:
+    """What transformers says, in one plain pass over all tokens of one row."""
+
+    def __init__(self, directory: Path) -> None:
+        self.encoder_decoder = transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder
+        family = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
+        self.model: PreTrainedModel = family.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """Those that choose the token after the prompt, and after each of the others: [1 + tokens, V]."""
+        with torch.no_grad():
+            if self.encoder_decoder:
+                outputs = torch.tensor([[START, *tokens]])
+                return self.model(torch.tensor([prompt]), decoder_input_ids=outputs).logits[0].float()
+            return self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :].float()
+
+
+def read_table() -> dict[str, tuple[str, str]]:
+    """By class: the engine, and why not tgis_native."""
+    rows = re.findall(
+        r"^\| (\w+) \| .+? \| (\w+) \| (.*?) ?\|$", (REPOSITORY / "docs/models.md").read_text(), re.MULTILINE
+    )
+    return {name: (engine, why) for name, engine, why in rows if name != "Class"}
+
+
+TABLE = read_table()
+MESSAGES = {  # for each reason in the table
+    "attention of its own": "0 of 2 layers use replaceable attention",
+    "differences of two attentions: the logits do not agree": "does not give the model's own logits",
+    "encoder-decoder": "is an encoder-decoder",
+    "keeps more than a KV cache": "keep more than a KV cache",
+    "sees padding": "sees padding",
+    "shares experts among rows": "shares experts among rows",
+}
+
+
+def class_name(name: str) -> str:
+    """That transformers loads a model of this name as."""
+    config = make_config(name)
+    names: dict[str, str] = MODEL_FOR_SEQ_TO_SEQ if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM
+    return names[config.model_type]
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
+def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
+    directory = make_model(name, tmp_path)
+    engine = PaddedEngine(engine_options(directory, 6, threads=1))
+    check(directory, engine, limits(100_000, max_batch_size=6, prefill_tokens=512))
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
+def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
+    """In chunks of any size, with so few blocks that rows are preempted, and with cached prefixes."""
+    directory = make_model(name, tmp_path)
+    options = engine_options(directory, 6, threads=1)
+    engine, why = TABLE[class_name(name)]
+    if engine != "tgis_native":
+        with pytest.raises(Unsupported, match=MESSAGES[why]):
+            PagedEngine(options)
+        return
+    bounds = limits(80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7)
+    check(directory, PagedEngine(options), bounds)
+
+
+def check(directory: Path, engine: Engine, bounds: Limits) -> None:
+    """Prompts that come at random times get what transformers gives each alone."""
+    reference = Reference(directory)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    prompts += [prompts[-1][:9] + prompts[0][:9], prompts[-1] + prompts[0]]
+    requests = [Request(n, p, NEW_TOKENS, False, Sampling(), Details()) for n, p in enumerate(prompts)]
+    generated = run(engine, bounds, requests, rng)
+    clear = [assert_greedy(reference, prompt, tokens) for prompt, tokens in zip(prompts, generated, strict=True)]
+    assert sum(clear) > 0.8 * sum(map(len, generated))
+    assert_context_matters(reference, prompts, generated)
+
+
+@pytest.mark.parametrize("name", [*FURTHER, *FURTHER_ENCODER_DECODERS])
+def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
+    engine, why = TABLE[class_name(name)]
+    options = engine_options(make_model(name, tmp_path), 6, threads=1)
+    if engine == "none":
+        with pytest.raises(StartError, match=MESSAGES[why]):
+            load_engine(msgspec.structs.replace(options, engine="auto"), sys.exit)
+    elif engine == "hf_transformers":
+        with pytest.raises(Unsupported, match=MESSAGES[why]):
+            PagedEngine(options)
+        PaddedEngine(options).warm_up()
+    else:
+        PagedEngine(options).warm_up()
+
+
+def test_the_table_lists_what_was_tried() -> None:
+    tried = [*ARCHITECTURES, *FURTHER, *ENCODER_DECODERS, *FURTHER_ENCODER_DECODERS]
+    assert TABLE.keys() == {class_name(name) for name in tried}
+
+
+@pytest.mark.parametrize("name", ["Llama4Text", "Phimoe"])
+def test_layers_that_keep_their_windows_to_themselves_are_not_paged_for_longer_texts(name: str, tmp_path: Path) -> None:
+    """The models see 256 tokens."""
+    options = engine_options(make_model(name, tmp_path), 6, threads=1)
+    PagedEngine(msgspec.structs.replace(options, max_sequence_length=256))
+    with pytest.raises(Unsupported, match="256 do not tell of it"):
+        PagedEngine(msgspec.structs.replace(options, max_sequence_length=257))
+
+
+def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:
+    config = transformers.T5Config(**SMALL | {"bos_token_id": None}, **T5_LIKE)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(StartError, match="decoder_start_token_id of an encoder-decoder must be one token, not None"):
+        PaddedEngine(engine_options(tmp_path, 6, threads=1))
+
+
+def assert_context_matters(reference: Reference, prompts: list[list[int]], generated: list[list[int]]) -> None:
+    """A model that looks at the last token only would pass whatever became of the others."""
+    first = [best(reference, prompt, []) != best(reference, prompt[-1:], []) for prompt in prompts]
+    assert sum(first) >= len(prompts) / 4
+    if reference.encoder_decoder:
+        pairs = list(zip(prompts, generated, strict=True))
+        last = [best(reference, prompt, tokens[:8]) != best(reference, prompt, tokens[7:8]) for prompt, tokens in pairs]
+        assert sum(last) >= len(prompts) / 4
+
+
+def best(reference: Reference, prompt: list[int], tokens: list[int]) -> int:
+    return int(reference.logits(prompt, tokens)[-1].argmax())
+
+
+def assert_greedy(reference: Reference, prompt: list[int], tokens: list[int]) -> int:
+    """Every token is the best one after those before it; of how many no other could have passed."""
+    logits = reference.logits(prompt, tokens)[:-1]
+    assert len(tokens) == NEW_TOKENS or tokens[-1] == EOS
+    for scores, token in zip(logits, tokens, strict=True):
+        assert scores.max() - scores[token] < NEAR_TIE
+    best = logits.topk(2).values
+    return int((best[:, 0] - best[:, 1] > 2 * NEAR_TIE).sum())

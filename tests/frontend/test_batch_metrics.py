@@ -1,0 +1,262 @@
+"""What the metrics of batches and of the queue say after each step, on small loads counted by hand."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import pytest
+from batches import EOS, engine_options, limits, request
+from harness import asynchronous
+from scraped_metrics import value
+
+from tgis.batcher.batcher import Batcher
+from tgis.engine_core.main import Worker
+from tgis.engines.fake import FakeEngine
+from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.metrics import Metrics
+from tgis.ipc.messages import Cancel, Request, Shutdown, Step, StepStats, StopReason, Submit
+from tgis.models.fake import make_fake_model
+
+if TYPE_CHECKING:
+    from tgis.ipc.channel import Link
+
+Turn = list[Submit | Cancel]
+
+
+class After(NamedTuple):
+    """What is seen after a step: gauges, then what the step added to counters and sums."""
+
+    running: float
+    context: float
+    remaining: float
+    prefilled: float = 0  # sums of tgi_batch_inference_batch_size
+    decoded: float = 0
+    prompt_tokens: float = 0
+    concatenated: float = 0
+    left_the_queue: float = 0
+
+
+SAMPLES: list[tuple[str, dict[str, str]]] = [
+    ("tgi_batch_current_size", {}),
+    ("tgi_batch_input_tokens", {}),
+    ("tgi_batch_max_remaining_tokens", {}),
+    ("tgi_batch_inference_batch_size_sum", {"method": "prefill"}),
+    ("tgi_batch_inference_batch_size_sum", {"method": "next_token"}),
+    ("tgi_batch_next_tokens_sum", {}),
+    ("tgi_batch_concatenation_count", {}),
+    ("tgi_request_queue_duration_count", {}),
+]
+
+
+class Script:
+    """Instead of the socket: one turn of messages before each step, and what the metrics say after it."""
+
+    def __init__(self, turns: list[Turn], metrics: Metrics) -> None:
+        self._turns = iter(turns)
+        self._metrics = metrics
+        self.stats: list[StepStats] = []
+        self.seen: list[After] = []
+        self._sums = [0.0] * len(SAMPLES)
+
+    def receive(self, *, wait: bool) -> list[Any]:
+        assert not wait or len(self.seen) in (0, len(self.stats))
+        turn = next(self._turns, None)
+        return [Shutdown()] if turn is None else turn
+
+    def send(self, message: object) -> None:
+        if isinstance(message, Step) and message.stats:
+            self._metrics.step(message.stats, 0.0)
+            now = [value(self._metrics, name, **labels) for name, labels in SAMPLES]
+            self.stats.append(message.stats)
+            self.seen.append(After(*now[:3], *(new - old for new, old in zip(now[3:], self._sums[3:], strict=True))))
+            self._sums = now
+
+
+def run(directory: Path, turns: list[Turn], **kind: Any) -> Script:
+    """A worker with the engine that repeats its prompts, through these turns."""
+    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
+    script = Script(turns, metrics)
+    memory_tokens = kind.pop("memory_tokens", None)
+    steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
+    engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4, None))
+    Worker(cast("Link", script), engine, Batcher(limits(**kind), {EOS})).run()
+    return script
+
+
+def submit(*requests: Request) -> Submit:
+    return Submit(list(requests), time.monotonic())
+
+
+TWO_THEN_ONE: list[Turn] = [
+    [submit(request(1, 3, 4), request(2, 5, 2))],
+    [submit(request(3, 2, 9))],
+    [],
+    [],
+]
+
+
+def test_steps_of_a_padded_engine(tmp_path: Path) -> None:
+    assert run(tmp_path, TWO_THEN_ONE, padded=True).seen == [
+        After(2, 2 * 6, 3 + 1, prefilled=2, prompt_tokens=2 * 5, left_the_queue=2),
+        After(1, 5, 2, decoded=2),  # the second has ended
+        After(2, 2 * 5, 2 + 8, prefilled=1, prompt_tokens=2, concatenated=1, left_the_queue=1),
+        After(2, 2 * 6, 1 + 7, decoded=2),
+    ]
+
+
+def test_steps_of_an_engine_without_padding(tmp_path: Path) -> None:
+    assert run(tmp_path, TWO_THEN_ONE, padded=False).seen == [
+        After(2, 4 + 6, 3 + 1, prefilled=2, prompt_tokens=3 + 5, left_the_queue=2),
+        After(1, 5, 2, decoded=2),
+        After(2, 5 + 3, 2 + 8, prefilled=1, prompt_tokens=2, concatenated=1, left_the_queue=1),
+        After(2, 6 + 4, 1 + 7, decoded=2),
+    ]
+
+
+def test_steps_that_mix_chunks_and_decode(tmp_path: Path) -> None:
+    turns: list[Turn] = [
+        [submit(request(1, 3, 4))],
+        [submit(request(2, 9, 3))],  # in chunks of 4 less 1 for the row that decodes
+        [],
+        [],
+        [],
+    ]
+    assert run(tmp_path, turns, padded=False, block_size=1, prefill_tokens=4).seen == [
+        After(1, 4, 3, prefilled=1, prompt_tokens=3, left_the_queue=1),
+        After(2, 5 + 9, 2 + 3, prefilled=1, decoded=1, prompt_tokens=3, concatenated=1, left_the_queue=1),
+        After(2, 6 + 9, 1 + 3, prefilled=1, decoded=1, prompt_tokens=3),
+        After(1, 10, 2, prefilled=1, decoded=1, prompt_tokens=3),  # one ends while the other gets its first token
+        After(1, 11, 1, decoded=1),
+    ]
+
+
+def test_a_request_with_a_place_in_the_batch_is_not_in_the_queue(tmp_path: Path) -> None:
+    """The step's tokens are shared by two prompts: the third row gets none of them yet."""
+    turns: list[Turn] = [[submit(request(1, 50, 4), request(2, 2, 4), request(3, 9, 4))], []]
+    script = run(tmp_path, turns, padded=False, block_size=1, prefill_tokens=4)
+    assert script.seen == [
+        After(3, 50 + 3 + 9, 4 + 3 + 4, prefilled=2, prompt_tokens=2 + 2, left_the_queue=3),
+        After(3, 50 + 4 + 9, 4 + 2 + 4, prefilled=2, decoded=1, prompt_tokens=2 + 1, concatenated=1),
+    ]
+    assert [stats.joined for stats in script.stats] == [[1, 2, 3], []]
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([[submit(request(1, 3, 4), request(2, 3, 4))]], 0),  # nothing ran before
+        ([[submit(request(1, 3, 4))], [], [submit(request(2, 3, 1))]], 0),  # ends with its first token
+        ([[submit(request(1, 3, 9), request(2))], [], [Cancel([2]), submit(request(3))]], 1),
+        ([[submit(request(1, 3, 9))], [], [Cancel([1]), submit(request(2))]], 0),
+        ([[submit(request(1, 3, 9))], [], [submit(request(2), request(3))]], 1),  # batches, not rows
+    ],
+)
+def test_a_batch_is_concatenated_when_new_rows_stay_beside_old_ones(
+    tmp_path: Path, turns: list[Turn], expected: int
+) -> None:
+    script = run(tmp_path, turns, padded=True)
+    assert sum(after.concatenated for after in script.seen) == expected
+
+
+def test_a_new_row_beside_one_that_ends_in_the_same_step_is_a_concatenation(tmp_path: Path) -> None:
+    turns: list[Turn] = [[submit(request(1, 3, 2))], [submit(request(2, 3, 4))]]
+    script = run(tmp_path, turns, padded=False, block_size=1)
+    assert [(after.running, after.concatenated) for after in script.seen] == [(1, 0), (1, 1)]
+
+
+def test_rows_that_fail_in_a_step_were_in_it(tmp_path: Path) -> None:
+    poisoned = Request(1, [77, 77], 5, False, request(1).sampling, request(1).details)
+    script = run(tmp_path, [[submit(poisoned, request(2, 3, 4))], [submit(request(3, 3, 9))]], padded=True)
+    assert script.seen[0] == After(1, 4, 3, prefilled=2, prompt_tokens=2 * 3, left_the_queue=2)
+    assert script.seen[1] == After(1, 5, 2, decoded=1)
+
+
+def test_waiting_is_counted_from_the_call_also_during_a_long_step(tmp_path: Path) -> None:
+    now = time.monotonic()
+    script = run(tmp_path, [[Submit([request(1)], now - 500)], [], [Submit([request(2)], now - 200)]])
+    assert [int(seconds) // 100 for stats in script.stats for seconds in stats.queued_for] == [5, 2]
+
+
+def test_rows_of_a_failed_step_wait_again(tmp_path: Path) -> None:
+    """The third step of two rows runs out of memory; then one of them is computed again alone."""
+    turns: list[Turn] = [[submit(*[request(n, 3, 9) for n in range(4)])], [], [], []]
+    script = run(tmp_path, turns, padded=False, max_batch_size=2, memory_tokens=9)
+    assert [stats.returned for stats in script.stats] == [0, 0, 1]  # the other two have never run
+    assert script.seen[-1] == After(1, 6, 6, prefilled=1, prompt_tokens=5)
+
+
+def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, int, int, int]:
+    """What is counted while requests of these lengths and new tokens come, one step per turn."""
+    batcher, now, ids = Batcher(limits(**kind), {EOS}), 0.0, iter(range(99))
+    total = [0, 0, 0, 0]
+    for turn in turns:
+        batcher.submit([request(next(ids), *lengths) for lengths in turn], now)
+        plan = batcher.plan(now)
+        assert plan is not None
+        batcher.commit(plan, [7] * len(plan.sampled), now)
+        now += 0.5
+        new = batcher.take_admissions()
+        counts = (new.queue_jumps, new.granular_additions, new.prefill_weight_exceeded, new.prefill_padding_exceeded)
+        total = [old + more for old, more in zip(total, counts, strict=True)]
+    return total[0], total[1], total[2], total[3]
+
+
+def test_how_rows_joined_is_counted() -> None:
+    kind = {"padded": False}
+    assert admissions([[(3, 5), (3, 5)]], **kind) == (0, 0, 0, 0)
+    # 60 of 100 tokens are spoken for, 70 do not fit: the third joins before the second
+    assert admissions([[(4, 56)], [], [(4, 66), (4, 6)]], weight=100, **kind) == (1, 0, 0, 0)
+    # at worst 50 + 42 + 40 of 100 tokens, but the second will have left
+    assert admissions([[(8, 42), (38, 4)], [], [(5, 35)]], weight=100, **kind, prefill_tokens=50) == (0, 1, 0, 0)
+    # 10 tokens of prompts are one step's
+    assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=10) == (0, 0, 3, 0)
+
+
+def test_how_rows_joined_is_counted_with_blocks() -> None:
+    """They join on what they need now."""
+    kind = {"padded": False, "block_size": 1}
+    assert admissions([[(3, 5), (3, 5)]], **kind) == (0, 0, 0, 0)
+    assert admissions([[(4, 56)], [], [(4, 66), (4, 6)]], weight=100, **kind) == (0, 2, 0, 0)
+    assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=10) == (0, 0, 1, 0)
+
+
+def test_padding_keeps_requests_back() -> None:
+    kind = {"padded": True, "max_padding": 0.2}
+    assert admissions([[(20, 5), (2, 5), (19, 5)]], **kind) == (1, 0, 0, 1)
+
+
+class Gone:
+    """Instead of the socket, on the side of the front end."""
+
+    def write(self, data: bytes) -> None:
+        assert data
+
+
+@asynchronous
+async def test_the_queue_changes_with_arrivals_cancels_joins_and_ends() -> None:
+    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
+    client = EngineClient()
+    client.observer = metrics
+    client._transport = cast("Any", Gone())
+
+    def queue() -> tuple[float, int]:
+        return value(metrics, "tgi_queue_size"), client.queued_tokens
+
+    def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
+        return Step(ids, [7] * len(ids), [*ends], [], {}, stats)
+
+    with client.submitted([request(n, 10 + n) for n in range(5)], eager=True) as inboxes:
+        assert queue() == (5, 10 + 11 + 12 + 13 + 14)
+        client.close(inboxes[4])
+        assert queue() == (4, 46)
+        client.receive(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([0, 1])))
+        assert queue() == (2, 25)
+        client.receive(step([2], [StopReason.TIME_LIMIT], None))
+        assert queue() == (1, 13)
+        client.receive(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([], returned=1)))
+        assert queue() == (2, 13)
+    assert queue() == (0, 0)
+
+
+def joined(ids: list[int], returned: int = 0) -> StepStats:
+    return StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, returned, [0.1 for _ in ids], ids)

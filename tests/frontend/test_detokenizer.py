@@ -1,0 +1,205 @@
+"""tgis.frontend.detokenizer: token by token must give what the library gives for the whole output."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers_zoo as zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from tgis.errors import StartError
+from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
+from tgis.frontend.tokenizer import Tokenizer
+
+# Per family: whether a decoder-only model's output may begin with the space of its first word.
+KEEPS_FIRST_SPACE = {"byte_fallback", "metaspace", "word_piece", "no_decoder", "mistral"}
+UNKNOWN = 1 << 20
+
+Families = Callable[[str], tuple[Backend, Tokenizer]]
+
+
+@pytest.fixture(scope="module")
+def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """The library's tokenizer and ours, by name."""
+    loaded: dict[str, tuple[Backend, Tokenizer]] = {}
+
+    def load(family: str) -> tuple[Backend, Tokenizer]:
+        if family not in loaded:
+            text = zoo.description(family, cache_dir)
+            directory = zoo.write(tmp_path_factory.mktemp(family), text)
+            loaded[family] = Backend.from_str(text), Tokenizer.load(directory, workers=1)
+        return loaded[family]
+
+    return load
+
+
+def decoder(tokenizer: Tokenizer, *eos: int, encoder_decoder: bool = False, special: bool = False) -> TokenDecoder:
+    return TokenDecoder(tokenizer, eos, encoder_decoder=encoder_decoder, output_special_tokens=special)
+
+
+def pieces(tokens: TokenDecoder, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokens)
+    return [detokenizer.add(token_id) for token_id in ids]
+
+
+def whole(backend: Backend, family: str, ids: list[int], *, encoder_decoder: bool, special: bool = False) -> str:
+    """The library's text of the whole output, by the table of decoder types."""
+    lead = [] if encoder_decoder or family not in KEEPS_FIRST_SPACE else [_any_word(backend)]
+    head = backend.decode(lead, skip_special_tokens=not special)
+    text: str = backend.decode([*lead, *ids], skip_special_tokens=not special)
+    assert text.startswith(head)
+    return text[len(head) :].rstrip("\ufffd")
+
+
+def byte_ids(backend: Backend, data: bytes) -> list[int]:
+    """The tokens that stand for single bytes where there is byte fallback."""
+    vocabulary = backend.get_vocab()
+    return [vocabulary[f"<0x{byte:02X}>"] for byte in data]
+
+
+def _any_word(backend: Backend) -> int:
+    return next(i for i in range(300, -1, -1) if backend.decode([i]).strip().isalpha())
+
+
+def some_ids(backend: Backend, tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any ids, with many of the first ones, which are special tokens and bytes, and unknown ones.
+
+    Bytes of byte fallback are those of valid text: else the library replaces the whole run, however late.
+    """
+    size = backend.get_vocab_size()
+    upper = range(0x80, 0x100) if "ByteFallback" in tokenizer.decoder_types else ()
+    barred = {backend.token_to_id(f"<0x{byte:02X}>") for byte in upper}
+    known = st.one_of(st.integers(0, size - 1), st.integers(0, min(260, size - 1)))
+    anything = st.one_of(known.filter(lambda one: one not in barred), st.just(UNKNOWN))
+    text = st.text(max_size=5).map(lambda text: backend.encode(text, add_special_tokens=False).ids)
+    parts = st.lists(st.one_of(anything.map(lambda one: [one]), text), max_size=20)
+    return parts.map(lambda lists: [one for part in lists for one in part])
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_texts_equal_whole_decoding(families: Families, family: str, encoder_decoder: bool) -> None:
+    backend, tokenizer = families(family)
+    tokens = decoder(tokenizer, encoder_decoder=encoder_decoder)
+    for text in zoo.SAMPLES:
+        ids = backend.encode(text).ids
+        expected = whole(backend, family, ids, encoder_decoder=encoder_decoder)
+        assert "".join(pieces(tokens, ids)) == expected
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@given(data=st.data())
+@settings(deadline=None)
+def test_any_ids_equal_whole_decoding(
+    families: Families, family: str, encoder_decoder: bool, data: st.DataObject
+) -> None:
+    backend, tokenizer = families(family)
+    ids = data.draw(some_ids(backend, tokenizer))
+    special = data.draw(st.booleans())
+    tokens = decoder(tokenizer, encoder_decoder=encoder_decoder, special=special)
+    expected = whole(backend, family, ids, encoder_decoder=encoder_decoder, special=special)
+    assert "".join(pieces(tokens, ids)) == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "byte_fallback"])
+@pytest.mark.parametrize("sample", [sample for sample in zoo.SAMPLES if sample.strip()])
+def test_real_text_survives(families: Families, family: str, sample: str) -> None:
+    backend, tokenizer = families(family)
+    text = "".join(pieces(decoder(tokenizer), backend.encode(sample).ids))
+    assert text == (sample if family == "gpt2" else " " + sample)
+
+
+def test_first_word_keeps_its_space_only_in_decoder_only_models(families: Families) -> None:
+    backend, tokenizer = families("byte_fallback")
+    ids = backend.encode("The first").ids
+    assert "".join(pieces(decoder(tokenizer), ids)) == " The first"
+    assert "".join(pieces(decoder(tokenizer, encoder_decoder=True), ids)) == "The first"
+
+
+def test_words_of_a_suffix_vocabulary_stay_apart(families: Families) -> None:
+    backend, tokenizer = families("word_suffix_sequence")
+    ids = backend.encode("The first word").ids
+    assert "".join(pieces(decoder(tokenizer, encoder_decoder=True), ids)) == "The first word"
+
+
+def test_character_over_several_tokens_arrives_with_its_last(families: Families) -> None:
+    backend, tokenizer = families("byte_fallback")
+    assert pieces(decoder(tokenizer), byte_ids(backend, "é😀".encode())) == ["", "é", "", "", "", "😀"]
+
+
+def test_text_is_not_delayed_by_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
+    head, middle = "ä½", "łä½"  # E4 BD; A0 E4 BD
+    backend = Backend(models.BPE({"A": 0, head: 1, middle: 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1)
+    assert pieces(decoder(tokenizer), [1, *[2] * 50, 0]) == ["", *["你"] * 50, "\ufffdA"]
+
+
+def test_broken_middle_is_text(families: Families) -> None:
+    backend, tokenizer = families("byte_level")
+    vocabulary = backend.get_vocab()
+    ids = [vocabulary["naÿ"], vocabulary["ÿ"], vocabulary["T"]]
+    assert pieces(decoder(tokenizer), ids) == ["na", "", "\ufffd\ufffdT"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "byte_level", "byte_fallback"])
+def test_broken_end_is_no_text(families: Families, family: str) -> None:
+    backend, tokenizer = families(family)
+    emoji = backend.encode("🫎", add_special_tokens=False).ids
+    ids = [*backend.encode("deer").ids, *emoji[:-1]]
+    expected = whole(backend, family, backend.encode("deer").ids, encoder_decoder=False)
+    assert "".join(pieces(decoder(tokenizer), ids)).rstrip(" ") == expected
+
+
+@pytest.mark.parametrize("family", ["byte_fallback", "mistral"])
+@given(data=st.data())
+@settings(deadline=None)
+def test_invalid_bytes_are_replaced_one_by_one(families: Families, family: str, data: st.DataObject) -> None:
+    backend, tokenizer = families(family)
+    values = data.draw(st.binary(max_size=30))
+    escaped = values.decode("utf-8", "surrogateescape")
+    expected = "".join("\ufffd" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in escaped)
+    text = "".join(pieces(decoder(tokenizer), byte_ids(backend, values)))
+    assert text == expected.rstrip("\ufffd")
+
+
+def test_cut_off_character_before_a_word_is_as_in_the_library(families: Families) -> None:
+    backend, tokenizer = families("mistral")
+    ids = [*byte_ids(backend, b"\xe4\xbd"), *backend.encode("word").ids]
+    assert "".join(pieces(decoder(tokenizer), ids)) == "\ufffd\ufffd word" == backend.decode(ids)
+
+
+def test_special_tokens_are_text_only_if_wanted(families: Families) -> None:
+    backend, tokenizer = families("mistral")
+    ids = [*backend.encode("one").ids, 2]
+    assert "".join(pieces(decoder(tokenizer, 2), ids)) == " one"
+    assert "".join(pieces(decoder(tokenizer, special=True), ids)) == "<s> one</s>"
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"), [([], " one"), ([2], " one"), ([2, 2], " one</s>"), ([2, 13, 2], " one</s>\n")]
+)
+def test_one_last_eos_adds_no_text(families: Families, ends: list[int], text: str) -> None:
+    backend, tokenizer = families("mistral")
+    ids = [*backend.encode("one", add_special_tokens=False).ids, *ends]
+    assert "".join(pieces(decoder(tokenizer, 2, special=True), ids)) == text
+
+
+def test_eos_that_is_not_special_is_text(families: Families) -> None:
+    backend, tokenizer = families("mistral")
+    ids = backend.encode("one two", add_special_tokens=False).ids
+    assert "".join(pieces(decoder(tokenizer, ids[-1]), ids)) == " one two"
+    assert "".join(pieces(decoder(tokenizer, ids[-1], special=True), ids)) == " one"
+
+
+def test_unsupported_decoder(tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"A": 0, "a_b": 1}))
+    backend.decoder = decoders.Replace("_", " ")
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1)
+    with pytest.raises(StartError, match="unsupported tokenizer type: decoder Replace"):
+        decoder(tokenizer)
+    assert pieces(decoder(tokenizer, encoder_decoder=True), [0, 1]) == ["A", "a b"]

@@ -1,0 +1,366 @@
+"""What Prometheus sees: the scrape against a literal table of TGIS's metrics, events against their values."""
+
+import itertools
+import re
+
+import msgspec
+import pytest
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+from scraped_metrics import Series, samples, value
+
+from tgis.frontend.metrics import Failure, Kind, Metrics
+from tgis.ipc.messages import Admissions, FailureKind, StepStats, StopReason
+
+# What dashboards are built on. name: labels with their values
+COUNTERS = {
+    "tgi_request_count": {"kind": "single batch stream"},
+    "tgi_request_input_count": {},
+    "tgi_request_failure": {"err": "conc_limit validation queue_full generate unknown cancelled timeout"},
+    "tgi_request_success": {
+        "stop_reason": "MAX_TOKENS EOS_TOKEN TIME_LIMIT STOP_SEQUENCE TOKEN_LIMIT",
+        "kind": "single batch stream",
+    },
+    "tgi_batch_inference_count": {"method": "prefill next_token"},
+    "tgi_batch_inference_success": {"method": "prefill next_token"},
+    "tgi_batch_inference_failure": {"method": "prefill next_token", "reason": "oom error connection"},
+    "tgi_batch_concatenation_count": {},
+    "tgi_queue_jump": {},
+    "tgi_granular_batch_addition": {},
+    "tgi_prefill_weight_limit_exceeded": {},
+    "tgi_prefill_padding_limit_exceeded": {},
+    "tgi_batch_preemption": {},
+    "tgi_prefix_cache_query_tokens": {},
+    "tgi_prefix_cache_hit_tokens": {},
+    "tgi_prompt_load_failure": {},
+    "tgi_tokenize_request_count": {},
+    "tgi_tokenize_request_input_count": {},
+}
+GAUGES = {
+    "tgi_queue_size",
+    "tgi_batch_current_size",
+    "tgi_batch_input_tokens",
+    "tgi_batch_max_remaining_tokens",
+    "tgi_batch_weight_utilization",
+    "tgi_batch_context_limit",
+    "tgi_engine_up",
+}
+PASS = {"method": "prefill next_token", "makeup": "single_only"}
+# name: labels, number of buckets, first and last finite bound (S = 96, N = 32, batches of 4)
+HISTOGRAMS: dict[str, tuple[dict[str, str], int, float, float]] = {
+    "tgi_request_raw_input_length": ({}, 64, 1.5, 96),
+    "tgi_request_input_length": ({}, 64, 1.5, 96),
+    "tgi_request_max_new_tokens": ({}, 64, 0.5, 32),
+    "tgi_request_generated_tokens": ({}, 64, 0.5, 32),
+    "tgi_request_total_tokens": ({}, 64, 1.5, 96),
+    "tgi_request_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_request_validation_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_request_queue_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_request_inference_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_request_mean_time_per_token_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_request_time_to_first_token_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_request_time_per_output_token_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_batch_inference_batch_size": ({"method": "prefill next_token"}, 4, 1, 4),
+    "tgi_batch_next_tokens": ({}, 14, 64, 524288),
+    "tgi_batch_inference_duration": (PASS, 35, 0.00015, 145.6),
+    "tgi_batch_inference_forward_duration": (PASS, 35, 0.00015, 145.6),
+    "tgi_batch_inference_tokproc_duration": (PASS, 35, 0.00015, 145.6),
+    "tgi_prompt_load_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_tokenize_request_tokens": ({}, 14, 64, 524288),
+    "tgi_tokenize_request_duration": ({}, 35, 0.00015, 145.6),
+}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return make_metrics()
+
+
+def make_metrics() -> Metrics:
+    return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
+
+
+def changed(metrics: Metrics) -> dict[str, float]:
+    """What is not as at the start, of the untyped twins, the gauges, and the counts and sums of histograms."""
+    skipped = ("_bucket", "_total", "_context_limit")
+    return {
+        " ".join([name, *(label for _, label in sorted(labels))]): number
+        for name, series in samples(metrics).items()
+        for labels, number in series.items()
+        if number and name.startswith("tgi_") and not name.endswith(skipped)
+    }
+
+
+def combinations(labels: dict[str, str]) -> set[Series]:
+    values = ([(name, label) for label in texts.split()] for name, texts in labels.items())
+    return {frozenset(pairs) for pairs in itertools.product(*values)}
+
+
+def test_the_scrape_has_exactly_the_documented_families(metrics: Metrics) -> None:
+    families = [
+        (family.name, family.type)
+        for family in text_string_to_metric_families(metrics.scrape().decode())
+        if family.name.startswith("tgi_")
+    ]
+    assert sorted(families) == sorted(
+        [(name, kind) for name in COUNTERS for kind in ("counter", "unknown")]
+        + [(name, "gauge") for name in GAUGES]
+        + [(name, "histogram") for name in HISTOGRAMS]
+    )
+
+
+def test_the_scrape_has_exactly_the_documented_labels(metrics: Metrics) -> None:
+    found = samples(metrics)
+    for name, labels in COUNTERS.items():
+        assert set(found[name]) == set(found[f"{name}_total"]) == combinations(labels)
+    for name in GAUGES:
+        assert set(found[name]) == {frozenset()}
+    for name, (labels, _, _, _) in HISTOGRAMS.items():
+        assert set(found[f"{name}_count"]) == set(found[f"{name}_sum"]) == combinations(labels)
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_buckets(metrics: Metrics, name: str) -> None:
+    labels, count, first, last = HISTOGRAMS[name]
+    some = next(iter(combinations(labels)))
+    bounds = sorted(float(dict(series)["le"]) for series in samples(metrics)[f"{name}_bucket"] if some <= series)
+    assert len(bounds) == count + 1
+    assert [bounds[0], bounds[-2], bounds[-1]] == pytest.approx([first, last, float("inf")], rel=1e-3)
+
+
+def test_every_family_has_help_and_type_once_and_nothing_is_created(metrics: Metrics) -> None:
+    text = metrics.scrape().decode()
+    helped = re.findall(r"^# HELP (\S+) \S", text, re.MULTILINE)
+    typed = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
+    assert helped == typed
+    assert len(set(helped)) == len(helped)
+    assert "_created" not in text
+
+
+def test_the_process_is_there_too(metrics: Metrics) -> None:
+    assert value(metrics, "process_resident_memory_bytes") > 1 << 20
+
+
+def test_two_are_independent_and_the_global_registry_stays_untouched(metrics: Metrics) -> None:
+    metrics.request_started(Kind.SINGLE, 1)
+    assert changed(make_metrics()) == {}
+    assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tgi_")]
+
+
+def test_counters_and_their_twins_agree(metrics: Metrics) -> None:
+    metrics.request_started(Kind.BATCH, 3)
+    metrics.request_failed(Failure.CANCELLED, 2)
+    metrics.step_failed(FailureKind.OUT_OF_MEMORY, prefill=True)
+    found = samples(metrics)
+    for name in COUNTERS:
+        assert found[name] == found[f"{name}_total"]
+    assert value(metrics, "tgi_request_count_total", kind="batch") == 1
+    assert value(metrics, "tgi_request_input_count_total") == 3
+    assert value(metrics, "tgi_request_failure_total", err="cancelled") == 2
+
+
+def test_a_request_that_ends_well(metrics: Metrics) -> None:
+    metrics.request_started(Kind.STREAM, 1)
+    metrics.input_tokenized(200)
+    metrics.request_validated([90], 20, 0.25)
+    metrics.first_token(0.5)
+    metrics.request_succeeded(
+        Kind.STREAM,
+        StopReason.EOS_TOKEN,
+        input_tokens=90,
+        generated_tokens=5,
+        duration=4.0,
+        inference=3.0,
+        decoding=2.0,
+    )
+    assert changed(metrics) == {
+        "tgi_request_count stream": 1,
+        "tgi_request_input_count": 1,
+        "tgi_request_success stream EOS_TOKEN": 1,
+        "tgi_request_raw_input_length_count": 1,
+        "tgi_request_raw_input_length_sum": 200,
+        "tgi_request_input_length_count": 1,
+        "tgi_request_input_length_sum": 90,
+        "tgi_request_max_new_tokens_count": 1,
+        "tgi_request_max_new_tokens_sum": 20,
+        "tgi_request_generated_tokens_count": 1,
+        "tgi_request_generated_tokens_sum": 5,
+        "tgi_request_total_tokens_count": 1,
+        "tgi_request_total_tokens_sum": 95,
+        "tgi_request_validation_duration_count": 1,
+        "tgi_request_validation_duration_sum": 0.25,
+        "tgi_request_duration_count": 1,
+        "tgi_request_duration_sum": 4.0,
+        "tgi_request_inference_duration_count": 1,
+        "tgi_request_inference_duration_sum": 3.0,
+        "tgi_request_mean_time_per_token_duration_count": 1,
+        "tgi_request_mean_time_per_token_duration_sum": 0.6,
+        "tgi_request_time_to_first_token_duration_count": 1,
+        "tgi_request_time_to_first_token_duration_sum": 0.5,
+        "tgi_request_time_per_output_token_duration_count": 1,
+        "tgi_request_time_per_output_token_duration_sum": 0.5,
+    }
+
+
+@pytest.mark.parametrize("generated", [0, 1])
+def test_a_request_without_a_second_token_has_no_time_per_output_token(metrics: Metrics, generated: int) -> None:
+    metrics.request_succeeded(
+        Kind.SINGLE,
+        StopReason.TIME_LIMIT,
+        input_tokens=1,
+        generated_tokens=generated,
+        duration=1.0,
+        inference=0.5,
+        decoding=0.0,
+    )
+    assert value(metrics, "tgi_request_mean_time_per_token_duration_sum") == 0.5 * generated
+    assert value(metrics, "tgi_request_mean_time_per_token_duration_count") == 1
+    assert value(metrics, "tgi_request_time_per_output_token_duration_count") == 0
+
+
+def test_each_input_of_a_batch_is_observed(metrics: Metrics) -> None:
+    metrics.request_validated([1, 2, 3], 7, 0.25)
+    assert changed(metrics) == {
+        "tgi_request_input_length_count": 3,
+        "tgi_request_input_length_sum": 6,
+        "tgi_request_max_new_tokens_count": 3,
+        "tgi_request_max_new_tokens_sum": 21,
+        "tgi_request_validation_duration_count": 1,
+        "tgi_request_validation_duration_sum": 0.25,
+    }
+
+
+PREFILL = StepStats(
+    prefill=True,
+    prefilled=2,
+    decoded=0,
+    prompt_tokens=70,
+    duration=0.5,
+    forward=0.25,
+    running=5,
+    context=250,
+    remaining=40,
+    concatenated=True,
+    returned=1,
+    queued_for=[1.0, 2.0],
+)
+DECODE = StepStats(
+    prefill=False,
+    prefilled=0,
+    decoded=3,
+    prompt_tokens=0,
+    duration=0.5,
+    forward=0.25,
+    running=3,
+    context=250,
+    remaining=27,
+    concatenated=False,
+    returned=0,
+    queued_for=[],
+)
+
+
+def test_a_prefill(metrics: Metrics) -> None:
+    metrics.queued(2)
+    metrics.step(PREFILL, 0.125)
+    assert changed(metrics) == {
+        "tgi_batch_inference_count prefill": 1,
+        "tgi_batch_inference_success prefill": 1,
+        "tgi_batch_inference_batch_size_count prefill": 1,
+        "tgi_batch_inference_batch_size_sum prefill": 2,
+        "tgi_batch_inference_duration_count single_only prefill": 1,
+        "tgi_batch_inference_duration_sum single_only prefill": 0.5,
+        "tgi_batch_inference_forward_duration_count single_only prefill": 1,
+        "tgi_batch_inference_forward_duration_sum single_only prefill": 0.25,
+        "tgi_batch_inference_tokproc_duration_count single_only prefill": 1,
+        "tgi_batch_inference_tokproc_duration_sum single_only prefill": 0.125,
+        "tgi_batch_concatenation_count": 1,
+        "tgi_batch_next_tokens_count": 1,
+        "tgi_batch_next_tokens_sum": 70,
+        "tgi_request_queue_duration_count": 2,
+        "tgi_request_queue_duration_sum": 3.0,
+        "tgi_queue_size": 3,
+        "tgi_batch_current_size": 5,
+        "tgi_batch_input_tokens": 250,
+        "tgi_batch_weight_utilization": 0.25,
+        "tgi_batch_max_remaining_tokens": 40,
+    }
+
+
+def test_a_pass_that_mixes_chunks_of_prompts_and_decode_is_one_prefill(metrics: Metrics) -> None:
+    metrics.step(msgspec.structs.replace(PREFILL, decoded=3), 0.125)
+    for name in ("count", "success", "duration_count", "batch_size_count"):
+        labels = {"makeup": "single_only"} if "duration" in name else {}
+        assert value(metrics, f"tgi_batch_inference_{name}", method="prefill", **labels) == 1
+    for name in ("count", "success"):
+        assert value(metrics, f"tgi_batch_inference_{name}", method="next_token") == 0
+    assert value(metrics, "tgi_batch_inference_batch_size_sum", method="prefill") == 2
+    assert value(metrics, "tgi_batch_inference_batch_size_sum", method="next_token") == 3
+
+
+GAUGE_NAMES = sorted(GAUGES - {"tgi_engine_up", "tgi_batch_context_limit"})
+
+
+def gauges(metrics: Metrics) -> list[float]:
+    return [value(metrics, name) for name in GAUGE_NAMES]
+
+
+def test_gauges_follow_steps_and_fall_to_zero_when_nothing_is_left(metrics: Metrics) -> None:
+    assert GAUGE_NAMES[0:2] == ["tgi_batch_current_size", "tgi_batch_input_tokens"]
+    metrics.step(DECODE, 0.0)
+    assert gauges(metrics) == [3, 250, 27, 0.25, 0]
+    assert value(metrics, "tgi_batch_inference_success", method="next_token") == 1
+    metrics.step(msgspec.structs.replace(DECODE, running=0, context=0, remaining=0), 0.0)
+    assert gauges(metrics) == [0, 0, 0, 0, 0]
+    metrics.step(PREFILL, 0.0)
+    metrics.idle()
+    assert gauges(metrics) == [0, 0, 0, 0, 0]
+
+
+def test_the_queue_is_what_has_never_run_and_what_waits_again(metrics: Metrics) -> None:
+    metrics.queued(4)
+    assert value(metrics, "tgi_queue_size") == 4  # without a step: the engine may be busy for long
+    metrics.step(msgspec.structs.replace(DECODE, returned=2), 0.0)
+    assert value(metrics, "tgi_queue_size") == 6
+    metrics.queued(1)
+    assert value(metrics, "tgi_queue_size") == 3
+    metrics.step(DECODE, 0.0)
+    assert value(metrics, "tgi_queue_size") == 1
+
+
+def test_how_rows_joined_and_what_room_there_is(metrics: Metrics) -> None:
+    assert value(metrics, "tgi_batch_context_limit") == 1000
+    for _ in range(2):
+        stats = msgspec.structs.replace(PREFILL, admissions=Admissions(1, 2, 3, 4), weight_limit=900)
+        metrics.step(stats, 0.0)
+    assert value(metrics, "tgi_batch_context_limit") == 900
+    assert value(metrics, "tgi_queue_jump") == 2
+    assert value(metrics, "tgi_granular_batch_addition") == 4
+    assert value(metrics, "tgi_prefill_weight_limit_exceeded") == 6
+    assert value(metrics, "tgi_prefill_padding_limit_exceeded") == 8
+
+
+def test_a_failed_pass_and_an_engine_that_comes_and_goes(metrics: Metrics) -> None:
+    metrics.engine_up(True)
+    metrics.step_failed(FailureKind.ERROR, prefill=False)
+    assert changed(metrics) == {
+        "tgi_engine_up": 1,
+        "tgi_batch_inference_count next_token": 1,
+        "tgi_batch_inference_failure next_token error": 1,
+    }
+    metrics.engine_up(False)
+    assert value(metrics, "tgi_engine_up") == 0
+
+
+def test_calls_to_tokenize(metrics: Metrics) -> None:
+    metrics.tokenize_started(3)
+    metrics.tokenize_started(1)
+    metrics.tokenize_succeeded(500, 0.5)
+    assert changed(metrics) == {
+        "tgi_tokenize_request_count": 2,
+        "tgi_tokenize_request_input_count": 4,
+        "tgi_tokenize_request_tokens_count": 1,
+        "tgi_tokenize_request_tokens_sum": 500,
+        "tgi_tokenize_request_duration_count": 1,
+        "tgi_tokenize_request_duration_sum": 0.5,
+    }

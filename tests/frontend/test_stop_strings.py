@@ -1,0 +1,167 @@
+"""tgis.frontend.stop_strings: against a naive search over the whole text, in bytes, as TGIS specifies it."""
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_zoo import SAMPLES
+
+from tgis.frontend.stop_strings import MAX_CLUSTER, TextAssembler
+
+ALPHABET = ["a", "b", "\n", "\r", "é", "你", "😀", "\u0301", "\u200d", "🇩", "🇫", "\u1112", "\u1161"]
+CLUSTERS = regex.compile(r"\X")
+tokens = st.lists(st.text("ab\né", max_size=4), max_size=20)
+wild_tokens = st.lists(st.text(ALPHABET, max_size=4), max_size=20)
+stop_sequences = st.lists(st.text("ab\né", min_size=1, max_size=5), max_size=3)
+wild_stop_sequences = st.lists(st.text(ALPHABET, min_size=1, max_size=3), max_size=3)
+pieces_and_minimum = st.tuples(tokens, st.integers(0, 6))
+
+
+def naive(pieces: list[str], stops: list[str], include: bool, minimum: int = 0) -> tuple[str, str | None]:
+    """The final text and the matched stop sequence."""
+    output = b""
+    for count, piece in enumerate(pieces, 1):
+        new = len(piece.encode())
+        output += piece.encode()
+        if not new or count < minimum:
+            continue
+        for stop in stops:
+            needle = stop.encode()
+            first = max(0, len(output) + 1 - new - len(needle))
+            places = [p for p in range(first, len(output)) if output[p : p + len(needle)] == needle]
+            if places:
+                return output[: places[-1] + (len(needle) if include else 0)].decode(), stop
+    return output.decode(), None
+
+
+def assemble(
+    pieces: list[str], stops: list[str], include: bool, hold: bool, minimum: int = 0
+) -> tuple[list[str], str | None]:
+    """What is passed on after each token and at the end, and the matched stop sequence."""
+    assembler = TextAssembler(stops, include_stop_sequence=include, hold_cluster=hold)
+    deltas = []
+    for count, piece in enumerate(pieces, 1):
+        deltas.append(assembler.add(piece, may_stop=count >= minimum))
+        if assembler.matched is not None:
+            break
+    return [*deltas, assembler.finish()], assembler.matched
+
+
+def begun(output: str, stops: list[str]) -> int:
+    """How many characters at the end of the output may be the beginning of a stop sequence."""
+    lengths = range(len(output), 0, -1)
+    return next((n for n in lengths if any(s.startswith(output[-n:]) and len(s) > n for s in stops)), 0)
+
+
+@given(pieces_and_minimum, stop_sequences, st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_equals_naive_search(output: tuple[list[str], int], stops: list[str], include: bool, hold: bool) -> None:
+    pieces, minimum = output
+    deltas, matched = assemble(pieces, stops, include, hold, minimum)
+    assert ("".join(deltas), matched) == naive(pieces, stops, include, minimum)
+
+
+@given(wild_tokens, wild_stop_sequences, st.booleans())
+@settings(deadline=None)
+def test_equals_naive_search_in_any_script(pieces: list[str], stops: list[str], include: bool) -> None:
+    deltas, matched = assemble(pieces, stops, include, hold=True)
+    assert ("".join(deltas), matched) == naive(pieces, stops, include)
+
+
+@given(wild_tokens, wild_stop_sequences, st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_holds_back_no_more_than_it_must(pieces: list[str], stops: list[str], include: bool, hold: bool) -> None:
+    assembler = TextAssembler(stops, include_stop_sequence=include, hold_cluster=hold)
+    output = emitted = ""
+    for piece in pieces:
+        output += piece
+        emitted += assembler.add(piece, may_stop=False)
+        limit = len(output) - (0 if include else begun(output, stops))
+        cuts = {cluster.start() for cluster in CLUSTERS.finditer(output)} if hold else range(limit + 1)
+        assert emitted == output[: max((cut for cut in cuts if cut <= limit), default=0)]
+
+
+@given(wild_tokens, st.booleans())
+@settings(deadline=None)
+def test_never_splits_a_cluster(pieces: list[str], include: bool) -> None:
+    deltas, _ = assemble(pieces, ["😀Z", "\u0301Z", "bZ"], include, hold=True)
+    text = "".join(deltas)
+    starts = {cluster.start() for cluster in CLUSTERS.finditer(text)} | {0, len(text)}
+    place = 0
+    for delta in deltas:
+        place += len(delta)
+        assert place in starts
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_characters_arrive_whole_when_every_code_point_is_a_token(sample: str) -> None:
+    deltas, _ = assemble(list(sample), [], include=True, hold=True)
+    assert [delta for delta in deltas if delta] == CLUSTERS.findall(sample)
+
+
+@pytest.mark.parametrize("whole", ["👨‍👩‍👧‍👦", "🇩🇪", "👩🏽‍🚒", "a\u0308\u0323", "\u1112\u1161\u11ab", "\r\n", "क्षि"])
+def test_cluster_is_one_delta(whole: str) -> None:
+    deltas, _ = assemble([*f"x{whole}y"], [], include=True, hold=True)
+    assert [delta for delta in deltas if delta] == ["x", whole, "y"]
+
+
+def test_example_of_tgis() -> None:
+    assert assemble(["The", " first"], [], include=True, hold=True)[0] == ["Th", "e firs", "t"]
+
+
+def test_other_decoders_pass_text_on_at_once() -> None:
+    assert assemble(["The", " first"], ["x"], include=False, hold=False)[0] == ["The", " first", ""]
+
+
+def test_beginning_of_a_stop_is_held_only_if_the_stop_is_cut_off() -> None:
+    assert assemble(["x st", "ay"], ["stop"], include=False, hold=False)[0] == ["x ", "stay", ""]
+    assert assemble(["x st", "ay"], ["stop"], include=True, hold=False)[0] == ["x st", "ay", ""]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "include", "text", "matched"),
+    [
+        (["a\n\n"], ["\n"], False, "a\n", "\n"),  # the last occurrence of those that are new
+        (["is", " confused"], ["confu"], True, "is confu", "confu"),
+        (["is", " confused"], ["confu"], False, "is ", "confu"),
+        (["xaby"], ["y", "ab"], False, "xab", "y"),  # the order of the list, not of the text
+        (["ab", ""], ["abc"], False, "ab", None),
+        (["a", "b", "c", "d"], ["abc"], False, "", "abc"),
+        (["a", "b", "c", "d"], ["abc"], True, "abc", "abc"),
+        (["end "], ["end "], False, "", "end "),
+        (["é😀", "é"], ["😀é"], False, "é", "😀é"),
+    ],
+)
+def test_cut(pieces: list[str], stops: list[str], include: bool, text: str, matched: str | None) -> None:
+    deltas, found = assemble(pieces, stops, include, hold=True)
+    assert ("".join(deltas), found) == (text, matched)
+
+
+def test_stop_of_a_token_that_may_not_stop_is_never_matched_later() -> None:
+    deltas, matched = assemble(["x stop", " more"], ["stop"], False, hold=False, minimum=2)
+    assert ("".join(deltas), matched) == ("x stop more", None)
+
+
+def test_stop_that_begins_another_is_not_matched_later() -> None:
+    deltas, matched = assemble(["a", "x"], ["ab", "a"], False, hold=False, minimum=2)
+    assert ("".join(deltas), matched) == ("ax", None)
+
+
+def test_stop_that_begins_before_the_minimum_is_matched() -> None:
+    deltas, matched = assemble(["x st", "op more"], ["stop"], False, hold=False, minimum=2)
+    assert ("".join(deltas), matched) == ("x ", "stop")
+
+
+def test_stop_at_the_last_allowed_token_is_not_trimmed() -> None:
+    assembler = TextAssembler(["stop"], include_stop_sequence=False, hold_cluster=True)
+    deltas = [assembler.add("x st", may_stop=True), assembler.add("op", may_stop=False), assembler.finish()]
+    assert ("".join(deltas), assembler.matched) == ("x stop", None)
+
+
+@pytest.mark.parametrize("mark", ["\u0301", "\u200d", "\U000e0067"])
+def test_endless_cluster_is_not_held_for_ever(mark: str) -> None:
+    assembler = TextAssembler(["zz"], include_stop_sequence=False, hold_cluster=True)
+    emitted = assembler.add("e", may_stop=True)
+    for count in range(2, 2000):
+        emitted += assembler.add(mark, may_stop=True)
+        assert count - len(emitted) <= MAX_CLUSTER

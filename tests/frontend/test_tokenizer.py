@@ -1,0 +1,183 @@
+"""tgis.frontend.tokenizer: ids and offsets against the library called plainly, truncation, and broken files."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers_zoo as zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
+
+from tgis.errors import InvalidRequest, StartError
+from tgis.frontend.tokenizer import Encoded, Tokenizer
+
+Families = Callable[[str], tuple[Backend, Tokenizer]]
+
+
+@pytest.fixture(scope="module")
+def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """The library's tokenizer and ours, by name."""
+    loaded: dict[str, tuple[Backend, Tokenizer]] = {}
+
+    def load(family: str) -> tuple[Backend, Tokenizer]:
+        if family not in loaded:
+            text = zoo.description(family, cache_dir)
+            directory = zoo.write(tmp_path_factory.mktemp(family), text)
+            loaded[family] = Backend.from_str(text), Tokenizer.load(directory, workers=2)
+        return loaded[family]
+
+    return load
+
+
+def encode(tokenizer: Tokenizer, *texts: str, offsets: bool = False) -> list[Encoded]:
+    return asyncio.run(tokenizer.encode(texts, offsets=offsets))
+
+
+def naive_offsets(backend: Backend, text: str) -> list[tuple[int, int]]:
+    spans = backend.encode(text).offsets
+    return [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_samples(families: Families, family: str) -> None:
+    backend, tokenizer = families(family)
+    plain, placed = encode(tokenizer, *zoo.SAMPLES), encode(tokenizer, *zoo.SAMPLES, offsets=True)
+    assert [one.ids for one in plain] == [backend.encode(text).ids for text in zoo.SAMPLES]
+    assert [one.ids for one in placed] == [one.ids for one in plain]
+    assert [one.offsets for one in placed] == [naive_offsets(backend, text) for text in zoo.SAMPLES]
+
+
+@pytest.mark.parametrize("family", [*zoo.TRAINED, "mistral"])
+@given(text=st.text(max_size=40))
+@settings(deadline=None)
+def test_any_text(families: Families, family: str, text: str) -> None:
+    backend, tokenizer = families(family)
+    (plain,), (placed,) = encode(tokenizer, text), encode(tokenizer, text, offsets=True)
+    assert plain.ids == placed.ids == backend.encode(text).ids
+    assert placed.offsets == naive_offsets(backend, text)
+
+
+def test_offsets_are_bytes_of_the_text(families: Families) -> None:
+    _, tokenizer = families("gpt2")
+    text = "naïve 👩🏽‍🚒 世界 end"
+    (encoded,) = encode(tokenizer, text, offsets=True)
+    assert text.encode()[slice(*encoded.offsets[-1])] == b" end"
+
+
+def test_added_special_tokens_are_nowhere(families: Families) -> None:
+    _, tokenizer = families("word_piece")
+    (encoded,) = encode(tokenizer, "The first", offsets=True)
+    assert encoded.offsets[0] == encoded.offsets[-1] == (0, 0)
+    assert tokenizer.token_text(encoded.ids[0]) == "[CLS]"
+
+
+def test_no_texts(families: Families) -> None:
+    assert encode(families("gpt2")[1]) == []
+
+
+def test_many_calls_at_once(families: Families) -> None:
+    backend, tokenizer = families("gpt2")
+    texts = [f"{number} {sample}" for number in range(40) for sample in zoo.SAMPLES]
+
+    async def run() -> list[list[Encoded]]:
+        return await asyncio.gather(*(tokenizer.encode([text]) for text in texts))
+
+    assert [one.ids for (one,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
+
+
+def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: Path) -> None:
+    backend = Backend.from_str(zoo.description("byte_level", cache_dir))
+    plain = backend.encode("The first word, the second word.").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=64)
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1)
+    assert encode(tokenizer, "The first word, the second word.")[0].ids == plain
+
+
+@pytest.mark.parametrize(
+    ("family", "limit", "kept"),
+    [
+        ("byte_fallback", 3, ["<s>", 3, 4]),
+        ("byte_fallback", 1, ["<s>"]),
+        ("byte_fallback", 5, ["<s>", 1, 2, 3, 4]),
+        ("byte_fallback", 9, ["<s>", 1, 2, 3, 4]),
+        ("byte_fallback", 0, ["<s>", 1, 2, 3, 4]),
+        ("word_piece", 2, ["[CLS]", 4]),
+        ("metaspace", 3, [2, 3, 4]),
+        ("byte_level", 3, [2, 3, 4]),
+    ],
+)
+def test_truncation_for_generation(families: Families, family: str, limit: int, kept: list[int | str]) -> None:
+    backend, tokenizer = families(family)
+    ids = encode(tokenizer, zoo.SAMPLES[0])[0].ids[:5]
+    before = list(ids)
+    expected = [ids[one] if isinstance(one, int) else backend.token_to_id(one) for one in kept]
+    assert tokenizer.truncate(ids, limit) == expected
+    assert ids == before
+
+
+def test_trailing_special_token_survives_truncation(families: Families) -> None:
+    backend, tokenizer = families("metaspace")
+    ids = tokenizer.truncate(encode(tokenizer, "The first word")[0].ids, 2)
+    assert ids == [*backend.encode("word", add_special_tokens=False).ids[-1:], backend.token_to_id("</s>")]
+
+
+def test_special_token_after_a_text_is_no_bos(tmp_path: Path) -> None:
+    backend = Backend(models.BPE({"</s>": 0, "B": 1}, []))  # drops the unknown A
+    backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1)
+    assert encode(tokenizer, "A")[0].ids == [0]
+    assert tokenizer.truncate([1, 1, 0], 2) == [1, 0]
+
+
+def test_truncation_for_tokenize_is_slicing(families: Families) -> None:
+    encoded = encode(families("byte_fallback")[1], "The first", offsets=True)[0]
+    assert encoded.last(2) == Encoded(encoded.ids[-2:], encoded.offsets[-2:])
+    assert encoded.last(0) == encoded.last(1000) == encoded
+
+
+def test_token_texts_are_raw_vocabulary(families: Families) -> None:
+    backend, tokenizer = families("mistral")
+    texts = [tokenizer.token_text(i) for i in (2, 13, backend.get_vocab()["▁The"], 1 << 20)]
+    assert texts == ["</s>", "<0x0A>", "▁The", ""]
+    assert [i for i in range(300) if tokenizer.is_special(i)] == [0, 1, 2]
+
+
+def test_bare_ids_have_no_special_tokens(families: Families) -> None:
+    backend, tokenizer = families("byte_fallback")
+    assert tokenizer.encode_bare("The") == backend.encode("The").ids[1:]
+
+
+def test_unknown_word_without_unknown_token_is_the_callers_error(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"A": 0})).to_str()), workers=1)
+    assert encode(tokenizer, "A")[0].ids == [0]
+    with pytest.raises(InvalidRequest, match="cannot tokenize") as caught:
+        encode(tokenizer, "A", "B")
+    assert caught.value.field == "text"
+
+
+def test_directory_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, workers=1)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": 1}', '{"version": "1.0", "model": {"type": "?"}}'])
+def test_broken_file(tmp_path: Path, content: str) -> None:
+    with pytest.raises(StartError, match=str(tmp_path / "tokenizer.json")):
+        Tokenizer.load(zoo.write(tmp_path, content), workers=1)
+
+
+def test_tokenizer_that_knows_no_letter(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="letter A"):
+        Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"B": 0})).to_str()), workers=1)
+
+
+def test_decoder_types_are_listed_from_the_outside(families: Families) -> None:
+    assert families("mistral")[1].decoder_types == ("Sequence", "Replace", "ByteFallback", "Fuse", "Strip")
+    assert families("gpt2")[1].decoder_types == ("ByteLevel",)
+    assert json.loads(families("no_decoder")[0].to_str())["decoder"] is None
+    assert families("no_decoder")[1].decoder_types == ()

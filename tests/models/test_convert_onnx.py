@@ -1,0 +1,121 @@
+"""`tgis convert-to-onnx`: what it says when it cannot, and what it tells an older transformers."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from torch import zeros
+
+from tgis import __main__
+from tgis.errors import StartError
+from tgis.models.fake import make_fake_model
+from tgis.models.onnx import export, optimum_packages
+from tgis.models.onnx.export import _older
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHE_DIR", str(tmp_path / "cache"))
+    directory = make_fake_model(tmp_path / "model")
+    save_file({"w": zeros(1)}, directory / "model.safetensors")
+    return directory
+
+
+def refusal(model: Path, out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert __main__.run(["convert-to-onnx", str(model), str(out), *options]) != 0
+    assert not list(out.parent.glob(f".{out.name}-*"))
+    return capsys.readouterr().err.splitlines()[-1].removeprefix("tgis: ")
+
+
+def script(folder: Path, *lines: str) -> Path:
+    """A program in the place of a Python interpreter."""
+    path = folder / "python"
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+    return path
+
+
+def test_a_directory_that_is_there_is_left_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").touch()
+    assert refusal(model, out, capsys) == f"{out} is there already"
+    assert [path.name for path in out.iterdir()] == ["precious"]
+
+
+def test_options_that_cannot_be(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (("--python", "/nothing"), ("--wheels", "/nothing"), ("--quantize", "int3")):
+        said = refusal(model, tmp_path / "out", capsys, option, value)
+        assert option in said
+        assert value in said or "is not" in said
+
+
+def test_what_the_extra_lacks_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx_ir" else name)
+    assert refusal(model, tmp_path / "out", capsys) == "convert-to-onnx needs onnx_ir: pip install 'tgis[onnx]'"
+
+
+def test_packages_that_cannot_be_installed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wheels").mkdir()
+    said = refusal(model, tmp_path / "out", capsys, "--wheels", str(tmp_path / "wheels"))
+    assert said.startswith("cannot install Optimum (--wheels and --python need no network): ")
+    assert "No matching distribution" in said
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".optimum.lock"]
+
+
+def test_an_interpreter_without_optimum(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(model, tmp_path / "out", capsys, "--python", sys.executable)
+    assert said == f"Optimum cannot export {model}: ModuleNotFoundError: No module named 'optimum'"
+    assert not (tmp_path / "cache" / "optimum").exists()
+
+
+def test_the_given_interpreter_writes_what_is_served(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Graphs of the export; everything else as the model has it, not as the export leaves it."""
+    python = script(tmp_path, 'mkdir "$3"', 'echo graph > "$3/model.onnx"', 'echo old > "$3/config.json"')
+    out = tmp_path / "deep" / "out"
+    assert __main__.run(["convert-to-onnx", str(model), str(out), "--python", str(python)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    expected = {path.name for path in model.iterdir()} - {"model.safetensors"} | {"model.onnx"}
+    assert {path.name for path in out.iterdir()} == expected
+    assert (out / "config.json").read_text() == (model / "config.json").read_text()
+    assert (out / "model.onnx").read_text() == "graph\n"
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_an_export_that_fails_leaves_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = script(tmp_path, 'mkdir "$3"', "echo no such layer >&2", "exit 1")
+    out = tmp_path / "deep" / "out"
+    assert refusal(model, out, capsys, "--python", str(python)) == f"Optimum cannot export {model}: no such layer"
+    assert list(out.parent.iterdir()) == []
+
+
+def test_rotary_settings_get_the_names_that_they_had() -> None:
+    plain = {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "hidden_size": 8}
+    assert _older(plain) == {"rope_theta": 1e5, "rope_scaling": None, "hidden_size": 8}
+    scaled = {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "llama3", "factor": 8.0}
+    assert _older({"text_config": {"rope_parameters": scaled}}) == {
+        "text_config": {
+            "rope_theta": 5e5,
+            "partial_rotary_factor": 0.25,
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+        }
+    }
+    assert _older({"rope_theta": 1e4}) == {"rope_theta": 1e4}
+    layers = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(StartError, match="rope_parameters that differ between layers"):
+        _older({"rope_parameters": layers})
+
+
+def test_every_requirement_is_pinned_and_the_script_needs_no_tgis() -> None:
+    lines = [line for line in optimum_packages.REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
+    assert all("==" in line for line in lines)
+    assert "tgis" not in [word for line in export.SCRIPT.read_text().splitlines() for word in line.split()[1:2]]
+    assert os.access(export.SCRIPT, os.R_OK)

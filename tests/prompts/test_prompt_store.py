@@ -1,0 +1,458 @@
+"""The store of soft prompts: what it loads, what it refuses and how, what it keeps, and when it looks again."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_files import (
+    BIN,
+    BROKEN,
+    CAPACITY,
+    CONFIG,
+    DECODER,
+    ENCODER,
+    EXECUTED,
+    KEY,
+    MOST,
+    SAFETENSORS,
+    WIDTH,
+    Files,
+    matrix,
+    peft,
+    pt,
+    tgis,
+    write,
+)
+
+from tgis.errors import PromptError
+from tgis.ipc.adapters import LookupPrompt, Prefix, PromptInfo, PromptProblem
+from tgis.prompts.cache import PromptCache
+from tgis.prompts.resolver import Found, Lookups
+from tgis.prompts.store import PromptStore
+from tgis.prompts.tensor_file import SoftPrompt, Target
+
+TARGET = Target(WIDTH, MOST, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    store = tmp_path / "store"
+    write(store / "good", tgis(matrix()))
+    return store
+
+
+@pytest.fixture
+def store(root: Path) -> PromptStore:
+    return PromptStore(str(root), CAPACITY, TARGET)
+
+
+def embeddings(found: Found) -> torch.Tensor:
+    assert isinstance(found.prompt, SoftPrompt)
+    assert found.prompt.decoder is not None
+    return found.prompt.decoder
+
+
+def test_a_prompt_of_tgis(store: PromptStore) -> None:
+    found = store.find("good")
+    assert found.loaded
+    assert torch.equal(embeddings(found), matrix())
+    assert found.prompt.length == 4
+
+
+def test_what_tgis_has_in_its_own_store_can_be_read(store: PromptStore, root: Path) -> None:
+    """Parameters, views into larger tensors, nested ids, an encoder's part that a decoder-only model ignores."""
+    write(root / "nested" / "path_1", tgis(torch.nn.Parameter(matrix(16)[8:])))
+    write(root / "nested" / "path_1", {ENCODER: pt(matrix(3, 7))})
+    prompt = embeddings(store.find("nested/path_1"))
+    assert torch.equal(prompt, matrix(16)[8:])
+    assert not prompt.requires_grad
+    assert prompt.untyped_storage().nbytes() == prompt.nbytes
+
+
+@pytest.mark.parametrize("name", ["säge-1", "a/b/c", "_", "0"])
+def test_ids_may_have_letters_of_any_script(store: PromptStore, root: Path, name: str) -> None:
+    write(root / name, tgis(matrix()))
+    assert store.find(name).prompt.length == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_are_converted_to_the_models_type(store: PromptStore, root: Path, dtype: torch.dtype) -> None:
+    write(root / "other", tgis(matrix().to(dtype)))
+    prompt = embeddings(store.find("other"))
+    assert prompt.dtype == torch.float32
+    assert torch.equal(prompt, matrix().to(dtype).float())
+
+
+def test_what_peft_saves_can_be_read(glassllm_dir: Path, cache_dir: Path) -> None:
+    trained = tuning.tuned("glassllm", glassllm_dir, cache_dir)
+    target = Target(128, 64, torch.float32, torch.device("cpu"))
+    store = PromptStore(str(trained.store), 1 << 20, target)
+    for name, lesson in tuning.COURSES["glassllm"].lessons.items():
+        assert (trained.store / name / f"adapter_model.{lesson.file}").exists()
+        assert store.find(name).prompt.length == lesson.length
+
+
+def test_the_layout_of_peft_needs_no_config_and_comes_before_that_of_tgis(store: PromptStore, root: Path) -> None:
+    directory = root / "all"
+    write(directory, tgis(matrix(seed=1)))
+    write(directory, {BIN: pt({KEY: matrix(seed=2)})})
+    assert torch.equal(embeddings(store.find("all")), matrix(seed=2))
+    write(directory, peft({KEY: matrix(seed=3)}))
+    assert torch.equal(embeddings(store.find("all")), matrix(seed=3))
+    (directory / CONFIG).unlink()
+    assert torch.equal(embeddings(store.find("all")), matrix(seed=3))
+
+
+def refused(store: PromptStore, name: str) -> PromptError:
+    with pytest.raises(PromptError) as caught:
+        store.find(name)
+    return caught.value
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_prompt_has_a_clear_error_and_disturbs_nothing(store: PromptStore, root: Path, case: str) -> None:
+    files, text = BROKEN[case]
+    good = store.find("good")
+    write(root / "broken", files)
+    for _ in range(2):  # failures are not remembered, but looked at again
+        error = refused(store, "broken")
+        assert text in str(error)
+        assert error.problem == PromptProblem.BROKEN
+        assert len(str(error)) < 200
+        assert str(root) not in str(error)
+    assert store.find("good") == Found(good.prompt, loaded=False)
+    assert not Path(EXECUTED).exists()
+
+
+def test_only_regular_files_inside_the_store_are_opened(store: PromptStore, root: Path, tmp_path: Path) -> None:
+    write(tmp_path / "secret", tgis(matrix()))
+    write(root / "link", {})
+    (root / "link" / DECODER).symlink_to(tmp_path / "secret" / DECODER)
+    write(root / "pipe", {})
+    os.mkfifo(root / "pipe" / DECODER)
+    write(root / "directory" / DECODER, {})
+    assert str(refused(store, "link")) == "decoder.pt leads out of the store"
+    assert str(refused(store, "pipe")) == "decoder.pt is not a regular file"
+    assert str(refused(store, "directory")) == "decoder.pt cannot be read: Is a directory"
+
+
+@pytest.mark.parametrize("kind", ["ADALORA", "PREFIX_TUNING", "IA3"])
+def test_other_adapters_are_named(store: PromptStore, root: Path, kind: str) -> None:
+    write(root / "other", peft({KEY: matrix()}, peft_type=kind))
+    error = refused(store, "other")
+    assert (error.problem, str(error)) == (PromptProblem.UNSUPPORTED, kind)
+
+
+BAD_IDS = ["", ".", "..", "../secret", "good/../good", "a.b", "a b", "a\nb", "a\x00b", "good\n", "/", "x" * 513, "🐫"]
+
+
+@pytest.mark.parametrize("name", [*BAD_IDS, "/etc"])
+def test_ids_that_are_none(store: PromptStore, name: str) -> None:
+    assert refused(store, name).problem == PromptProblem.BAD_ID
+
+
+def test_nothing_outside_the_store_can_be_named(store: PromptStore, root: Path, tmp_path: Path) -> None:
+    """Not by an absolute path, by a link, or by a sibling whose name begins like the store's."""
+    for name in ("secret", "store-2"):
+        write(tmp_path / name, tgis(matrix()))
+        (root / name).symlink_to(tmp_path / name)
+    for name in (f"{tmp_path}/secret", f"{root}-2", "secret", "store-2"):
+        assert refused(store, name).problem == PromptProblem.BAD_ID
+
+
+def test_links_inside_the_store_are_followed(root: Path, tmp_path: Path) -> None:
+    """As a volume of Kubernetes has them; the store itself may be one."""
+    (root / "alias").symlink_to(root / "good")
+    (tmp_path / "mounted").symlink_to(root)
+    store = PromptStore(str(tmp_path / "mounted"), CAPACITY, TARGET)
+    assert store.find("alias").prompt is store.find("good").prompt
+
+
+@pytest.mark.parametrize("name", ["absent", "good/absent", "nested", "x" * 512, "x/" * 200])
+def test_what_is_not_there_is_not_found(store: PromptStore, root: Path, name: str) -> None:
+    write(root / "nested" / "deep", tgis(matrix()))
+    write(root / "nested", {"README": b"hello"})
+    assert refused(store, name).problem == PromptProblem.NOT_FOUND
+
+
+def test_hits_are_the_same_object_and_a_change_of_any_file_is_seen(store: PromptStore, root: Path) -> None:
+    first = store.find("good").prompt
+    assert store.find("good") == Found(first, loaded=False)
+    assert store.find("good//").prompt is first
+    replace(root / "good", DECODER, pt(matrix(seed=1)))
+    second = store.find("good")
+    assert second.loaded
+    assert torch.equal(embeddings(second), matrix(seed=1))
+    write(root / "good", peft({KEY: matrix(6)}))
+    third = store.find("good").prompt
+    assert third.length == 6
+    assert len({first.version, second.prompt.version, third.version}) == 3
+    (root / "good" / DECODER).unlink()
+    assert store.find("good").loaded  # nothing else is known than that something has changed
+    (root / "good" / SAFETENSORS).unlink()
+    assert refused(store, "good").problem == PromptProblem.BROKEN
+
+
+def replace(directory: Path, name: str, data: bytes) -> None:
+    """As one should: at once."""
+    write(directory, {"new": data})
+    (directory / "new").replace(directory / name)
+
+
+def test_a_failed_load_leaves_the_cache_as_it_is(store: PromptStore, root: Path) -> None:
+    first = store.find("good").prompt
+    os.rename(root / "good" / DECODER, root / "kept")
+    write(root / "good", tgis(matrix()[0]))
+    refused(store, "good")
+    os.rename(root / "kept", root / "good" / DECODER)
+    assert store.find("good") == Found(first, loaded=False)
+
+
+def test_what_does_not_fit_into_the_cache_is_refused(root: Path) -> None:
+    write(root / "wide", tgis(matrix(8, 512).half()))
+    target = Target(512, MOST, torch.float64, torch.device("cpu"))
+    store = PromptStore(str(root), 16 << 10, target)
+    assert "takes 32768 bytes, the cache has 16384" in str(refused(store, "wide"))
+
+
+def test_sizes_are_what_torch_allocates() -> None:
+    assert SoftPrompt(1, torch.zeros(3, 3)).size == 512
+    assert SoftPrompt(1, torch.zeros(8, 16)).size == 512
+    assert SoftPrompt(1, torch.zeros(8, 17)).size == 1024
+
+
+def test_the_least_recently_used_leave_first() -> None:
+    cache: PromptCache[str] = PromptCache(1024)
+    for name in "ab":
+        assert cache.put(name, (), name, 512) == name
+    assert cache.get("a", ()) == "a"
+    cache.put("c", (), "c", 512)
+    assert [cache.get(name, ()) for name in "abc"] == ["a", None, "c"]
+    cache.put("d", (), "d", 1024)
+    assert (len(cache), cache.size) == (1, 1024)
+
+
+def test_of_two_that_load_the_same_the_first_wins() -> None:
+    cache: PromptCache[str] = PromptCache(1024)
+    assert cache.put("a", (None,), "first", 512) == "first"
+    assert cache.put("a", (None,), "second", 512) == "first"
+    assert cache.put("a", ((1, 2, 3),), "third", 1024) == "third"
+    assert (cache.get("a", (None,)), cache.size) == (None, 1024)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 10), st.booleans()), max_size=60))
+def test_the_cache_keeps_what_a_simple_one_keeps(actions: list[tuple[str, int, bool]]) -> None:
+    cache: PromptCache[int] = PromptCache(20)
+    kept: list[tuple[str, int]] = []  # oldest use first
+    for name, size, put in actions:
+        old = [entry for entry in kept if entry[0] == name]
+        if put and not old:
+            cache.put(name, (), size, size)
+            while sum(each for _, each in kept) + size > 20:
+                kept.pop(0)
+            kept.append((name, size))
+        else:
+            assert cache.get(name, ()) == (old[0][1] if old else None)
+            kept = [entry for entry in kept if entry[0] != name] + old
+        assert (len(cache), cache.size) == (len(kept), sum(each for _, each in kept))
+
+
+class SlowStore:
+    """Its finds wait to be let go, and are counted."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.may_end = threading.Semaphore(0)
+        self.finds: list[str] = []
+        self.loaded = False
+
+    def find(self, prompt_id: str) -> Found:
+        self.finds.append(prompt_id)
+        self.begun.release()
+        self.may_end.acquire(timeout=10)
+        if prompt_id == "bug":
+            raise ZeroDivisionError
+        if prompt_id == "none":
+            raise PromptError(PromptProblem.NOT_FOUND, "directory does not exist")
+        loaded, self.loaded = not self.loaded, True
+        return Found(SoftPrompt(1, matrix()), loaded)
+
+
+class Answers:
+    """What lookups send, in the order in which it comes."""
+
+    def __init__(self) -> None:
+        self._sent: list[PromptInfo] = []
+        self._one = threading.Semaphore(0)
+
+    def __call__(self, info: PromptInfo) -> None:
+        self._sent.append(info)
+        self._one.release()
+
+    def wait(self, count: int) -> list[PromptInfo]:
+        for _ in range(count):
+            assert self._one.acquire(timeout=10)
+        taken, self._sent = self._sent[:count], self._sent[count:]
+        return taken
+
+
+def test_concurrent_lookups_of_one_id_load_once_and_hold_up_no_other() -> None:
+    store, answers = SlowStore(), Answers()
+    lookups = Lookups(store, answers)
+    for number in range(50):
+        lookups.ask(LookupPrompt(number, "slow"))
+    lookups.ask(LookupPrompt(50, "other"))
+    assert store.begun.acquire(timeout=10)
+    assert store.begun.acquire(timeout=10)
+    assert sorted(store.finds) == ["other", "slow"]
+    for _ in range(3):
+        store.may_end.release()
+    infos = answers.wait(51)
+    assert {info.number for info in infos} == set(range(51))
+    assert all(info.length == 4 and info.problem is None for info in infos)
+    assert sum(info.loaded for info in infos) == 1
+    assert sorted(store.finds) == ["other", "slow", "slow"]  # one more look for those that came during the first
+
+
+def test_concurrent_lookups_read_the_files_once(store: PromptStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Any] = []
+    load = torch.load
+
+    def counted(*args: Any, **options: Any) -> Any:
+        loads.append(args)
+        return load(*args, **options)
+
+    monkeypatch.setattr(torch, "load", counted)
+    answers = Answers()
+    lookups = Lookups(store, answers)
+    for number in range(40):
+        lookups.ask(LookupPrompt(number, "good"))
+    infos = answers.wait(40)
+    assert all(info.length == 4 for info in infos)
+    assert len(loads) == sum(info.loaded for info in infos) == 1
+    prompts = {id(lookups.prompt(Prefix("good", 4, 0, number, 1))) for number in range(40)}
+    assert len(prompts) == 1
+
+
+def test_what_a_lookup_has_found_stays_whatever_becomes_of_the_store(root: Path) -> None:
+    for name in "abcdefghi":
+        write(root / name, tgis(matrix(seed=ord(name))))
+    store, answers = PromptStore(str(root), 8 * 512, TARGET), Answers()
+    lookups = Lookups(store, answers)
+    for number, name in enumerate("abcdefghi"):
+        lookups.ask(LookupPrompt(number, name))
+        assert answers.wait(1)[0].loaded
+    write(root / "a", tgis(matrix(2)))
+    lookups.ask(LookupPrompt(9, "a"))
+    assert answers.wait(1)[0].loaded
+    held = lookups.prompt(Prefix("a", 4, 0, lookup=0, version=1))
+    assert torch.equal(embeddings(Found(held, loaded=False)), matrix(seed=ord("a")))
+    assert lookups.prompt(Prefix("a", 2, 0, lookup=9, version=2)).length == 2
+    lookups.cancel(range(20))
+    assert lookups._kept == {}
+
+
+def test_a_lookup_cancelled_while_it_loads_keeps_nothing() -> None:
+    store, answers = SlowStore(), Answers()
+    lookups = Lookups(store, answers)
+    lookups.ask(LookupPrompt(7, "slow"))
+    assert store.begun.acquire(timeout=10)
+    lookups.cancel([7])
+    store.may_end.release()
+    answers.wait(1)
+    assert lookups._kept == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "reason"),
+    [
+        ("none", PromptProblem.NOT_FOUND, "directory does not exist"),
+        ("bug", PromptProblem.BROKEN, "internal error: ZeroDivisionError"),
+    ],
+)
+def test_every_lookup_is_answered(name: str, problem: PromptProblem, reason: str) -> None:
+    store, answers = SlowStore(), Answers()
+    lookups = Lookups(store, answers)
+    for number in (1, 2, 3):
+        lookups.ask(LookupPrompt(number, name))
+        store.may_end.release()
+    infos = answers.wait(3)
+    assert {info.number for info in infos} == {1, 2, 3}
+    assert {(info.problem, info.reason) for info in infos} == {(problem, reason)}
+    lookups.cancel([1, 2, 3])
+    assert (lookups._kept, lookups._waiting) == ({}, {})
+
+
+@pytest.fixture
+def seq2seq(root: Path) -> PromptStore:
+    """The same store for an encoder-decoder."""
+    target = Target(WIDTH, MOST, torch.float32, torch.device("cpu"), encoder_decoder=True)
+    return PromptStore(str(root), CAPACITY, target)
+
+
+@pytest.mark.parametrize(
+    ("files", "encoder", "decoder", "length"),
+    [
+        (tgis(matrix(6)), None, matrix(6), 7),  # and the start token
+        ({ENCODER: pt(matrix(6))}, matrix(6), None, 6),
+        ({ENCODER: pt(matrix(6)), DECODER: pt(matrix(8))}, matrix(6), matrix(8), 15),
+        (peft({KEY: matrix(6)}, num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"), matrix(6)[:3], None, 3),
+        (
+            peft({KEY: matrix(5)}, num_virtual_tokens=5, num_transformer_submodules=1, task_type="SEQ_2_SEQ_LM"),
+            matrix(5),
+            None,
+            5,
+        ),
+    ],
+    ids=["decoder", "encoder", "both", "peft", "peft of one part"],
+)
+def test_prompts_of_an_encoder_decoder(
+    seq2seq: PromptStore,
+    root: Path,
+    files: Files,
+    encoder: torch.Tensor | None,
+    decoder: torch.Tensor | None,
+    length: int,
+) -> None:
+    write(root / "prompt", files)
+    prompt = seq2seq.find("prompt").prompt
+    assert isinstance(prompt, SoftPrompt)
+    for part, wanted in ((prompt.encoder, encoder), (prompt.decoder, decoder)):
+        assert (part is None) == (wanted is None)
+        assert part is None or wanted is None or torch.equal(part, wanted)
+    assert prompt.length == length
+    assert prompt.decoder_length == (0 if decoder is None else len(decoder))
+    assert prompt.size == 512 * sum(part is not None for part in (encoder, decoder))
+
+
+SAYS_TASK = "adapter_config.json must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model"
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (tgis(matrix(5)), "decoder.pt has 5 virtual tokens, it must be an even number"),
+        ({ENCODER: pt(matrix(3)), DECODER: pt(matrix(4))}, "encoder.pt has 3 virtual tokens, it must be an even"),
+        ({ENCODER: pt(matrix(4)), DECODER: b""}, "decoder.pt is damaged"),
+        ({ENCODER: pt(matrix(4, 8)), DECODER: pt(matrix(4))}, "encoder.pt has rows of 8 numbers"),
+        (peft({KEY: matrix(4)}), SAYS_TASK),
+        ({SAFETENSORS: peft({KEY: matrix(4)})[SAFETENSORS]}, SAYS_TASK),
+        (
+            peft({KEY: matrix(4)}, num_virtual_tokens=4, task_type="SEQ_2_SEQ_LM"),
+            "adapter_model.safetensors has 4 virtual tokens, adapter_config.json says 8",
+        ),
+        (
+            peft({KEY: matrix(4)}, task_type="SEQ_2_SEQ_LM"),
+            "adapter_model.safetensors has 4 virtual tokens, adapter_config.json says None",
+        ),
+    ],
+)
+def test_what_an_encoder_decoder_cannot_use(seq2seq: PromptStore, root: Path, files: Files, text: str) -> None:
+    write(root / "prompt", files)
+    assert text in str(refused(seq2seq, "prompt"))

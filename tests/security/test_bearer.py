@@ -1,0 +1,109 @@
+"""Bearer tokens: who gets in, who does not, and what a change of the file does."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from harness import Server, call, serving, stream_of
+
+from tgis.errors import StartError
+from tgis.models.fake import make_fake_model
+from tgis.security.bearer import Tokens
+from tgis.utils.file_watch import CHECK_SECONDS
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("auth")
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Server]:
+    (directory / "tokens").write_text("# for tests\nfirst-token\n\n  second-token  \n")
+    model = make_fake_model(directory / "model")
+    options = {"CACHE_DIR": str(directory / "cache"), "AUTH_TOKEN_PATH": str(directory / "tokens")}
+    with serving(directory, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+        yield running
+
+
+def text(server: Server, authorization: str | None, prompt: str = "abc") -> str:
+    metadata = [("authorization", authorization)] if authorization is not None else []
+    with server.stub() as stub:
+        return str(stub.Generate(call(prompt, 3), metadata=metadata, timeout=10).responses[0].text)
+
+
+@pytest.mark.parametrize("authorization", ["Bearer first-token", "bearer second-token"])
+def test_a_known_token_lets_in(server: Server, authorization: str) -> None:
+    assert text(server, authorization) == "abc"
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "first-token", "Bearer", "Bearer ", "Bearer first", "Bearer # for tests", "Basic first-token"],
+)
+def test_anything_else_does_not(server: Server, authorization: str | None) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        text(server, authorization)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_streams_and_reflection_are_guarded_and_health_is_not(server: Server) -> None:
+    with server.stub() as stub, pytest.raises(grpc.RpcError) as caught:
+        list(stub.GenerateStream(stream_of(call("abc", 3)), timeout=10))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with grpc.insecure_channel(server.target) as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(reflection.ServerReflectionInfo(iter([question]), timeout=10))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_no_token_reaches_the_log(server: Server) -> None:
+    assert "first-token" not in server.log.read_text()
+
+
+def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("old")
+    tokens = Tokens(path)
+    assert tokens.accept("old")
+    path.write_text("newer\n")
+    time.sleep(CHECK_SECONDS * 1.1)
+    assert tokens.accept("newer")
+    assert not tokens.accept("old")
+    path.write_text("# nothing any more, by mistake\n")
+    time.sleep(CHECK_SECONDS * 1.1)
+    assert tokens.accept("newer")
+
+
+@pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe", b"x" * (1 << 21)])
+def test_a_file_without_tokens_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokens").write_bytes(content)
+    with pytest.raises(StartError, match=r"AUTH_TOKEN_PATH .*tokens: "):
+        Tokens(tmp_path / "tokens")
+
+
+def saved(server: Server) -> float:
+    """Tokens that the prefix cache has saved, ever."""
+    _, scrape = server.get("/metrics")
+    (line,) = (line for line in scrape.splitlines() if line.startswith("tgi_prefix_cache_hit_tokens_total "))
+    return float(line.split()[1])
+
+
+def test_cached_prefixes_are_not_shared_between_identities(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("first\nsecond\n")
+    model = make_fake_model(tmp_path / "model", block_size=4)
+    options = {"CACHE_DIR": str(tmp_path / "cache"), "AUTH_TOKEN_PATH": str(tmp_path / "tokens")}
+    with serving(tmp_path, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
+        hits = []
+        for token in ("first", "second", "first", "second"):
+            text(server, f"Bearer {token}", "abcdefghi" * 2)
+            hits.append(saved(server))
+    assert hits == [0, 0, 16, 32]

@@ -1,0 +1,30 @@
+"""What proves who a caller is."""
+
+from dataclasses import dataclass
+
+from tgis.security.identity import identity_of
+
+
+@dataclass
+class Context:
+    token: str = ""
+    certificate: tuple[bytes, ...] = ()
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {self.token}")] if self.token else []
+
+    def peer_identities(self) -> tuple[bytes, ...] | None:
+        return self.certificate or None
+
+
+def test_callers_without_a_proof_are_alike() -> None:
+    assert identity_of(Context(), tokens=True) == b""
+    assert identity_of(Context("anything"), tokens=False) == b""
+
+
+def test_every_proof_counts() -> None:
+    callers = [Context("a"), Context("b"), Context("", (b"a",)), Context("", (b"a", b"b")), Context("a", (b"b",))]
+    found = [identity_of(caller, tokens=True) for caller in callers]
+    assert len(set(found)) == len(callers)
+    assert b"" not in found
+    assert found == [identity_of(caller, tokens=True) for caller in callers]

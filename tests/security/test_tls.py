@@ -1,0 +1,267 @@
+"""Certificates of the gRPC port: real handshakes, mutual TLS, and files that change while serving."""
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from certificates import Pair, make_pair
+from cryptography import x509
+from harness import asynchronous
+
+from tgis.api.grpc.server import Listener, ListenerOptions
+from tgis.errors import StartError
+from tgis.security.tls import Certificates, TlsFiles
+from tgis.utils.file_watch import CHECK_SECONDS
+
+
+@pytest.fixture(scope="module")
+def authority() -> Pair:
+    return make_pair()
+
+
+class Secret:
+    """A mounted Kubernetes secret: the files are links through `..data`, which is swapped in one rename."""
+
+    def __init__(self, directory: Path, authority: Pair) -> None:
+        self._directory = directory
+        self._versions = 0
+        self.authority = authority
+        self.pair = make_pair(authority)
+        self.publish(self.pair.cert, self.pair.key)
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            (directory / name).symlink_to(Path("..data") / name)
+
+    def publish(self, cert: bytes, key: bytes) -> None:
+        self._versions += 1
+        version = self._directory / f"..{self._versions}"
+        version.mkdir()
+        (version / "tls.crt").write_bytes(cert)
+        (version / "tls.key").write_bytes(key)
+        (version / "ca.crt").write_bytes(self.authority.cert)
+        link = self._directory / "..tmp"
+        link.symlink_to(version.name)
+        os.replace(link, self._directory / "..data")
+
+    def renew(self) -> Pair:
+        self.pair = make_pair(self.authority)
+        self.publish(self.pair.cert, self.pair.key)
+        return self.pair
+
+    def files(self, *, mutual: bool = False) -> TlsFiles:
+        path = str(self._directory)
+        return TlsFiles(f"{path}/tls.crt", f"{path}/tls.key", f"{path}/ca.crt" if mutual else None)
+
+
+@pytest.fixture
+def secret(tmp_path: Path, authority: Pair) -> Secret:
+    return Secret(tmp_path, authority)
+
+
+async def echo(request: bytes, _context: object) -> bytes:
+    return request
+
+
+@asynccontextmanager
+async def serving(files: TlsFiles) -> AsyncIterator[int]:
+    method = grpc.unary_unary_rpc_method_handler(echo)
+    handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": method})
+    listener = Listener([handler], ListenerOptions("127.0.0.1", 0, 1 << 20, 64, 60.0, files))
+    port = listener.bind()
+    await listener.start()
+    try:
+        yield port
+    finally:
+        await listener.stop(0)
+
+
+def connect(port: int, authority: Pair, client: Pair | None = None) -> grpc.aio.Channel:
+    key, cert = (client.key, client.cert) if client else (None, None)
+    credentials = grpc.ssl_channel_credentials(authority.cert, key, cert)
+    return grpc.aio.secure_channel(f"localhost:{port}", credentials, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+async def call(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    try:
+        await channel.unary_unary("/test.Service/Echo", bytes, bytes)(b"x", timeout=30)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def call_once(port: int, authority: Pair, client: Pair | None = None) -> grpc.StatusCode:
+    async with connect(port, authority, client) as channel:
+        return await call(channel)
+
+
+async def shown_serial(port: int, authority: Pair) -> int:
+    """Serial number of the certificate that a new connection is shown, as OpenSSL sees it."""
+
+    def handshake() -> int:
+        context = ssl.create_default_context(cadata=authority.cert.decode())
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("127.0.0.1", port), 30) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as tls,
+        ):
+            assert tls.selected_alpn_protocol() == "h2"
+            shown = tls.getpeercert(binary_form=True)
+            assert shown is not None
+            return x509.load_der_x509_certificate(shown).serial_number
+
+    return await asyncio.to_thread(handshake)
+
+
+async def until_shown(port: int, authority: Pair, serial: int) -> None:
+    while True:  # `run` has the time limit
+        if await shown_serial(port, authority) == serial:
+            return
+        await asyncio.sleep(0.05)
+
+
+@asynchronous
+async def test_a_call_over_tls_and_none_without(secret: Secret) -> None:
+    async with serving(secret.files()) as port:
+        assert await call_once(port, secret.authority) is grpc.StatusCode.OK
+        async with grpc.aio.insecure_channel(f"localhost:{port}") as plain:
+            assert await call(plain) is grpc.StatusCode.UNAVAILABLE
+        assert await call_once(port, make_pair()) is grpc.StatusCode.UNAVAILABLE  # not our authority
+        assert await call_once(port, secret.authority) is grpc.StatusCode.OK
+
+
+@asynchronous
+async def test_mutual_tls_wants_a_client_of_its_authority(secret: Secret) -> None:
+    async with serving(secret.files(mutual=True)) as port:
+        stranger = make_pair(make_pair())
+        for client, code in (
+            (None, grpc.StatusCode.UNAVAILABLE),
+            (stranger, grpc.StatusCode.UNAVAILABLE),
+            (make_pair(secret.authority), grpc.StatusCode.OK),
+        ):
+            assert await call_once(port, secret.authority, client) is code
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+@asynchronous
+async def test_a_swapped_certificate_is_shown_to_new_connections(secret: Secret, mutual: bool) -> None:
+    client = make_pair(secret.authority)
+    old = secret.pair.certificate.serial_number
+    async with (
+        serving(secret.files(mutual=mutual)) as port,
+        connect(port, secret.authority, client) as open_one,
+    ):
+        assert await call(open_one) is grpc.StatusCode.OK
+        assert await shown_serial(port, secret.authority) == old
+        await until_shown(port, secret.authority, secret.renew().certificate.serial_number)
+        assert await call(open_one) is grpc.StatusCode.OK
+        assert await call_once(port, secret.authority, client) is grpc.StatusCode.OK
+        if mutual:
+            assert await call_once(port, secret.authority) is grpc.StatusCode.UNAVAILABLE
+
+
+@asynchronous
+async def test_a_broken_swap_keeps_the_old_certificate_until_it_is_mended(
+    secret: Secret, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = secret.pair.certificate.serial_number
+    async with serving(secret.files()) as port:
+        secret.publish(make_pair(secret.authority).cert, secret.pair.key)
+        while not caplog.records:
+            assert await shown_serial(port, secret.authority) == old
+            await asyncio.sleep(0.05)
+        assert await shown_serial(port, secret.authority) == old
+        assert await call_once(port, secret.authority) is grpc.StatusCode.OK
+        await until_shown(port, secret.authority, secret.renew().certificate.serial_number)
+
+
+class Clock:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def next_check(self) -> None:
+        self.now += CHECK_SECONDS
+
+
+def test_files_are_looked_at_once_a_second_and_read_once_a_change(secret: Secret) -> None:
+    clock = Clock()
+    certificates = Certificates(secret.files(), clock)
+    clock.next_check()
+    assert certificates.fetch() is None  # nothing has changed
+    secret.renew()
+    clock.now += CHECK_SECONDS / 2
+    assert certificates.fetch() is None  # too early to look
+    clock.now += CHECK_SECONDS / 2
+    assert certificates.fetch() is not None
+    clock.next_check()
+    assert certificates.fetch() is None
+
+
+def test_a_change_in_place_and_one_of_the_client_authority_are_seen(secret: Secret, tmp_path: Path) -> None:
+    clock = Clock()
+    certificates = Certificates(secret.files(mutual=True), clock)
+    pair = make_pair(secret.authority)
+    (tmp_path / "tls.key").write_bytes(pair.key)
+    (tmp_path / "tls.crt").write_bytes(pair.cert)
+    clock.next_check()
+    assert certificates.fetch() is not None
+    (tmp_path / "ca.crt").write_bytes(make_pair().cert + secret.authority.cert)
+    clock.next_check()
+    assert certificates.fetch() is not None
+
+
+def test_each_broken_change_is_one_warning(secret: Secret, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    certificates = Certificates(secret.files(), clock)
+    other = make_pair(secret.authority)
+
+    def fetch_twice() -> None:
+        for _ in range(2):
+            clock.next_check()
+            assert certificates.fetch() is None
+
+    secret.publish(other.cert, secret.pair.key)
+    fetch_twice()
+    secret.publish(other.cert, b"")
+    fetch_twice()
+    (tmp_path / "tls.crt").unlink()
+    fetch_twice()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
+    assert "--tls-key-path" in warnings[0]
+    assert "--tls-key-path" in warnings[1]
+    assert f"--tls-cert-path {tmp_path}/tls.crt: No such file or directory" in warnings[2]
+    assert not any("PRIVATE KEY" in warning for warning in warnings)
+
+
+CASES: dict[str, list[bytes | str]] = {
+    "--tls-cert-path": [b"", b"junk", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"],
+    "--tls-key-path": [b"", b"junk", "other", "encrypted"],
+    "--tls-client-ca-cert-path": [b"", b"junk"],
+}
+
+
+@pytest.mark.parametrize(("option", "content"), [(o, c) for o, contents in CASES.items() for c in contents])
+def test_unusable_files_are_refused_at_start_by_option_and_path(
+    secret: Secret, tmp_path: Path, option: str, content: bytes | str
+) -> None:
+    path = tmp_path / {"--tls-cert-path": "tls.crt", "--tls-key-path": "tls.key"}.get(option, "ca.crt")
+    named = {"other": make_pair(secret.authority).key, "encrypted": secret.pair.encrypted_key}
+    path.write_bytes(named[content] if isinstance(content, str) else content)
+    with pytest.raises(StartError) as caught:
+        Certificates(secret.files(mutual=True))
+    assert str(caught.value).startswith(f"{option} {path}: not ")
+    path.unlink()
+    with pytest.raises(StartError) as caught:
+        Certificates(secret.files(mutual=True))
+    assert str(caught.value) == f"{option} {path}: No such file or directory"

@@ -1,0 +1,78 @@
+"""Requests, limits and small runs for tests of the batcher; no clock but a made-up one."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.memory_model import Limits, MemoryModel
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.ipc.messages import Details, EngineOptions, Request, Sampling
+
+EOS = 99
+
+
+def limits(weight: int = 1000, **changes: Any) -> Limits:
+    values: dict[str, Any] = {
+        "max_batch_size": 4,
+        "memory": MemoryModel.of_tokens(weight),
+        "prefill_tokens": 64,
+        "padded": True,
+        "max_waiting_tokens": 0,
+    }
+    return Limits(**(values | changes))
+
+
+def engine_options(model: Path, max_batch_size: int, threads: int | None) -> EngineOptions:
+    """Those of the padded engine in float32, with limits that never matter."""
+    return EngineOptions(
+        engine="hf_transformers",
+        model_path=str(model),
+        dtype="float32",
+        eos_ids=(2,),
+        max_sequence_length=256,
+        max_batch_size=max_batch_size,
+        max_prefill_padding=1.0,
+        max_waiting_tokens=0,
+        batch_safety_margin=20,
+        cuda_memory_fraction=1.0,
+        threads=threads,
+        log_level="info",
+        json_output=False,
+    )
+
+
+def request(
+    request_id: int,
+    length: int = 3,
+    max_new: int = 5,
+    *,
+    capped: bool = False,
+    deadline: float | None = None,
+    min_new: int = 0,
+) -> Request:
+    sampling = Sampling(min_new_tokens=min_new)
+    tokens = list(range(1, length + 1))
+    return Request(request_id, tokens, max_new, capped, sampling, Details(), deadline)
+
+
+def ids(rows: Iterable[Sequence]) -> list[int]:
+    return [row.id for row in rows]
+
+
+def planned(batcher: Batcher, now: float = 0.0) -> Plan:
+    plan = batcher.plan(now)
+    assert plan is not None
+    return plan
+
+
+def run_one(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[Plan, list[Sequence]]:
+    plan = planned(batcher, now)
+    return plan, batcher.commit(plan, [token] * len(plan.sampled), now)
+
+
+def next_prefill(batcher: Batcher) -> Plan:
+    """The next plan that is a prefill, after the steps before it."""
+    while not (plan := planned(batcher)).prefill:
+        batcher.commit(plan, [7] * len(plan.sampled), 0.0)
+    return plan

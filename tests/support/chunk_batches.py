@@ -1,0 +1,61 @@
+"""Batches of chunks with keys and values in a paged cache, and what attention over them must give."""
+
+from dataclasses import dataclass
+
+import torch
+from attention_oracle import attend
+from torch import Tensor
+
+from tgis.engines.paged.attention import Rules
+from tgis.engines.paged.batch import Chunk, FlatBatch
+
+BLOCK = 16
+
+
+@dataclass
+class Chunks:
+    batch: FlatBatch
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layer: tuple[Tensor, Tensor]
+    contexts: list[tuple[Tensor, Tensor]]  # by chunk: all its keys and values
+
+    def expected(self, rules: Rules) -> Tensor:
+        """The oracle's output [tokens, H, E], without that of the single rows."""
+        assert rules.softcap is rules.sinks is None
+        return torch.cat(
+            [
+                attend(self.q[chunk.tokens], k, v, scale=rules.scale, window=rules.window)
+                for chunk, (k, v) in zip(self.batch.chunks, self.contexts, strict=True)
+            ]
+        )
+
+
+def chunk_batch(
+    rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: str = "cpu"
+) -> Chunks:
+    """Of (tokens before, new tokens) by row, after two single rows that are not looked at."""
+    generator = torch.Generator().manual_seed(0)
+    widths = [-(-(before + count) // BLOCK) for before, count in rows]
+    numbers = torch.randperm(sum(widths) + 3, generator=generator)[: sum(widths)].to(device).split(widths)
+    total = 2 + sum(count for _, count in rows)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    q, k, v = random(total, heads, size), random(total, kv_heads, size), random(total, kv_heads, size)
+    layer = random(sum(widths) + 3, BLOCK, kv_heads, size), random(sum(widths) + 3, BLOCK, kv_heads, size)
+    chunks, contexts, start = [], [], 2
+    for (before, count), blocks in zip(rows, numbers, strict=True):
+        chunks.append(Chunk(slice(start, start + count), before, blocks))
+        places = torch.arange(before, before + count, device=device)
+        for stored, new in zip(layer, (k, v), strict=True):
+            stored[blocks[places // BLOCK], places % BLOCK] = new[start : start + count]
+        keys, values = (stored[blocks].flatten(0, 1)[: before + count] for stored in layer)
+        contexts.append((keys, values))
+        start += count
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    lengths = torch.ones(2, dtype=torch.int64, device=device)
+    batch = FlatBatch(nothing, nothing, nothing, lengths[:, None], lengths, chunks, nothing, [])
+    return Chunks(batch, q, k, v, layer, contexts)

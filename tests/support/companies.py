@@ -1,0 +1,118 @@
+"""Rows with soft prompts and adapters in both engines, in any company, and what PEFT says of each alone."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import engine_options, limits
+from tuning import Continuation
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.memory_model import Limits
+from tgis.engines.base import Engine
+from tgis.engines.padded.engine import PaddedEngine
+from tgis.engines.paged.engine import PagedEngine
+from tgis.frontend import validation
+from tgis.frontend.validation import Parameters, make_request, validate
+from tgis.ipc.adapters import Prefix
+from tgis.ipc.messages import Details, Request, TokenFacts
+from tgis.prompts.loader import Adapter
+from tgis.prompts.store import PromptStore
+
+PLACEHOLDER = 0
+NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
+
+
+ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
+    "padded": PaddedEngine,
+    "paged": PagedEngine,
+}
+BOUNDS = {
+    "padded": limits(100_000, max_batch_size=8, prefill_tokens=512, max_padding=0.9),
+    # chunks that end anywhere in prompts, and so few blocks that rows are preempted
+    "paged": limits(160, padded=False, block_size=16, prefix_cache=True, max_batch_size=8, prefill_tokens=7),
+}
+
+
+@dataclass
+class Setup:
+    """An engine, and how it is driven."""
+
+    engine: Engine
+    bounds: Limits
+    ids: Iterator[int] = field(default_factory=itertools.count)  # no request has that of another
+
+
+def made(kind: str, model: Path) -> Setup:
+    engine = ENGINES[kind](engine_options(model, 16, threads=1))
+    engine.warm_up()
+    return Setup(engine, BOUNDS[kind])
+
+
+@dataclass(frozen=True)
+class Job:
+    """An input with a prompt or adapter, or none."""
+
+    tokens: list[int]
+    prompt: Adapter | None
+    new: int
+    details: Details = field(default_factory=Details)
+    penalty: float = 1.0
+
+    def request(self, number: int) -> Request:
+        """As the front end makes it."""
+        asked = Parameters(max_new_tokens=self.new, details=self.details, repetition_penalty=self.penalty)
+        most = validation.Limits(256, 100, include_stop_sequence=True, placeholder=PLACEHOLDER)
+        prompt = self.prompt
+        prefix = Prefix("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
+        return make_request(number, self.tokens, prefix, validate(asked, most), most, "text")
+
+
+def run(setup: Setup, jobs: list[Job], seed: int = 0, eos: int = 3) -> tuple[list[list[int]], list[list[TokenFacts]]]:
+    """What the engine generates when jobs come at random times, and the facts of their inputs."""
+    rng, batcher = random.Random(seed), Batcher(setup.bounds, eos_ids=[eos])
+    ids = [next(setup.ids) for _ in jobs]
+    waiting = list(zip(ids, jobs, strict=True))
+    done: dict[int, list[int]] = {}
+    inputs: dict[int, list[TokenFacts]] = {}
+    while len(done) < len(jobs):
+        while waiting and (batcher.idle or rng.random() < 0.5):
+            number, job = waiting.pop(0)
+            (row,) = batcher.submit([job.request(number)], 0.0)
+            row.prefix = job.prompt
+        plan = batcher.plan(0.0)
+        assert plan is not None
+        setup.engine.release(plan.preempted)
+        result = setup.engine.step(plan)
+        inputs |= result.inputs
+        ended = batcher.commit(plan, result.tokens, 0.0)
+        setup.engine.release(ended)
+        done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
+    return [done[n] for n in ids], [inputs.get(n, []) for n in ids]
+
+
+def found(store: PromptStore, continuation: Continuation) -> Adapter | None:
+    if not continuation.prompt:
+        return None
+    prompt = store.find(continuation.prompt).prompt
+    assert isinstance(prompt, Adapter)
+    return prompt
+
+
+def settled(continuations: list[Continuation]) -> list[Continuation]:
+    assert all(min(one.gaps) > NEAR_TIE for one in continuations), "let tuning.py train something else"
+    return continuations
+
+
+def check_greedy(model: Any, tokens: list[int], generated: list[int]) -> None:
+    """Every token is the best one after those before it, in one plain pass of PEFT over all of them."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens + generated])).logits[0, -len(generated) - 1 : -1].float()
+    for scores, token in zip(logits, generated, strict=True):
+        assert scores.max() - scores[token] < NEAR_TIE
+    top = logits.topk(2).values
+    assert (top[:, 0] - top[:, 1] > 2 * NEAR_TIE).float().mean() > 0.8

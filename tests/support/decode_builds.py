@@ -1,0 +1,62 @@
+"""Compiles decode attention for GPUs on a machine that need not have one; prints one line of JSON: by model and chip,
+the bytes of shared memory, the copies of 16 bytes to it that run in the background, and the products of matrices.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from decode_cases import BFLOAT16, Case, inputs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tgis.engines.kernels.cuda import paged_decode as module
+
+
+class Chip:
+    """Triton's driver, as far as compiling needs it."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability  # what is compiled is kept by device
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+class Compiled:
+    """Stands for a kernel; what would launch it compiles it only."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.binary: Any = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.binary = self._kernel.warmup(*args, grid=grid, **kwargs)
+
+        return launch
+
+
+def build(case: Case, capability: int) -> tuple[int, int, int]:
+    driver.set_active(Chip(capability))
+    kernels = module._attend, module._combine
+    module._attend, module._combine = attend, _ = [Compiled(kernel) for kernel in kernels]
+    tensors, rules = inputs(case, "cpu")
+    module.decode_attention(*tensors, **rules, processors=case.processors)
+    module._attend, module._combine = kernels
+    code = attend.binary.asm["ptx"]
+    copies, products = (len(re.findall(word, code)) for word in ("cp.async.cg.shared", "mma.*sync"))
+    return attend.binary.metadata.shared, copies, products
+
+
+if __name__ == "__main__":
+    builds = {name: build(BFLOAT16[name], 90) for name in ("Llama", "StarCoder", "GPT-OSS")}
+    builds["Gemma on sm_86"] = build(BFLOAT16["Gemma"], 86)
+    print(json.dumps(builds))

@@ -1,0 +1,136 @@
+"""What decode attention is tested with: the kernels for GPUs, on one or interpreted, and the one for CPUs.
+
+Triton decides when it is imported whether it interprets, so `TRITON_INTERPRET=1 python decode_cases.py` runs in a
+process of its own, and prints one line of JSON: by case, how far the result is from the oracle's.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from attention_oracle import attend
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    k_size: int = 16
+    v_size: int = 16
+    dtype: torch.dtype = torch.float32
+    index: torch.dtype = torch.int64
+    block: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    processors: int = 2  # more of them: more items that rows are cut into
+
+
+def _random_cases() -> dict[str, Case]:
+    cases = {}
+    for seed in range(6):
+        draw = random.Random(seed)
+        cases[f"random {seed}"] = Case(
+            [draw.choice([0, 1, draw.randint(2, 40), draw.randint(41, 900)]) for _ in range(draw.randint(1, 6))],
+            heads=2,
+            kv_heads=draw.choice([1, 2]),
+            block=draw.choice([1, 8, 16, 32]),
+            window=draw.choice([None, None, 1, draw.randint(2, 300)]),
+            softcap=draw.choice([None, None, 2.0]),
+            sinks=draw.random() < 0.3,
+            processors=draw.randint(1, 6),
+        )
+    return cases
+
+
+CASES = {
+    "one token": Case([1]),
+    "of every length around a block and a tile": Case([15, 16, 17, 127, 128, 129]),
+    "empty rows": Case([0, 33, 0, 200, 0], sinks=True),
+    "nothing but empty rows": Case([0, 0]),
+    "one row in many items": Case([2300], processors=12),
+    "a long row among short ones": Case([3, 900, 5, 1, 40], processors=3),
+    "many rows": Case([5] * 21, heads=1, kv_heads=1),
+    "one KV head for all, in parts": Case([70, 9], heads=35, kv_heads=1),
+    "a KV head for each": Case([70, 9], heads=3, kv_heads=3, k_size=80, v_size=80),
+    "window, in items": Case([1000, 41, 40, 39, 1], window=700, processors=5),
+    "window of one token": Case([100, 1], window=1),
+    "soft cap, in items": Case([600, 20], softcap=3.0, processors=4),
+    "sinks, in items": Case([600, 20], sinks=True, processors=4),
+    "all at once": Case([600, 20, 0], softcap=3.0, sinks=True, window=500, processors=4),
+    "head size 96, int32, float16": Case([70, 17], k_size=96, v_size=96, dtype=torch.float16, index=torch.int32),
+    "keys wider than values": Case([70], k_size=192, v_size=128),
+    "values wider than keys": Case([70], k_size=24, v_size=72),
+    "head size 256": Case([100], k_size=256, v_size=256),
+    "blocks of one token": Case([200, 7], block=1),
+    **_random_cases(),
+}
+BFLOAT16 = {  # which Triton cannot interpret
+    "Llama": Case([600, 20, 0, 511, 1], 32, 8, 128, 128, torch.bfloat16, torch.int32, processors=132),
+    "Llama, many rows": Case([50] * 300, 32, 8, 128, 128, torch.bfloat16, processors=132),
+    "Gemma": Case([600, 20], 8, 4, 256, 256, torch.bfloat16, window=300, softcap=50.0, processors=132),
+    "StarCoder": Case([600, 20], 48, 1, 128, 128, torch.bfloat16, processors=132),
+    "Falcon": Case([600, 20], 71, 1, 64, 64, torch.bfloat16, processors=132),
+    "GPT-OSS": Case([600, 20], 64, 8, 64, 64, torch.bfloat16, window=128, sinks=True, processors=132),
+    "Phi": Case([600, 20], 32, 32, 80, 80, torch.bfloat16, processors=132),
+}
+
+
+def inputs(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors for `decode_attention`, and the rules; what no row may read is NaN, or outside of the cache."""
+    generator = torch.Generator().manual_seed(0)
+    widths = [-(-length // case.block) for length in case.lengths]
+    blocks = torch.randperm(sum(widths) + 2, generator=generator)[: sum(widths)].split(widths)
+    tables = torch.full((len(widths), max(widths) + 3), 2**30, dtype=case.index)
+    layer = [
+        torch.full((sum(widths) + 2, case.block, case.kv_heads, size), float("nan"))
+        for size in (case.k_size, case.v_size)
+    ]
+    for row, numbers in enumerate(blocks):
+        tables[row, : len(numbers)] = numbers
+        length = case.lengths[row]
+        for place in range(length - min(length, case.window or length), length):
+            for states in layer:
+                slot = states[numbers[place // case.block], place % case.block]
+                slot.copy_(torch.randn(slot.shape, generator=generator))
+    q = torch.randn(case.heads, len(widths), case.k_size, generator=generator).transpose(0, 1)
+    sinks = torch.randn(case.heads, generator=generator).to(device, case.dtype) if case.sinks else None
+    rules = {"scale": 2 * case.k_size**-0.5, "window": case.window, "softcap": case.softcap, "sinks": sinks}
+    lengths = torch.tensor(case.lengths, dtype=case.index)
+    return [*(t.to(device, case.dtype) for t in (q, *layer)), tables.to(device), lengths.to(device)], rules
+
+
+def expected(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **rules: Any) -> Tensor:
+    """The oracle's [B, H, E], in float64."""
+    output = torch.zeros(*q.shape[:2], values.shape[-1], dtype=torch.float64, device=q.device)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            blocks = tables[row, : -(-length // keys.shape[1])].long()
+            k, v = (states[blocks].flatten(0, 1)[:length] for states in (keys, values))
+            output[row] = attend(q[row : row + 1], k, v, **rules)[0]
+    return output
+
+
+def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments: int) -> float:
+    """The largest difference of `attention` from the oracle; infinite if anything is not a number."""
+    tensors, rules = inputs(case, device)
+    output = attention(*tensors, **rules, **arguments)
+    difference = (output.double() - expected(*tensors, **rules)).abs().max().item()
+    return float("inf") if difference != difference else difference
+
+
+def main() -> None:
+    """Interpret the kernels."""
+    from tgis.engines.kernels.cuda.paged_decode import decode_attention
+
+    errors = {name: error(case, "cpu", decode_attention, processors=case.processors) for name, case in CASES.items()}
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main()

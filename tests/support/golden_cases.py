@@ -1,0 +1,130 @@
+"""The golden cases: where their files are, what may stand in them, and the models that they need."""
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from tgis.pb import generation_pb2 as pb
+
+Json = dict[str, Any]
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+REQUESTS: dict[str, type[Message]] = {
+    "Generate": pb.BatchedGenerationRequest,
+    "GenerateStream": pb.SingleGenerationRequest,
+    "Tokenize": pb.BatchedTokenizeRequest,
+    "ModelInfo": pb.ModelInfoRequest,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """A server that cases run on."""
+
+    model: str
+    options: Json
+    files: dict[str, Json] = field(default_factory=dict)  # what is different in JSON files of the model
+    encoder_decoder: bool = False
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict)  # soft prompts: texts, by the part that they are
+
+    def model_directory(self, original: Path, scratch: Path) -> Path:
+        """The model with its changes, in `scratch` if there are any."""
+        if not self.files:
+            return original
+        scratch.mkdir(parents=True, exist_ok=True)
+        for path in original.iterdir():
+            if changes := self.files.get(path.name):
+                (scratch / path.name).write_text(json.dumps(json.loads(path.read_text()) | changes))
+            else:
+                (scratch / path.name).symlink_to(path.absolute())
+        return scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """The status that a call must end with."""
+
+    code: str
+    message: str
+    field: str | None = None  # of the one violation that is told
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request, and what must come: an error, some fields, or what the oracle says."""
+
+    file: str
+    server: str
+    name: str
+    request: Json
+    rpc: str = "Generate"
+    error: Error | None = None
+    expect_partly: Json | None = None  # of what the oracle cannot know, these fields are checked and no others
+    distinct: tuple[str, ...] = ()  # fields of which no two responses have the same
+
+    @property
+    def id(self) -> str:
+        return f"{self.file}: {self.name}"
+
+    @property
+    def needs_oracle(self) -> bool:
+        return self.error is None and self.expect_partly is None
+
+    def message(self) -> Message:
+        return json_format.ParseDict(self.request, REQUESTS[self.rpc]())
+
+
+@cache
+def servers() -> dict[str, ServerSpec]:
+    return {name: ServerSpec(**spec) for name, spec in _load(GOLDEN / "servers.yaml").items()}
+
+
+@cache
+def cases() -> list[Case]:
+    """All of them, each with an id of its own."""
+    found = [case for path in sorted((GOLDEN / "cases").glob("*.yaml")) for case in _cases(path)]
+    assert len({case.id for case in found}) == len(found)
+    return found
+
+
+def expected_file(name: str) -> Path:
+    """What the oracle says to the cases of a file, by their names."""
+    return GOLDEN / "expected" / f"{name}.yaml"
+
+
+@cache
+def expected_answers(name: str) -> Json:
+    path = expected_file(name)
+    return _load(path) if path.exists() else {}
+
+
+def expected(case: Case) -> Json:
+    """What the oracle says to the case."""
+    answers = expected_answers(case.file)
+    assert case.name in answers, f"{case.id}: run `python tests/support/golden_oracle.py`"
+    answer: Json = answers[case.name]
+    return answer
+
+
+def _cases(path: Path) -> list[Case]:
+    content = _load(path)
+    server = content["server"]
+    assert server in servers()
+    return [_case(path.stem, server, **entry) for entry in content["cases"]]
+
+
+def _case(file: str, server: str, error: Json | None = None, **entry: Any) -> Case:
+    case = Case(file, server, error=Error(**error) if error else None, **entry)
+    assert case.error or case.rpc != "GenerateStream", f"{case.id}: a unary call of one input is streamed by itself"
+    return case
+
+
+def _load(path: Path) -> Json:
+    content: Json = yaml.load(path.read_text(), yaml.CSafeLoader)
+    return content

@@ -1,0 +1,127 @@
+"""A real server process for tests, and its generated stubs."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import grpc
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+_PORTS = re.compile(r"gRPC on port (\d+), health and metrics on port (\d+)")
+
+P = ParamSpec("P")
+
+
+def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test that runs in an event loop of its own."""
+
+    @functools.wraps(test)
+    def in_loop(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return in_loop
+
+
+@dataclass
+class Server:
+    """A server process that has said that it is ready."""
+
+    process: subprocess.Popen[bytes]
+    grpc_port: int
+    http_port: int
+    log: Path
+
+    @property
+    def target(self) -> str:
+        return f"localhost:{self.grpc_port}"
+
+    @contextlib.contextmanager
+    def stub(self) -> Iterator[pb_grpc.GenerationServiceStub]:
+        with grpc.insecure_channel(self.target) as channel:
+            yield pb_grpc.GenerationServiceStub(channel)
+
+    def get(self, path: str, timeout: float = 10) -> tuple[int, str]:
+        """Status and body of an HTTP request."""
+        try:
+            with urllib.request.urlopen(f"http://localhost:{self.http_port}{path}", timeout=timeout) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = [int(c) for c in children if b"tgis.engine_core.main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return pid
+
+    def stop(self, timeout: float = 40) -> int:
+        """Send SIGTERM and return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+def environment(**options: object) -> dict[str, str]:
+    """This process's environment with options of the server."""
+    return os.environ | {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in options.items()}
+
+
+@contextlib.contextmanager
+def serving(directory: Path, model: Path, timeout: float = 60, **options: object) -> Iterator[Server]:
+    """A server of `model`, its log in `directory`; ended when the block is left."""
+    log = directory / "server.log"
+    settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
+    settings |= {"ESTIMATE_MEMORY": "off"} | options  # measuring would take longer than most tests
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tgis", "serve"],
+            env=environment(**settings),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        ports = _wait_for_ports(process, log, timeout)
+        yield Server(process, *ports, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _wait_for_ports(process: subprocess.Popen[bytes], log: Path, timeout: float) -> tuple[int, int]:
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        if found := _PORTS.search(log.read_text()):
+            return int(found[1]), int(found[2])
+        if process.poll() is not None:
+            break
+        time.sleep(0.02)
+    raise AssertionError(f"no server (exit code {process.poll()}):\n{log.read_text()}")
+
+
+def call(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGenerationRequest:
+    """A unary request of one input."""
+    return pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text=text)],
+        params=pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=max_new_tokens, **stopping)),
+    )
+
+
+def stream_of(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationRequest:
+    """The same request as a stream."""
+    (one,) = request.requests
+    prefix = request.prefix_id if request.HasField("prefix_id") else None
+    adapter = request.adapter_id if request.HasField("adapter_id") else None
+    return pb.SingleGenerationRequest(request=one, params=request.params, prefix_id=prefix, adapter_id=adapter)

@@ -1,0 +1,9 @@
+"""A module run under a limit on file sizes, as a full disk looks to it."""
+
+LIMITED = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, getattr(signal, sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+sys.argv = sys.argv[3:]
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""

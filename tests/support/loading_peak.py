@@ -1,0 +1,35 @@
+"""Loads a model on the CPU and tells the bytes of memory that this took beside its files: MODEL DTYPE.
+
+A process of its own, whose memory is nobody else's.
+"""
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import torch
+from batches import engine_options
+
+from tgis.engines.kernels.cpu.linear import PackedLinear
+from tgis.engines.loading.loader import load_causal_lm
+from tgis.engines.memory.available import PROCESS, kilobytes
+
+
+def main(model: Path, dtype: str) -> int:
+    options = msgspec.structs.replace(engine_options(model, 8, threads=1), dtype=dtype)
+    idle = kilobytes(PROCESS / "status", "RssAnon")
+    seen = [idle]
+
+    class Watched(PackedLinear):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__(linear)
+            seen.append(kilobytes(PROCESS / "status", "RssAnon"))
+
+    with patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):
+        load_causal_lm(options, torch.device("cpu"))
+    return max(*seen, kilobytes(PROCESS / "status", "RssAnon")) - idle
+
+
+if __name__ == "__main__":
+    print(main(Path(sys.argv[1]), sys.argv[2]))

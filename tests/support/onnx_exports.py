@@ -1,0 +1,69 @@
+"""Graphs of the demo models, exported once and kept in the cache under a key of all that they depend on."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, helper
+
+from tgis.models.onnx import export, graphs, optimum_export, optimum_packages
+
+MAKERS = [Path(str(module.__file__)) for module in (export, graphs, optimum_export)]
+
+
+def exported(model: Path, cache: Path, *options: str) -> Path:
+    """What `tgis convert-to-onnx` makes of a demo model, whose directory's name tells its content."""
+    digest = hashlib.sha256()
+    for file in (*MAKERS, optimum_packages.REQUIREMENTS):
+        digest.update(file.read_bytes())
+    out = cache / "onnx" / "-".join([model.name, *(option.strip("-") for option in options), digest.hexdigest()[:12]])
+    if not out.is_dir():
+        command = [sys.executable, "-m", "tgis", "convert-to-onnx", str(model), str(out), *options]
+        subprocess.run(command, check=True, env=os.environ | {"CACHE_DIR": str(cache)}, stdout=subprocess.DEVNULL)
+    return out
+
+
+def beside(source: Path, folder: Path) -> Path:
+    """A directory with links to everything in another but its graphs."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if ".onnx" not in file.name:
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+def halves(source: Path, folder: Path) -> Path:
+    """A decoder-only model in the layout of old: one graph without a past, one that has one."""
+    beside(source, folder)
+    (folder / "decoder_with_past_model.onnx").symlink_to(source / "model.onnx")
+    onnx.save(without_past(onnx.load(source / "model.onnx")), folder / "decoder_model.onnx")
+    return folder
+
+
+def without_past(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with an empty past of its own."""
+    graph = model.graph
+    past = [port for port in graph.input if port.name.startswith("past_key_values.")]
+    nodes = [
+        helper.make_node("Shape", ["input_ids"], ["rows"], start=0, end=1),
+        *(node for port in past for node in _nothing(port)),
+    ]
+    for port in past:
+        graph.input.remove(port)
+    for index, node in enumerate(nodes):
+        graph.node.insert(index, node)
+    return model
+
+
+def _nothing(port: onnx.ValueInfoProto) -> list[onnx.NodeProto]:
+    _, heads, _, size = (axis.dim_value for axis in port.type.tensor_type.shape.dim)
+    rest, shape = f"{port.name} rest", f"{port.name} shape"
+    tensor = helper.make_tensor("", TensorProto.INT64, [3], [heads, 0, size])
+    return [
+        helper.make_node("Constant", [], [rest], value=tensor),
+        helper.make_node("Concat", ["rows", rest], [shape], axis=0),
+        helper.make_node("ConstantOfShape", [shape], [port.name]),
+    ]

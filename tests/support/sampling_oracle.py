@@ -1,0 +1,160 @@
+"""The naive way to choose a token: one row at a time, in float64, step by step as the specification tells it.
+
+`ambiguous` says that rounding may decide differently: the tests do without such rows.
+"""
+
+import math
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tgis.batcher.sequence import Sequence
+from tgis.ipc.messages import Details, Request, Sampling, TokenFacts
+
+Scores = NDArray[np.float64]
+CLOSE = 1e-6
+_MASK = (1 << 64) - 1
+
+
+def make_row(
+    sampling: Sampling, details: Details | None = None, generated: int = 0, prompt: Many[int] = (1, 2)
+) -> Sequence:
+    """A row that has generated so many tokens."""
+    request = Request(0, list(prompt), 10_000, False, sampling, details or Details())
+    row = Sequence(request, queued_at=0.0)
+    row.tokens += [0] * generated
+    return row
+
+
+def uniform(seed: int, generated: int) -> float:
+    """What a row draws, in plain integers."""
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+    return (mix((mix(seed) + (generated + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) / 2**53
+
+
+def softmax(scores: Scores) -> Scores:
+    mass = np.exp(scores - scores.max())
+    return np.asarray(mass / mass.sum())
+
+
+@dataclass
+class Processed:
+    """The final scores of a row: -inf where a token is removed."""
+
+    scores: Scores
+    ambiguous: bool = False
+
+    def logprobs(self) -> Scores:
+        with np.errstate(divide="ignore"):
+            mass = np.exp(self.scores - self.scores.max()).sum()
+        return np.asarray(self.scores - self.scores.max() - math.log(mass))
+
+    def rank(self, token: int) -> int:
+        return 1 + sum(1 for score in self.scores if score > self.scores[token])
+
+    def top(self, n: int, with_logprobs: bool) -> list[tuple[int, float]]:
+        n = min(n, len(self.scores))
+        if n == 0:
+            return []
+        threshold = max(sorted(self.scores, reverse=True)[n - 1], np.finfo(np.float32).min)
+        ids = [token for token, score in enumerate(self.scores) if score >= threshold][: 4 * n]
+        if not with_logprobs:
+            return [(token, 0.0) for token in ids]
+        logprobs = self.logprobs()
+        return sorted(((token, float(logprobs[token])) for token in ids), key=lambda pair: (-pair[1], pair[0]))
+
+    def drawn(self, number: float) -> tuple[int, bool]:
+        """The token of `number` when they stand in the order of ids, and whether that is clear."""
+        upto = np.cumsum(softmax(self.scores))
+        token = int(np.argmax(upto > number))
+        return token, bool(np.abs(upto - number).min() > CLOSE)
+
+
+def process(logits: Many[float], sampling: Sampling, generated: int, eos: Many[int], context: Many[int]) -> Processed:
+    """Penalties, then the filters of a sampled row."""
+    result = Processed(np.array(logits, dtype=np.float64))
+    _eos(result.scores, sampling, generated, eos)
+    for token in set(context):
+        score = result.scores[token]
+        penalty = sampling.repetition_penalty
+        result.scores[token] = score * penalty if score < 0 else score / penalty
+    if sampling.temperature and result.scores.max() > -math.inf:
+        result.scores /= sampling.temperature
+        if sampling.top_k:
+            kth = sorted(result.scores, reverse=True)[min(sampling.top_k, len(result.scores)) - 1]
+            result.scores[result.scores < kth] = -math.inf
+        _top_p(result, sampling.top_p)
+        _typical_p(result, sampling.typical_p)
+    return result
+
+
+def _eos(scores: Scores, sampling: Sampling, generated: int, eos: Many[int]) -> None:
+    for token in set(eos):
+        if generated < sampling.min_new_tokens:
+            scores[token] = -math.inf
+        elif sampling.length_penalty is not None:
+            start, decay = sampling.length_penalty
+            past = generated - start
+            if past > 0 and np.isfinite(scores[token]):
+                scores[token] += abs(scores[token]) * (decay**past - 1)
+
+
+def _top_p(row: Processed, p: float) -> None:
+    if p >= 1:
+        return
+    probabilities = softmax(row.scores)
+    # from the least likely; of equal ones the highest id goes first, so that the best is the greedy choice
+    order = sorted(range(len(row.scores)), key=lambda token: (row.scores[token], -token))
+    upto = 0.0
+    for token in order[:-1]:
+        upto += probabilities[token]
+        row.ambiguous |= abs(upto - (1 - p)) < CLOSE and probabilities[token] > 0
+        if upto <= 1 - p:
+            row.scores[token] = -math.inf
+
+
+def _typical_p(row: Processed, p: float) -> None:
+    if p >= 1:
+        return
+    logprobs = row.logprobs()
+    alive = [token for token, logprob in enumerate(logprobs) if logprob > -math.inf]
+    entropy = -sum(math.exp(logprobs[token]) * logprobs[token] for token in alive)
+    away = {token: abs(-logprobs[token] - entropy) for token in alive}
+    order = sorted(alive, key=lambda token: away[token])
+    upto = 0.0
+    for last in order:
+        upto += math.exp(logprobs[last])
+        row.ambiguous |= abs(upto - p) < CLOSE
+        if upto >= p:
+            break
+    limit, score = away[last], row.scores[last]
+    for token in alive:
+        near = abs(away[token] - limit) < CLOSE
+        row.ambiguous |= near and row.scores[token] != score
+        if away[token] > limit:
+            row.scores[token] = -math.inf
+
+
+def check_token(token: int, expected: Processed, sampling: Sampling, generated: int) -> None:
+    assert expected.scores[token] > -float("inf")
+    if sampling.greedy:
+        assert token == int(expected.scores.argmax())
+        return
+    drawn, certain = expected.drawn(uniform(sampling.seed, generated))
+    assert token == drawn or not certain
+
+
+def check_facts(found: TokenFacts, token: int, expected: Processed, details: Details) -> None:
+    assert found.logprob == pytest.approx(expected.logprobs()[token] if details.logprobs else 0.0, abs=1e-5)
+    assert found.rank == (expected.rank(token) if details.ranks else 0)
+    top = expected.top(details.top_n, details.logprobs)
+    assert [token for token, _ in found.top] == [token for token, _ in top]
+    assert [each for _, each in found.top] == pytest.approx([each for _, each in top], abs=1e-5)

@@ -1,0 +1,24 @@
+"""Samples of a metrics scrape."""
+
+import re
+
+from tgis.frontend.metrics import Metrics
+
+Series = frozenset[tuple[str, str]]
+
+
+def samples(metrics: Metrics) -> dict[str, dict[Series, float]]:
+    """Every sample of a scrape: name as in the text, labels, value."""
+    found: dict[str, dict[Series, float]] = {}
+    for line in metrics.scrape().decode().splitlines():
+        if not line.startswith("#"):
+            head, value = line.rsplit(" ", 1)
+            name, _, labels = head.partition("{")
+            key = frozenset(re.findall(r'(\w+)="([^"]*)"', labels))
+            assert key not in found.setdefault(name, {})
+            found[name][key] = float(value)
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name][frozenset(labels.items())]

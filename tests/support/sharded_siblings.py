@@ -1,0 +1,27 @@
+"""`python tests/support/sharded_siblings.py MODEL STORE RANK`: one of two ranks that merge and pack layers.
+
+Prints how many of each, and how far the model's logits are then from what they were.
+"""
+
+import os
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from tgis.engines.distributed import ranks
+from tgis.engines.kernels.cpu.linear import pack_linears
+from tgis.engines.loading.merged_linear import merge_siblings
+
+path, store, rank = sys.argv[1:]
+torch.set_grad_enabled(False)
+ranks.join(int(rank), 2, os.open(store, os.O_RDWR | os.O_CREAT))
+model = AutoModelForCausalLM.from_pretrained(
+    path, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=2)
+).eval()
+ids = torch.tensor([[5, 9, 13, 2, 7]])
+before = model(ids).logits
+merged = merge_siblings(model, input_ids=ids[:, :2])
+packed = pack_linears(model)
+print(merged, packed, (model(ids).logits - before).abs().max().item())

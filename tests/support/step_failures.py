@@ -1,0 +1,75 @@
+"""Requests through a padded engine whose calls fail, and the comparison with what each gives alone."""
+
+from typing import Any
+
+import pytest
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.memory_model import Limits, MemoryModel
+from tgis.engines.padded.engine import PaddedEngine
+from tgis.errors import OutOfMemory
+from tgis.ipc.messages import Details, Request, Sampling, TokenFacts
+
+Outcome = dict[int, tuple[list[int], list[TokenFacts]]]  # id -> generated tokens, facts of its input
+
+
+def requests() -> list[Request]:
+    kinds = [Sampling(), Sampling(temperature=1.0, seed=5, top_k=9), Sampling(repetition_penalty=1.3)]
+    return [
+        Request(
+            n,
+            [1, *range(40 + n, 44 + 5 * n)],
+            8 + 2 * n,
+            capped=False,
+            sampling=kinds[n % 3],
+            details=Details(inputs=n % 2 == 0, logprobs=True),
+        )
+        for n in range(5)
+    ]
+
+
+def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
+    """As the worker does, without the messages."""
+    limits = Limits(8, MemoryModel.of_tokens(10**6), prefill_tokens=100, max_padding=0.9, padded=True)
+    batcher = Batcher(limits, {2})
+    batcher.submit(wanted, 0.0)
+    outcome: Outcome = {}
+    inputs: dict[int, list[TokenFacts]] = {}
+    refused = []
+    now = 0.0
+    while plan := batcher.plan(now := now + 1.0):
+        try:
+            result = engine.step(plan)
+        except (OutOfMemory, RuntimeError) as error:
+            engine.release(plan.rows)
+            refused += batcher.retreat(plan, out_of_memory=isinstance(error, OutOfMemory))
+            continue
+        assert not inputs.keys() & result.inputs.keys()
+        inputs |= result.inputs
+        ended = batcher.commit(plan, result.tokens, now)
+        engine.release(ended)
+        outcome |= {row.id: (row.tokens[row.prompt_length :], inputs.get(row.id, [])) for row in ended}
+    assert refused == []
+    return outcome
+
+
+def check(found: Outcome, expected: Outcome) -> None:
+    assert found.keys() == expected.keys()
+    for n, (tokens, facts) in expected.items():
+        assert found[n][0] == tokens
+        logprobs = [[fact.logprob for fact in some] for some in (found[n][1], facts)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4, nan_ok=True)
+
+
+class Failing:
+    """A function that raises instead, at some of its calls."""
+
+    def __init__(self, function: Any, error: Exception, calls: set[int]) -> None:
+        self.function, self.error, self.calls = function, error, calls
+        self.count = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count in self.calls:
+            raise self.error
+        return self.function(*args, **kwargs)

@@ -1,0 +1,129 @@
+"""An engine that computes nothing and takes as much memory as a formula says; its own meter."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.base import StepResult
+from tgis.errors import OutOfMemory
+from tgis.ipc.messages import EngineInfo
+
+MiB = 1 << 20
+REST = 500 * MiB  # the model
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Bytes of a step; rows of a batch are as wide as the widest."""
+
+    kv_token: int = 40_000  # that a row holds
+    step: int = 30 * MiB
+    row: int = MiB
+    token: int = 0  # of context, in a decode
+    pass_token: int = 0  # of a prefill, up to so many of one pass
+    prefill_token: int = 0  # of a prefill, without such a bound
+    square: float = 0.0  # per token and token of its row
+    fact_token: int = 0  # of a pass whose rows want facts of their input
+
+    def decode(self, rows: int, width: int) -> int:
+        """What a decode takes beside keys and values."""
+        return self.step + rows * (self.row + width * self.token)
+
+    def prefill(self, rows: int, width: int, facts: bool, pass_tokens: int) -> int:
+        """What a prefill of so many new rows takes beside keys and values."""
+        tokens = rows * width
+        together = min(tokens, pass_tokens) * (self.pass_token + self.fact_token * facts)
+        return self.step + rows * self.row + together + int(tokens * (self.prefill_token + width * self.square))
+
+
+@dataclass
+class SyntheticEngine:
+    """Holds rows as every padded engine does, or none if it has blocks."""
+
+    formula: Formula
+    room: int = 1 << 60
+    max_batch_size: int = 64
+    encoder_decoder: bool = False
+    block_size: int = 0
+    dtype: str = "none"
+    device: str = "none"
+    vocab_size: int = 100
+    steps: int = 0
+    rows: list[Sequence] = field(default_factory=list)
+    worst: int = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts."""
+        return EngineInfo(
+            model_class="Synthetic",
+            device=self.device,
+            dtype=self.dtype,
+            vocab_size=self.vocab_size,
+            encoder_decoder=self.encoder_decoder,
+            padded=not self.block_size,
+            max_batch_size=self.max_batch_size,
+            weight_limit=0,
+            prefill_tokens=512,
+            block_size=self.block_size,
+        )
+
+    def warm_up(self) -> None:
+        """Nothing is cold."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def step(self, plan: Plan) -> StepResult:
+        """Take memory."""
+        self.steps += 1
+        beside = self._chunked(plan) if self.block_size else self._padded(plan)
+        self.worst = max(self.worst, REST + self.held() + beside)
+        if self.held() + beside > self.room:
+            raise OutOfMemory("no room")
+        return StepResult([0] * len(plan.rows), [])
+
+    def release(self, rows: Rows[Sequence]) -> None:
+        """Forget rows."""
+        gone = {row.id for row in rows}
+        self.rows = [row for row in self.rows if row.id not in gone]
+
+    def held(self) -> int:
+        """Keys and values, and no spare ones."""
+        return len(self.rows) * _width(self.rows) * self.formula.kv_token
+
+    def rest(self) -> int:
+        """As a meter."""
+        self.worst = REST + self.held()
+        return self.worst
+
+    def peak(self) -> int:
+        """As a meter."""
+        return self.worst
+
+    def _padded(self, plan: Plan) -> int:
+        new = [row for row in plan.rows if row not in self.rows]
+        assert plan.prefill == bool(new), "a prefill is of new rows only, a decode of all that are held"
+        assert new in ([], plan.rows)
+        assert new or {row.id for row in self.rows} == {row.id for row in plan.rows}
+        self.rows += new
+        assert len(self.rows) <= self.max_batch_size
+        if not new:
+            return self.formula.decode(len(self.rows), _width(self.rows))
+        facts = any(row.request.details.inputs for row in new)
+        return self.formula.prefill(len(new), _width(new), facts, self.info.prefill_tokens)
+
+    def _chunked(self, plan: Plan) -> int:
+        assert len(plan.rows) <= self.max_batch_size
+        assert sum(plan.counts) <= max(self.info.prefill_tokens, len(plan.rows))
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            assert 0 < count <= row.pending
+            assert len(row.blocks) * self.block_size >= row.computed + count
+        told = sum(count for row, count in zip(plan.rows, plan.counts, strict=True) if row.request.details.inputs)
+        width = max(row.computed + count for row, count in zip(plan.rows, plan.counts, strict=True))
+        computed = sum(plan.counts) * self.formula.pass_token + told * self.formula.fact_token
+        return self.formula.step + len(plan.sampled) * self.formula.row + computed + width * self.formula.token
+
+
+def _width(rows: list[Sequence]) -> int:
+    return max((len(row.tokens) for row in rows), default=0)

@@ -1,0 +1,251 @@
+"""Tiny models of many architectures, with random weights that are large enough for clear choices."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.memory_model import Limits
+from tgis.batcher.sequence import Plan, Sequence
+from tgis.engines.base import Engine, StepResult
+from tgis.ipc.messages import Request
+
+VOCABULARY, EOS, START = 97, 2, 3
+
+SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
+LLAMA_LIKE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FALCON_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2_LIKE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": LLAMA_LIKE,
+    "Mistral": LLAMA_LIKE | {"sliding_window": 8},
+    "Mixtral": LLAMA_LIKE | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "Qwen2": LLAMA_LIKE,
+    "Qwen3": LLAMA_LIKE | {"head_dim": 8},
+    "Gemma2": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False},
+    "Phi": LLAMA_LIKE | {"num_key_value_heads": 4},
+    "Granite": LLAMA_LIKE | {"logits_scaling": 2.0},
+    "StableLm": LLAMA_LIKE,
+    "GPTNeoX": LLAMA_LIKE,
+    "OPT": LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "GPT2": GPT2_LIKE,
+    "GPTBigCode": GPT2_LIKE | {"multi_query": True},
+    "CodeGen": GPT2_LIKE | {"n_ctx": 128, "rotary_dim": 4},
+    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "Falcon": FALCON_LIKE,
+    "Falcon, alibi": FALCON_LIKE | {"alibi": True},
+    "Falcon, 40b": FALCON_LIKE | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "GPTBigCode, many heads": GPT2_LIKE | {"multi_query": False},
+    "OPT, galactica": LLAMA_LIKE
+    | {
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "activation_function": "gelu",
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+    },
+    "OPT, 350m": LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    "GPTJ": GPT2_LIKE | {"rotary_dim": 4},
+    "GPTNeo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+    },
+    "Phi3": LLAMA_LIKE,
+    "Starcoder2": LLAMA_LIKE | {"sliding_window": 8},
+    "Olmo2": LLAMA_LIKE,
+    "Cohere": LLAMA_LIKE,
+    "Gemma": LLAMA_LIKE | {"head_dim": 8},
+    "Gemma3Text": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8},
+    "Qwen3Moe": LLAMA_LIKE | {"num_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "moe_intermediate_size": 16},
+    "GptOss": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "DeepseekV3": LLAMA_LIKE
+    | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "qk_nope_head_dim": 4,
+        "n_routed_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+    },
+    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+}
+HEAD = LLAMA_LIKE | {"head_dim": 8}
+SMALL_WINDOW = {"sliding_window": 8}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+STATE_SPACE = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+# tried for the engine that runs them, if any, but not with rows that come and go
+FURTHER: dict[str, dict[str, Any]] = {
+    "Apertus": LLAMA_LIKE,
+    "Arcee": LLAMA_LIKE,
+    "BioGpt": LLAMA_LIKE,
+    "BitNet": LLAMA_LIKE,
+    "Cohere2": LLAMA_LIKE | SMALL_WINDOW,
+    "DeepseekV2": ARCHITECTURES["DeepseekV3"],
+    "DiffLlama": LLAMA_LIKE,
+    "Ernie4_5": HEAD,
+    "Exaone4": LLAMA_LIKE | SMALL_WINDOW,
+    "FalconH1": LLAMA_LIKE,
+    "FalconMamba": STATE_SPACE,
+    "GPTNeoXJapanese": FALCON_LIKE | {"intermediate_multiple_size": 2},
+    "Gemma4Text": HEAD | SMALL_WINDOW | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    "Glm": HEAD,
+    "Glm4": HEAD,
+    "Glm4Moe": HEAD
+    | {
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "GraniteMoe": LLAMA_LIKE | EXPERTS,
+    "GraniteMoeShared": LLAMA_LIKE | EXPERTS | {"shared_intermediate_size": 16},
+    "Helium": HEAD,
+    "HunYuanDenseV1": HEAD,
+    "Jamba": LLAMA_LIKE | {"num_experts": 2},
+    "JetMoe": LLAMA_LIKE | EXPERTS | {"kv_channels": 8},
+    "Lfm2": LLAMA_LIKE | {"full_attn_idxs": [1]},
+    "Llama4Text": HEAD | EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 256},
+    "Mamba": STATE_SPACE,
+    "MiniMax": HEAD | EXPERTS,
+    "Ministral": HEAD | SMALL_WINDOW,
+    "Ministral3": HEAD | SMALL_WINDOW,
+    "Nemotron": LLAMA_LIKE,
+    "Olmo": LLAMA_LIKE,
+    "Olmo3": LLAMA_LIKE | SMALL_WINDOW,
+    "Olmoe": LLAMA_LIKE | {"num_experts": 2, "num_experts_per_tok": 1},
+    "Persimmon": LLAMA_LIKE,
+    "Phimoe": LLAMA_LIKE | EXPERTS | {"sliding_window": 256},
+    "Qwen2Moe": LLAMA_LIKE
+    | {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Qwen3Next": HEAD | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2},
+    "RecurrentGemma": LLAMA_LIKE | {"lru_width": 32, "attention_window_size": 8},
+    "Rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
+    "SeedOss": HEAD,
+    "SmolLM3": LLAMA_LIKE,
+    "VaultGemma": HEAD | SMALL_WINDOW,
+    "XGLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 128},
+}
+
+T5_LIKE = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+BART_LIKE = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+GEMMA_LIKE = LLAMA_LIKE | SMALL | {"head_dim": 8, "sliding_window": 8}
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "T5": T5_LIKE,
+    "T5, flan": T5_LIKE | {"feed_forward_proj": "gated-gelu"},
+    "MT5": T5_LIKE,
+    "UMT5": T5_LIKE,
+    "LongT5": T5_LIKE | {"local_radius": 4},
+    "Bart": BART_LIKE,
+    "MBart": BART_LIKE,
+    "Marian": BART_LIKE,
+    "M2M100": BART_LIKE,
+    "Pegasus": BART_LIKE,
+    "PegasusX": BART_LIKE,
+    "Blenderbot": BART_LIKE,
+    "BlenderbotSmall": BART_LIKE,
+    "PLBart": BART_LIKE,
+    "Mvp": BART_LIKE,
+    "T5Gemma": {"encoder": GEMMA_LIKE, "decoder": GEMMA_LIKE, "tie_word_embeddings": False},
+}
+
+
+# tried for being refused
+LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
+FURTHER_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "LED": LED_LIKE | {"attention_window": 8},
+    "SwitchTransformers": T5_LIKE | {"num_experts": 2},
+    "ProphetNet": {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
+}
+
+
+def make_config(name: str) -> PreTrainedConfig:
+    """What a model of this name is."""
+    kind = getattr(transformers, f"{name.split(',', maxsplit=1)[0]}Config")
+    if settings := (ARCHITECTURES | FURTHER).get(name):
+        return kind(**SMALL, **settings)
+    return kind(**SMALL, decoder_start_token_id=START, **(ENCODER_DECODERS | FURTHER_ENCODER_DECODERS)[name])
+
+
+def make_model(name: str, directory: Path, **generation: Any) -> Path:
+    """A model in `directory`, with its generation config."""
+    return make_from(make_config(name), directory, **generation)
+
+
+def make_from(config: PreTrainedConfig, directory: Path, **generation: Any) -> Path:
+    """The same of any configuration."""
+    torch.manual_seed(0)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = family.from_config(config, dtype=torch.float32)
+    for path, weight in model.named_parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+        assert torch.isfinite(weight).all(), path
+    model.generation_config.update(_from_model_config=False, **generation)
+    model.save_pretrained(directory)
+    return directory
+
+
+def steps(
+    engine: Engine, bounds: Limits, requests: list[Request], rng: random.Random
+) -> Iterator[tuple[Plan, StepResult, list[Sequence]]]:
+    """Plans, what they gave and who ended by it, until all are done that come at random times, in their order."""
+    batcher = Batcher(bounds, eos_ids=[EOS])
+    waiting = list(requests)
+    while waiting or not batcher.idle:
+        if waiting and (batcher.idle or rng.random() < 0.4):
+            batcher.submit([waiting.pop(0)], 0.0)
+        plan = batcher.plan(0.0)
+        if plan is None:
+            continue
+        engine.release(plan.preempted)
+        result = engine.step(plan)
+        ended = batcher.commit(plan, result.tokens, 0.0)
+        engine.release(ended)
+        yield plan, result, ended
+
+
+def run(engine: Engine, bounds: Limits, requests: list[Request], rng: random.Random) -> list[list[int]]:
+    """What the engine generates when the requests come so."""
+    engine.warm_up()
+    done: dict[int, list[int]] = {}
+    for _, _, ended in steps(engine, bounds, requests, rng):
+        done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
+    return [done[request.id] for request in requests]

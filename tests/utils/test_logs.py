@@ -1,0 +1,171 @@
+"""Log lines: one per event whatever is in it, text or JSON, with the correlation id."""
+
+import asyncio
+import contextvars
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tgis.utils import logs
+
+Lines = Callable[[], list[str]]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Logging belongs to the process: give it back as it was."""
+    loggers = [logging.getLogger(name) for name in (None, "tgis", "__main__")]
+    levels, handlers = [logger.level for logger in loggers], loggers[0].handlers
+    loggers[0].handlers = []
+    yield
+    loggers[0].handlers = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    logging.captureWarnings(False)
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
+    def read() -> list[str]:
+        return capsys.readouterr().out.splitlines()
+
+    return read
+
+
+def test_a_text_line(lines: Lines) -> None:
+    logs.set_up(level="info", json_output=False)
+    logging.getLogger("tgis.x").info("took %d ms", 3, extra={"rows": 2, "model": "a b"})
+    time, _, rest = lines()[0].partition(" ")
+    assert time.endswith("Z")
+    assert rest == "INFO    tgis.x: took 3 ms rows=2 model='a b'"
+
+
+def test_a_json_line(lines: Lines) -> None:
+    logs.set_up(level="info", json_output=True, process="engine")
+    logging.getLogger("tgis.x").warning(
+        "über %s", "é\ud800", extra={"rows": 2, "rate": float("nan"), "path": Path("/a")}
+    )
+    line = json.loads(lines()[0], parse_constant=pytest.fail)
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "WARNING",
+        "logger": "tgis.x",
+        "message": "über é\ud800",
+        "process": "engine",
+        "rows": 2,
+        "rate": "nan",
+        "path": "/a",
+    }
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_hostile_text_stays_on_its_line(lines: Lines, json_output: bool) -> None:
+    logs.set_up(level="info", json_output=json_output)
+    hostile = "a\nINFO forged\r\x1b[2J\u2028\x00\udcff"
+    with logs.correlated(hostile):
+        logging.getLogger("tgis").info(hostile, extra={"fact": hostile})
+    (line,) = lines()
+    assert line.isprintable()
+    assert "forged" in line
+
+
+def test_a_correlation_id_is_cut(lines: Lines) -> None:
+    logs.set_up(level="info", json_output=True)
+    with logs.correlated("x" * 100_000):
+        logging.getLogger("tgis").info("m")
+    assert json.loads(lines()[0])["correlation_id"] == "x" * logs.MAX_ID_LENGTH
+
+
+def test_a_correlation_id_goes_with_its_task(lines: Lines) -> None:
+    logs.set_up(level="info", json_output=True)
+
+    async def call(name: str | None) -> None:
+        with logs.correlated(name):
+            await asyncio.sleep(0)
+            await asyncio.create_task(inner(name))
+
+    async def inner(name: str | None) -> None:
+        await asyncio.sleep(0)
+        logging.getLogger("tgis").info("of %s", name)
+
+    async def calls() -> None:
+        await asyncio.gather(call("a"), call(None), call("b"))
+
+    contextvars.copy_context().run(asyncio.run, calls())
+    assert {(line["message"], line.get("correlation_id")) for line in map(json.loads, lines())} == {
+        ("of a", "a"),
+        ("of None", None),
+        ("of b", "b"),
+    }
+
+
+def test_a_traceback_is_indented_text_or_one_field(lines: Lines) -> None:
+    def fail() -> None:
+        try:
+            raise ValueError("why\nnot")
+        except ValueError:
+            logging.getLogger("tgis").exception("broken")
+
+    logs.set_up(level="info", json_output=False)
+    fail()
+    first, *rest = lines()
+    assert first.endswith("ERROR   tgis: broken")
+    assert rest
+    assert all(line.startswith("  ") for line in rest)
+    logs.set_up(level="info", json_output=True)
+    fail()
+    assert "ValueError: why\nnot" in json.loads(lines()[0])["exception"]
+
+
+@pytest.mark.parametrize(
+    ("level", "heard"),
+    [
+        ("debug", "debug info error"),
+        ("INFO", "info error"),
+        ("warn", "error"),
+        ("error", "error"),
+        ("off", ""),
+    ],
+)
+def test_levels(lines: Lines, level: str, heard: str) -> None:
+    logs.set_up(level=level, json_output=False)
+    for name in ("debug", "info", "error"):
+        logging.getLogger("tgis.x").log(logs.LEVELS[name], name)
+    assert " ".join(line.rpartition(" ")[2] for line in lines()) == heard
+
+
+def test_a_filter_of_rust_is_info_and_a_warning(lines: Lines) -> None:
+    logs.set_up(level="info,tower=warn", json_output=False)
+    logging.getLogger("tgis").debug("hidden")
+    logging.getLogger("tgis").info("shown")
+    warned, shown = lines()
+    assert "WARNING tgis.utils.logs: LOG_LEVEL='info,tower=warn' is none of" in warned
+    assert shown.endswith("shown")
+
+
+def test_libraries_are_heard_from_warnings_on(lines: Lines) -> None:
+    logs.set_up(level="debug", json_output=False)
+    logging.getLogger("grpc").info("hidden")
+    logging.getLogger("grpc").warning("shown")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        logging.captureWarnings(True)
+        warnings.warn("noticed", stacklevel=1)
+    first, second = lines()
+    assert first.endswith("WARNING grpc: shown")
+    assert "py.warnings" in second
+    assert "noticed" in second
+
+
+def test_the_termination_log_is_filled_where_there_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "termination-log"
+    logs.leave_reason(path, "no model")
+    assert not path.exists()
+    path.write_text("an old and longer reason\n")
+    logs.leave_reason(path, "no model")
+    assert path.read_text() == "no model\n"
+    logs.leave_reason(tmp_path, "a directory does no harm")

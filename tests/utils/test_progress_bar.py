@@ -1,0 +1,32 @@
+"""What an operator sees of something that takes long."""
+
+import logging
+import threading
+
+import pytest
+
+from tgis.utils import log_progress
+
+
+def test_a_line_now_and_then_while_it_lasts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(log_progress, "_SECONDS", 0.001)
+    caplog.set_level(logging.INFO)
+    thrice = threading.Event()
+    times: list[int] = []
+
+    def tell() -> str:
+        times.append(len(times))
+        if len(times) == 3:
+            thrice.set()
+        return f"{len(times)} of many"
+
+    with log_progress.told(tell):
+        assert thrice.wait(60)
+    assert caplog.messages[:3] == ["  1 of many", "  2 of many", "  3 of many"]
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_failure_ends_it_too() -> None:
+    with pytest.raises(ValueError, match="broken"), log_progress.told(lambda: "never said"):
+        raise ValueError("broken")
+    assert "progress" not in {thread.name for thread in threading.enumerate()}

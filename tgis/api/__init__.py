@@ -1,0 +1,1 @@
+"""The faces: wire messages to frozen values and back, nothing else."""

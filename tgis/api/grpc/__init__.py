@@ -1,0 +1,1 @@
+"""The gRPC face: `fmaas.GenerationService`, health and reflection."""

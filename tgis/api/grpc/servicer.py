@@ -1,0 +1,166 @@
+"""The gRPC face: fmaas.GenerationService. Converts, delegates, and alone maps exceptions to status codes."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from tgis.api.grpc import convert
+from tgis.errors import (
+    EngineFailure,
+    InvalidRequest,
+    OutOfMemory,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    Unimplemented,
+)
+from tgis.frontend.generation import Generator
+from tgis.pb import generation_pb2 as pb
+from tgis.security.identity import identity_of
+from tgis.utils import logs
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "fmaas.GenerationService"
+CORRELATION_KEY = "x-correlation-id"
+
+_CODES: dict[type[RequestError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    EngineFailure: grpc.StatusCode.INTERNAL,
+}
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Unary = Callable[[Any, Context], Awaitable[Message]]
+
+
+class GenerationService:
+    """The four RPCs. While `generator` is None they are UNAVAILABLE."""
+
+    def __init__(self, *, checks_tokens: bool = False) -> None:
+        self.generator: Generator | None = None
+        self._checks_tokens = checks_tokens
+
+    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
+        """What the listener registers."""
+        methods = {
+            "Generate": _unary_method(self._generate, pb.BatchedGenerationRequest),
+            "GenerateStream": grpc.unary_stream_rpc_method_handler(
+                self._generate_stream, _parser(pb.SingleGenerationRequest), _serialize
+            ),
+            "Tokenize": _unary_method(self._tokenize, pb.BatchedTokenizeRequest),
+            "ModelInfo": _unary_method(self._model_info, pb.ModelInfoRequest),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+    async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
+        replies = await self._ready().generate(convert.batch_call(request, self._identity(context)))
+        return pb.BatchedGenerationResponse(responses=[convert.response(reply) for reply in replies])
+
+    async def _generate_stream(self, request: pb.SingleGenerationRequest | None, context: Context) -> None:
+        async with _border(context):
+            call = convert.stream_call(_decoded(request), self._identity(context))
+            async with aclosing(self._ready().stream(call)) as replies:
+                async for reply in replies:
+                    await context.write(convert.response(reply))
+
+    async def _tokenize(self, request: pb.BatchedTokenizeRequest, _context: Context) -> Message:
+        return convert.tokenize_response(await self._ready().tokenize(convert.tokenize_call(request)))
+
+    async def _model_info(self, _request: pb.ModelInfoRequest, _context: Context) -> Message:
+        return convert.model_info(self._ready().serving)
+
+    def _identity(self, context: Context) -> bytes:
+        return identity_of(context, tokens=self._checks_tokens)
+
+    def _ready(self) -> Generator:
+        if self.generator is None:
+            raise Unavailable("the model is still loading")
+        return self.generator
+
+
+def _unary_method(method: Unary, request_type: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
+    async def call(request: Message | None, context: Context) -> Message | None:
+        async with _border(context):
+            answer: Message = await method(_decoded(request), context)
+            return answer
+        return None  # the border has ended the call
+
+    return grpc.unary_unary_rpc_method_handler(call, _parser(request_type), _serialize)
+
+
+@asynccontextmanager
+async def _border(context: Context) -> AsyncIterator[None]:
+    """Everything that leaves the block as an exception leaves the server as a status."""
+    correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_KEY)
+    metadata = ((CORRELATION_KEY, correlation_id),) if correlation_id else ()
+    context.set_trailing_metadata(metadata)
+    try:
+        with logs.correlated(correlation_id):
+            try:
+                yield
+            except RequestError as error:
+                await _abort(context, error, metadata)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.InternalError:  # gRPC cannot send: the call ended while it was being answered
+        log.info("a client left before its answer")
+    except Exception as error:
+        log.exception("a call failed")
+        await _abort(context, EngineFailure(f"internal error: {type(error).__name__}"), metadata)
+
+
+async def _abort(context: Context, error: RequestError, metadata: tuple[tuple[str, str], ...]) -> None:
+    code = _CODES[type(error)]
+    status = status_pb2.Status(code=code.value[0], message=str(error))
+    if (detail := _detail(error)) is not None:
+        status.details.add().Pack(detail)
+    rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
+    await context.abort(code, str(error), (*metadata, *rich))
+
+
+def _detail(error: RequestError) -> Message | None:
+    """What a client can act on without reading the message."""
+    match error:
+        case InvalidRequest(field=field):
+            bad = error_details_pb2.BadRequest()
+            bad.field_violations.add(field=field, description=str(error))
+            detail: Message = bad
+        case Overloaded(retry_after=seconds):
+            retry = error_details_pb2.RetryInfo()
+            retry.retry_delay.FromMilliseconds(int(seconds * 1000))
+            detail = retry
+        case _:
+            return None
+    return detail
+
+
+def _parser(request_type: type[Message]) -> Callable[[bytes], Message | None]:
+    """A deserializer that lets undecodable bytes reach the handler, which can answer INVALID_ARGUMENT."""
+
+    def parse(data: bytes) -> Message | None:
+        try:
+            return request_type.FromString(data)
+        except DecodeError:
+            return None
+
+    return parse
+
+
+def _decoded(request: Any) -> Any:
+    if request is None:
+        raise InvalidRequest("", "the message cannot be decoded")
+    return request
+
+
+def _serialize(message: Message) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data

@@ -1,0 +1,1 @@
+"""The HTTP port: probes, metrics and the debug page."""

@@ -1,0 +1,1 @@
+"""The engine process: receive, schedule, step, commit, send."""

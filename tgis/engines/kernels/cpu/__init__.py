@@ -1,0 +1,1 @@
+"""C kernels and their Python wrappers."""

@@ -1,0 +1,1 @@
+"""Triton kernels and the use of PyTorch's variable-length attention."""

@@ -1,0 +1,1 @@
+"""LoRA adapters and soft prompts inside the model."""

@@ -1,0 +1,77 @@
+"""What loading a model takes of memory, found before any weight is read: a model too big is refused at once.
+
+The model's own modules, built without numbers, say how many there are; the headers of its files, which of them will
+be converted. What is not known here, as the sizes of quantized models, is never a reason to refuse.
+"""
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tgis.engines.memory.available import granted_memory, in_words
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineOptions
+
+log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PACKED = (torch.float32, torch.bfloat16)
+
+
+def check_size(
+    family: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """StartError if loading the model, as `dtype` on the device, takes more memory than there is.
+
+    `family` is one of transformers' AutoModel classes.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    try:
+        with torch.device("meta"):
+            network = family.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    except (ValueError, RuntimeError):
+        return  # loading tells what is wrong, if anything is
+    weights = sum(parameter.nbytes for parameter in network.parameters())
+    log.info("  %s of weights", in_words(weights))
+    converted = min(weights, _converted(Path(options.model_path), dtype))
+    for place, together in _needs(network, weights, converted, device).items():
+        needed, free = together // options.shards, max(granted_memory(place), 0)
+        if needed > free:
+            raise StartError(
+                f"{options.model_path} is too big: loading its {in_words(weights)} of weights takes"
+                f" {in_words(needed)} of memory on {place}, and {in_words(free)} are free; grant more memory,"
+                " choose a smaller DTYPE or share the model among NUM_SHARD devices"
+            )
+
+
+def _needs(network: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
+    """Bytes by device for all ranks, at the least; weights that are not converted are those of the files, mapped."""
+    if device.type != "cpu":
+        return {device: weights, _CPU: converted}
+    linears = [module for module in network.modules() if type(module) is nn.Linear]
+    packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKED)
+    others = (module for module in network.modules() if type(module) is not nn.Linear)  # as the embeddings, if shared
+    stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
+    return {device: max(weights, packed + min(converted, sum(stay.values())))}
+
+
+def _converted(path: Path, dtype: torch.dtype) -> int:
+    """Bytes, as `dtype`, of what the model's files hold as another type of floating-point numbers."""
+    single = path / "model.safetensors"
+    total = 0
+    for file in [single] if single.is_file() else path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dict
+                tensor = tensors.get_slice(name)
+                if "F" in tensor.get_dtype() and tensor.get_dtype() != _NAMES.get(dtype):
+                    total += math.prod(tensor.get_shape()) * dtype.itemsize
+    return total

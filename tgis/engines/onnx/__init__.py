@@ -1,0 +1,1 @@
+"""hf_optimum_ort: ONNX Runtime graphs behind the padded engine."""

@@ -1,0 +1,35 @@
+"""Engine `hf_optimum_ort`: graphs that Optimum has exported, run by onnxruntime in the padded batches of
+hf_transformers. Their dtype is their own; soft prompts and LoRA adapters cannot be given to them.
+"""
+
+import logging
+
+import torch
+
+from tgis.engines.loading.loader import load_config
+from tgis.engines.onnx.models import OnnxCausalModel, OnnxSeq2SeqModel
+from tgis.engines.onnx.session import cuda_is_built
+from tgis.engines.padded.engine import PaddedEngine
+from tgis.engines.padded.model import PaddedModel
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineOptions
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(options: EngineOptions) -> PaddedEngine:
+    """The padded engine with graphs for a model."""
+    return PaddedEngine(options, _load_model)
+
+
+def _load_model(options: EngineOptions, device: torch.device, _max_rows: int) -> PaddedModel:
+    if device.type == "cuda" and not cuda_is_built():
+        raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
+    if options.prompts is not None:
+        raise StartError("PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters")
+    config = load_config(options)
+    model = (OnnxSeq2SeqModel if config.is_encoder_decoder else OnnxCausalModel)(options, config, device)
+    dtype = str(model.facts.dtype).removeprefix("torch.")
+    if options.dtype not in (None, dtype):
+        log.warning("DTYPE=%s is without effect: the graphs were exported in %s", options.dtype, dtype)
+    return model

@@ -1,0 +1,1 @@
+"""hf_transformers: padded batches of any causal or sequence-to-sequence model."""

@@ -1,0 +1,1 @@
+"""tgis_native: paged attention for decoder-only models."""

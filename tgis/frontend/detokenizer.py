@@ -1,0 +1,140 @@
+"""Ids to text, token by token; the same for unary calls, streams and stop matching.
+
+A token is some bytes and the text is their UTF-8 decoding, so that a character may be spread over any number
+of tokens at a constant price per token. Which part of the text may leave already is decided in `stopping.py`.
+"""
+
+import codecs
+import re
+from collections.abc import Collection
+from functools import lru_cache
+from itertools import chain
+
+from tgis.errors import StartError
+from tgis.frontend.tokenizer import Tokenizer
+
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ESCAPED_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)
+_CACHED_TOKENS = 1 << 16
+_FIRST_TOKEN_IS_PLAIN = {"ByteLevel", "CTC", "BPEDecoder"}  # these do not drop a space before the first token
+_FIRST_TOKEN_LOSES_SPACE = {"Metaspace", "WordPiece", "Sequence", "none"}
+_LOOK_BACK = {"CTC", "BPEDecoder"}  # what a token adds depends on the one before
+
+
+class TokenDecoder:
+    """The bytes that a token adds to an output; one per model, shared by its requests.
+
+    They are what decoding adds when the token follows another one: in general a placeholder, which keeps the
+    space of a first word; for an encoder-decoder's first token nothing, which drops it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        *,
+        encoder_decoder: bool,
+        output_special_tokens: bool,
+    ) -> None:
+        types = tokenizer.decoder_types or ("none",)
+        if not encoder_decoder and types[0] not in _FIRST_TOKEN_IS_PLAIN | _FIRST_TOKEN_LOSES_SPACE:
+            raise StartError(f"unsupported tokenizer type: decoder {types[0]}")
+        self._tokenizer = tokenizer
+        self._skip_special = not output_special_tokens
+        self._byte_level = "ByteLevel" in types
+        self._byte_fallback = "ByteFallback" in types
+        self._looks_back = not _LOOK_BACK.isdisjoint(types)
+        self._placeholder = self._find_placeholder()
+        plain = encoder_decoder or self._looks_back or types[0] in _FIRST_TOKEN_IS_PLAIN
+        self._before_first = None if plain else self._placeholder
+        self._cached_bytes = lru_cache(_CACHED_TOKENS)(self._bytes_after)
+        self.splits_characters = types[0] in {"ByteLevel", "Sequence"}
+        self.replaces_bytes = self._byte_fallback  # one U+FFFD per bad byte, else per bad sequence
+        self.silent_last_ids = frozenset(eos_ids if output_special_tokens else ())
+
+    def skips(self, token_id: int) -> bool:
+        """Whether the token is no part of the output: unknown, or special while those are not wanted."""
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return True
+        return not self._tokenizer.token_text(token_id)
+
+    def token_bytes(self, previous: int | None, token_id: int) -> bytes:
+        """What the token adds after `previous`, the last one that was not skipped; None: it is the first."""
+        if previous is None:
+            return self._cached_bytes(self._before_first, token_id)
+        return self._cached_bytes(previous if self._looks_back else self._placeholder, token_id)
+
+    def _bytes_after(self, context: int | None, token_id: int) -> bytes:
+        before = [] if context is None else [context]
+        head, text = self._decode(before), self._decode([*before, token_id])
+        text = text[len(head) :] if text.startswith(head) else self._decode([token_id])
+        return self._raw_bytes(token_id, text) if _REPLACEMENT in text else text.encode()
+
+    def _raw_bytes(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that is no valid text by itself."""
+        token = self._tokenizer.token_text(token_id)
+        if self._byte_level:
+            alphabet = _byte_alphabet()
+            return bytes(alphabet[c] for c in token) if alphabet.keys() >= set(token) else token.encode()
+        byte = _FALLBACK_BYTE.fullmatch(token) if self._byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else text.encode()
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+    def _find_placeholder(self) -> int:
+        candidates = chain(self._tokenizer.encode_bare("A"), range(self._tokenizer.vocab_size))
+        return next((token_id for token_id in candidates if not self.skips(token_id)), 0)
+
+
+class Detokenizer:
+    """The text of one output. U+FFFD at the end of the output and one last EOS are no part of it."""
+
+    __slots__ = ("_eos", "_previous", "_replacements", "_tokens", "_utf8")
+
+    def __init__(self, tokens: TokenDecoder) -> None:
+        self._tokens = tokens
+        self._utf8 = _Utf8("surrogateescape" if tokens.replaces_bytes else "replace")
+        self._previous: int | None = None
+        self._eos: int | None = None  # an EOS that is text only if something follows it
+        self._replacements = 0  # U+FFFD that are text only if something else follows them
+
+    def add(self, token_id: int) -> str:
+        """The text that the next token completes; what it never completes is no part of the output."""
+        if self._tokens.skips(token_id):
+            return ""
+        data = b""
+        if self._eos is not None:
+            data = self._take(self._eos)
+            self._eos = None
+        if token_id in self._tokens.silent_last_ids:
+            self._eos = token_id
+        else:
+            data += self._take(token_id)
+        text = self._utf8.decode(data)
+        return self._settle(text.translate(_ESCAPED_BYTES) if self._tokens.replaces_bytes else text)
+
+    def _take(self, token_id: int) -> bytes:
+        data = self._tokens.token_bytes(self._previous, token_id)
+        self._previous = token_id
+        return data
+
+    def _settle(self, text: str) -> str:
+        body = text.rstrip(_REPLACEMENT)
+        held = self._replacements
+        if not body:
+            self._replacements = held + len(text)
+            return ""
+        self._replacements = len(text) - len(body)
+        return _REPLACEMENT * held + body if held else body
+
+
+@lru_cache(1)
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2's, as all others)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,0 +1,1 @@
+"""Conversions of weights and tokenizers."""

@@ -1,0 +1,138 @@
+"""The child process of `tgis.models.convert.weights`: loads .bin files, nothing but tensors, and writes safetensors.
+
+`python -m tgis.models.convert.convert_weights MODEL OUT FILE ...`: two directories, and names of files in the first.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import sys
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tgis.errors import StartError
+from tgis.models.convert.weights import INDEX, target_name
+from tgis.models.files import read_json
+from tgis.utils.progress_bar import Progress
+
+Tensors = dict[str, torch.Tensor]
+
+
+def convert(model: Path, out: Path, names: list[str]) -> None:
+    """Write a safetensors file for each of `names`, and the index if the model has one."""
+    places: dict[str, str] = {}  # of tensors
+    tied = tied_names(model)
+    total = sum((model / name).stat().st_size for name in names)
+    with contextlib.closing(Progress("converting", total, stream=sys.stdout)) as progress:
+        for name in names:
+            tensors, dropped = separate(load(model / name), tied)
+            target = out / target_name(name)
+            save_file(tensors, target, metadata=dropped | {"format": "pt"})
+            target.chmod(0o644)  # save_file lets only the owner read
+            compare(target, tensors)
+            places |= dict.fromkeys(tensors, target.name)
+            progress.advance((model / name).stat().st_size)
+    for index in model.glob(f"*.bin{INDEX}"):
+        content = read_json(index) | {"weight_map": places}
+        (out / target_name(index.name)).write_text(json.dumps(content, indent=4) + "\n")
+
+
+def load(path: Path) -> Tensors:
+    """The tensors of a .bin file, by name; mapped into memory unless the file has the format of before 2020."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise StartError(f"{path.name} is broken, or holds more than tensors, which is never loaded") from error
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    if not isinstance(content, dict):
+        raise StartError(f"{path.name} holds a {type(content).__name__}, not tensors by name")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise StartError(f"{path.name} holds {name!r:.80}, which is no tensor with a name")
+    return {name: value.detach() for name, value in content.items()}
+
+
+def tied_names(model: Path) -> list[str]:
+    """Patterns of tensors that transformers, when it loads the model, makes the same as others if they are missing."""
+    kind = read_json(model / "config.json").get("model_type") if (model / "config.json").is_file() else None
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        return []
+    config = transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    names = config.architectures if isinstance(config.architectures, list) else []
+    architecture = getattr(transformers, str(names[0]), None) if names else None
+    return list(getattr(architecture, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else []
+
+
+def separate(tensors: Tensors, tied: list[str]) -> tuple[Tensors, dict[str, str]]:
+    """Tensors that share no memory, and the names that were left out, each with the one that stands for it.
+
+    Left out are second names of the very same tensor that loading brings back. All else that shares memory is
+    copied: parts of larger tensors, and second names of which nobody knows that they are.
+    """
+    groups = defaultdict(list)
+    for name, tensor in tensors.items():
+        groups[_place(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()].append(name)
+    dropped: dict[str, str] = {}
+    for names in groups.values():
+        again = [name for name in names if any(re.match(pattern, name) for pattern in tied)]
+        kept = min(set(names) - set(again) or names)
+        dropped |= {name: kept for name in again if name != kept}
+    kept_tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+    users = Counter(map(_place, kept_tensors.values()))
+    return {name: _alone(tensor, users) for name, tensor in kept_tensors.items()}, dropped
+
+
+def compare(made: Path, tensors: Tensors) -> None:
+    """StartError unless the file, read again, has every bit of every tensor."""
+    with made.open("rb") as file:
+        os.fsync(file.fileno())
+    with safe_open(made, "pt") as content:
+        if set(content.keys()) != set(tensors):
+            raise StartError(f"{made.name} has other tensors than were written")
+        for name, tensor in tensors.items():
+            found = content.get_tensor(name)
+            same = (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            if not same or not torch.equal(_bytes(found), _bytes(tensor)):
+                raise StartError(f"{made.name}: tensor {name!r:.200} is not what was written")
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its memory begins."""
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _alone(tensor: torch.Tensor, users: Mapping[int, int]) -> torch.Tensor:
+    if users[_place(tensor)] > 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def main() -> None:
+    """Whatever is wrong with the files becomes one line on stderr, for the parent to report."""
+    model, out, *names = sys.argv[1:]
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        convert(Path(model), Path(out), names)
+    except StartError as error:
+        sys.exit(str(error))
+    except Exception as error:  # noqa: BLE001 - the border of the process; broken files raise anything
+        lines = str(error).strip().splitlines() or [""]
+        sys.exit(f"{type(error).__name__}: {lines[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A tokenizer.json for models that have their tokenizer in an older format; transformers makes it, in a child."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tgis.errors import StartError
+from tgis.models.files import ModelFiles, read_json
+from tgis.utils import child_process
+
+TOKENIZER = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 1 << 26  # a larger file is weights
+CONVERT_SECONDS = 600
+
+
+def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
+    """A directory with tokenizer.json: the model's own, else one made under `cache_dir`/tokenizers, once."""
+    if (model.path / TOKENIZER).is_file():
+        return model.path
+    try:
+        target = cache_dir / "tokenizers" / _key(model.path)
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _converted(model, target.parent) as made:
+                _publish(made, target)
+        return target
+    except OSError as error:
+        raise StartError(f"cannot keep a tokenizer for {model.path}: {error}") from error
+
+
+def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
+    """Put tokenizer.json into the model's directory, else the whole tokenizer into directory `out`.
+
+    Returns what was done, in a line; nothing if the model has a tokenizer.json. Its other files stay as they are:
+    in the hub cache they are links to files that are named by their content.
+    """
+    if (model.path / TOKENIZER).is_file():
+        return f"{model.path} has a {TOKENIZER} already: nothing to do"
+    target = out or model.path
+    try:
+        with _converted(model, target) as made:
+            files = [path for path in sorted(made.iterdir()) if out is not None and path.name != TOKENIZER]
+            for path in [*files, made / TOKENIZER]:  # it says that the others are there
+                path.replace(target / path.name)
+    except OSError as error:
+        raise StartError(f"cannot write a tokenizer to {target}: {error.strerror or error}") from error
+    return f"{target / TOKENIZER} was made"
+
+
+def _key(path: Path) -> str:
+    """Of every file that can be part of a tokenizer, and of the library that reads them."""
+    files = [file for file in path.iterdir() if file.is_file() and file.stat().st_size < MAX_TOKENIZER_BYTES]
+    digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
+    for file in sorted(files):
+        with file.open("rb") as content:
+            digest.update(f"\0{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
+    return digest.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _converted(model: ModelFiles, folder: Path) -> Iterator[Path]:
+    """A directory in `folder` with the tokenizer as transformers writes it; what is left of it in the end goes."""
+    staging = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+    try:
+        staging.chmod(0o755)
+        command = [sys.executable, "-m", "tgis.models.convert.convert_tokenizer", str(model.path), str(staging)]
+        reason = child_process.run(command, CONVERT_SECONDS) or _fault(model, staging)
+        if reason is not None:
+            raise StartError(f"{model.path} has no {TOKENIZER}, put one there; none can be made: {reason}")
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _fault(model: ModelFiles, made: Path) -> str | None:
+    """What is wrong with a converted tokenizer; without vocabulary files transformers makes one up."""
+    if not (made / TOKENIZER).is_file():
+        return "it has a tokenizer that only Python code can run"
+    inner, size = read_json(made / TOKENIZER).get("model"), model.config.get("vocab_size")
+    pieces = len(inner.get("vocab", [])) if isinstance(inner, dict) else 0
+    vocabulary = size if isinstance(size, int) and size else 1
+    if pieces < vocabulary / 2:
+        return f"vocabulary files are missing ({pieces} of {vocabulary} tokens found)"
+    return None
+
+
+def _publish(staging: Path, target: Path) -> None:
+    try:
+        staging.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another server was faster, with the same content
+            raise

@@ -1,0 +1,1 @@
+"""Demo models, converted from registry packages."""

@@ -1,0 +1,30 @@
+"""`python -m tgis.models.demo NAME [--out CACHE]` prints the directory of the demo model, made once."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tgis.errors import StartError
+from tgis.models.demo.fetch import MODELS, check_hashes, ensure
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tgis.models.demo", description="Bring a demo model.")
+    parser.add_argument("name", choices=sorted(MODELS))
+    parser.add_argument("--out", type=Path, default=Path(".cache"), help="cache folder (default: .cache)")
+    parser.add_argument("--verify", action="store_true", help="check the sha256 of every file too")
+    options = parser.parse_args()
+    try:
+        directory = ensure(options.name, options.out)
+        if options.verify:
+            check_hashes(directory)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(directory.absolute())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

