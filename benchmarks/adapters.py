@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.serving import serving
+from benchmarks.serving import running_server
 from tgis.models.demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -51,7 +51,7 @@ def _suffixes(targets: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f".{target}.weight" for target in targets)
 
 
-async def _speed(stub: GenerationServiceStub, streams: int, adapters: list[str]) -> float:
+async def _tokens_per_second(stub: GenerationServiceStub, streams: int, adapters: list[str]) -> float:
     """Output tokens a second of so many calls at once, each with the next adapter; "" is none."""
     stopping = pb.StoppingCriteria(max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS)
     names = itertools.cycle(adapters)
@@ -68,14 +68,14 @@ async def _speed(stub: GenerationServiceStub, streams: int, adapters: list[str])
     return streams * _NEW_TOKENS / (perf_counter() - started)
 
 
-async def _compare(target: str, streams: list[int], adapters: list[str]) -> dict[str, float]:
+async def _compare(target: str, concurrencies: list[int], adapters: list[str]) -> dict[str, float]:
     """Medians of alternating rounds; everything has run once before."""
     figures: dict[str, float] = {}
     async with grpc.aio.insecure_channel(target) as channel:
         stub = GenerationServiceStub(channel)
-        await _speed(stub, max(streams), adapters)
-        for size in streams:
-            rounds = [[await _speed(stub, size, some) for some in ([""], adapters)] for _ in range(_ROUNDS)]
+        await _tokens_per_second(stub, max(concurrencies), adapters)
+        for size in concurrencies:
+            rounds = [[await _tokens_per_second(stub, size, some) for some in ([""], adapters)] for _ in range(_ROUNDS)]
             bare, adapted = (statistics.median(column) for column in zip(*rounds, strict=True))
             figures[f"none_{size}"], figures[f"adapters_{size}"] = round(bare, 1), round(adapted, 1)
             figures[f"ratio_{size}"] = round(adapted / bare, 2)
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory() as store:
             adapters = _write_adapters(Path(store), model, targets, args.rank, args.adapters)
             options = ("--deployment-framework", args.engine, "--prefix-store-path", store)
-            with serving(model, args.cache, *options) as server:
+            with running_server(model, args.cache, *options) as server:
                 report[name] = asyncio.run(_compare(server.target, args.streams, adapters))
         print(name, *(f"{key} {value}" for key, value in report[name].items()), sep="\n  ")
     print(json.dumps(report))

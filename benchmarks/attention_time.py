@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cuda.varlen_prefill import make_groups, prefill_attention
-from tgis.engines.paged.batch import Chunk
+from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
+from tgis.engines.paged.batch import PrefillChunk
 
 BLOCK, REPEATS = 16, 20
 _BEYOND_CACHE = 1 << 29  # bytes
@@ -78,7 +78,7 @@ def seconds(action: Callable[[int], object], layers: int) -> float:
 
 def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
     """Microseconds, and GB/s of keys and values that are seen."""
-    from tgis.engines.kernels.cuda.paged_decode import decode_attention  # noqa: PLC0415 - Triton comes with torch for CUDA only
+    from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - Triton comes with torch for CUDA only
 
     per_token = 4 * shape.kv_heads * shape.size
     read = sum(min(length, shape.window or length) for length in lengths) * per_token
@@ -93,7 +93,7 @@ def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def run(layer: int) -> Tensor:
-        return decode_attention(
+        return paged_decode(
             q,
             *layers[layer],
             tables,
@@ -102,7 +102,7 @@ def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
             window=shape.window,
             softcap=None,
             sinks=None,
-            processors=processors,
+            num_sms=processors,
         )
 
     taken = seconds(run, len(layers))
@@ -114,12 +114,12 @@ def prefill(rows: int, before: int, count: int) -> dict[str, float]:
     shape, width = Shape(), -(-(before + count) // BLOCK)
     layers = _layers(rows * width, shape, 2)
     blocks = torch.randperm(rows * width).cuda().split(width)
-    chunks = [Chunk(slice(row * count, (row + 1) * count), before, blocks[row]) for row in range(rows)]
-    groups = make_groups(chunks, BLOCK)
+    chunks = [PrefillChunk(slice(row * count, (row + 1) * count), before, blocks[row]) for row in range(rows)]
+    groups = make_varlen_batches(chunks, BLOCK)
     q, k, v = (_random(rows * count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
 
     def run(layer: int) -> list[Tensor]:
-        return prefill_attention(q, k, v, layers[layer], groups, scale=shape.size**-0.5, window=None)
+        return varlen_prefill(q, k, v, layers[layer], groups, scale=shape.size**-0.5, window=None)
 
     taken = seconds(run, len(layers))
     pairs = rows * sum(range(before + 1, before + count + 1))

@@ -34,7 +34,7 @@ def load(path: str, dtype: str, device: str) -> torch.nn.Module:
     return model.to(device).eval()
 
 
-def generate(model: torch.nn.Module, inputs: torch.Tensor, tokens: int) -> float:
+def time_generate(model: torch.nn.Module, inputs: torch.Tensor, tokens: int) -> float:
     """Seconds to continue `inputs` [B, S] greedily by exactly `tokens` each."""
     config = GenerationConfig(
         do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, use_cache=True
@@ -54,8 +54,8 @@ def measure(model: torch.nn.Module, size: int, input_tokens: int, output_tokens:
     rng = torch.Generator().manual_seed(size)
     vocabulary = model.config.get_text_config().vocab_size
     inputs = torch.randint(vocabulary, (size, input_tokens), generator=rng).to(model.device)
-    generate(model, inputs, min(WARMUP_TOKENS, output_tokens))
-    seconds = [generate(model, inputs, output_tokens) for _ in range(repeats)]
+    time_generate(model, inputs, min(WARMUP_TOKENS, output_tokens))
+    seconds = [time_generate(model, inputs, output_tokens) for _ in range(repeats)]
     return Timing(size, seconds, size * output_tokens / statistics.median(seconds))
 
 

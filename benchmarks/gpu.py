@@ -26,10 +26,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.mixed import SEQUENCE, load, options_of
-from benchmarks.serving import serving
-from benchmarks.suite import load as load_server
-from tgis.bench.simulate import Job, Simulation, lognormal
+from benchmarks.mixed import MAX_SEQUENCE_LENGTH, engine_options, load_timed_engine
+from benchmarks.serving import running_server
+from benchmarks.suite import run_load as load_server
+from tgis.bench.simulate import Simulation, TraceRequest, lognormal_trace
 from tgis.utils import logs
 
 
@@ -38,9 +38,9 @@ class Shape:
     """A model, and how much is asked of it: rows at once, tokens in and out."""
 
     config: dict[str, int]
-    rows: tuple[int, ...]
-    tokens: int  # in; half as many out
-    mixed: int  # requests
+    batch_sizes: tuple[int, ...]
+    input_tokens: int  # in; half as many out
+    mixed_requests: int  # requests
 
 
 LLAMA = {
@@ -93,43 +93,48 @@ def _tokenizer(size: int) -> Tokenizer:
     return tokenizer
 
 
-def alone(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The engine without a server: by name, what `Simulation` tells."""
-    options = options_of("tgis_native", model, "bfloat16", max(shape.rows))
-    machine, limits = load(msgspec.structs.replace(options, compile=compiled))
+    options = engine_options("tgis_native", model, "bfloat16", max(shape.batch_sizes))
+    machine, limits = load_timed_engine(msgspec.structs.replace(options, compile=compiled))
     cases = {
-        f"{rows} x ({shape.tokens}, {shape.tokens // 2})": _alike(rows, shape.tokens, shape) for rows in shape.rows
+        f"{rows} x ({shape.input_tokens}, {shape.input_tokens // 2})": _identical_jobs(rows, shape.input_tokens, shape)
+        for rows in shape.batch_sizes
     }
-    most = max(shape.rows)
-    cases[f"{most} x (32, {shape.tokens // 2})"] = _alike(most, 32, shape)
-    cases[f"{shape.mixed} mixed"] = list(_mixed(shape))
-    Simulation(limits, machine, cases[f"{most} x (32, {shape.tokens // 2})"], clients=most).run()  # does not count
+    most = max(shape.batch_sizes)
+    cases[f"{most} x (32, {shape.input_tokens // 2})"] = _identical_jobs(most, 32, shape)
+    cases[f"{shape.mixed_requests} mixed"] = list(_mixed_jobs(shape))
+    Simulation(
+        limits, machine, cases[f"{most} x (32, {shape.input_tokens // 2})"], clients=most
+    ).run()  # does not count
     for name, jobs in cases.items():
         summary = Simulation(limits, machine, jobs, clients=len(jobs)).run().summary()
         print(f"{name:<24}{summary['tokens_per_second']:>10,.0f} tokens/s", flush=True)
         yield name, summary
 
 
-def _alike(rows: int, tokens: int, shape: Shape) -> list[Job]:
-    return [Job(0.0, tokens, shape.tokens // 2)] * rows
+def _identical_jobs(rows: int, tokens: int, shape: Shape) -> list[TraceRequest]:
+    return [TraceRequest(0.0, tokens, shape.input_tokens // 2)] * rows
 
 
-def _mixed(shape: Shape) -> Iterator[Job]:
+def _mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
     """Of the large shape about 226 tokens in and 191 out, on average."""
-    most = SEQUENCE // 2 - 1
-    for job in lognormal(shape.mixed, 1.0, SEED, 3 * shape.tokens // 8, 5 * shape.tokens // 16):
-        yield replace(job, length=min(job.length, most), new=min(job.new, most))
+    most = MAX_SEQUENCE_LENGTH // 2 - 1
+    for job in lognormal_trace(
+        shape.mixed_requests, 1.0, SEED, 3 * shape.input_tokens // 8, 5 * shape.input_tokens // 16
+    ):
+        yield replace(job, prompt_tokens=min(job.prompt_tokens, most), output_tokens=min(job.output_tokens, most))
 
 
-def served(shape: Shape, model: Path, cache: Path, *, compiled: bool) -> Iterator[tuple[str, Any]]:
+def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) -> Iterator[tuple[str, Any]]:
     """Streams of the server, by concurrency, and how long it took to start."""
-    options = ["--max-batch-size", str(max(shape.rows)), "--deployment-framework", "tgis_native"]
+    options = ["--max-batch-size", str(max(shape.batch_sizes)), "--deployment-framework", "tgis_native"]
     options += ["--pt2-compile", str(compiled).lower(), "--max-concurrent-requests", "512"]
-    with serving(model, cache, *options) as server:
+    with running_server(model, cache, *options) as server:
         print(f"ready after {server.start_seconds:.1f} s", flush=True)
         yield "start_seconds", round(server.start_seconds, 1)
-        for rows in shape.rows:
-            level = load_server(server.target, rows, 2 * rows, shape.tokens, shape.tokens // 2)
+        for rows in shape.batch_sizes:
+            level = load_server(server.target, rows, 2 * rows, shape.input_tokens, shape.input_tokens // 2)
             speed, first = level["output_tokens_per_s"], level["ttft_ms"]["p50"]
             print(f"{rows:>4} streams   {speed:>10,.0f} tokens/s, TTFT p50 {first:,.0f} ms", flush=True)
             yield str(rows), level
@@ -141,23 +146,23 @@ def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
     if kind == "model":
         make_model(shape, model)
         return
-    logs.set_up(level="info", json_output=False)
+    logs.configure(level="info", json_output=False)
     cases = (
-        alone(shape, model, compiled=bool(compiled))
+        measure_engine(shape, model, compiled=bool(compiled))
         if kind == "alone"
-        else served(shape, model, cache, compiled=bool(compiled))
+        else measure_server(shape, model, cache, compiled=bool(compiled))
     )
     for name, figures in cases:
         print(json.dumps({name: figures}), flush=True)
 
 
-def measured(*command: str) -> dict[str, Any]:
+def run_part_process(*command: str) -> dict[str, Any]:
     """The figures that a Python process prints, lines of JSON; under "error" why it did not come to its end."""
     figures: dict[str, Any] = {}
     started = time.monotonic()
     command = (sys.executable, *command)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        timer = Timer(_PART_SECONDS, _kill, (process,))
+        timer = Timer(_PART_SECONDS, _kill_group, (process,))
         timer.start()
         try:
             for line in process.stdout or ():
@@ -168,7 +173,7 @@ def measured(*command: str) -> dict[str, Any]:
             process.wait()
         finally:
             timer.cancel()
-            _kill(process)
+            _kill_group(process)
     seconds = round(time.monotonic() - started, 1)
     if process.returncode:
         figures["error"] = f"ended with exit code {process.returncode} after {seconds} s"
@@ -176,7 +181,7 @@ def measured(*command: str) -> dict[str, Any]:
     return figures | {"seconds": seconds}
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill_group(process: subprocess.Popen[str]) -> None:
     """It, and the server that it may have started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -201,7 +206,7 @@ def main(arguments: list[str]) -> int:
             print(f"== {part}", file=sys.stderr, flush=True)
             shared = ("--shape", args.shape, "--cache", str(args.cache), "--model", model, "--part", part)
             where = ("benchmarks.attention_time",) if part == "attention" else ("benchmarks.gpu", *shared)
-            report[part] = measured("-m", *where)
+            report[part] = run_part_process("-m", *where)
             if args.json:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))

@@ -15,37 +15,45 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tgis.batcher.memory_model import UNBOUNDED, Limits
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.bench.simulate import TWO_CORES, Imagined, Job, Machine, Simulation, bimodal, lognormal
-from tgis.engine_core.main import limits_of
+from tgis.batcher.memory_model import UNBOUNDED, BatchLimits
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.simulate import (
+    SMOLLM2_TWO_CORES,
+    SimulatedEngine,
+    Simulation,
+    StepEngine,
+    TraceRequest,
+    bimodal_trace,
+    lognormal_trace,
+)
+from tgis.engine_core.main import batch_limits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.ipc.messages import EngineOptions
 from tgis.models.demo.fetch import ensure
 
-SEQUENCE = 2048
+MAX_SEQUENCE_LENGTH = 2048
 SEED = 1
-TRACES: dict[str, Callable[[int], Iterator[Job]]] = {
-    "lognormal": lambda count: lognormal(count, 1.0, SEED),
-    "bimodal": lambda count: bimodal(count, 1.0, SEED),
+TRACES: dict[str, Callable[[int], Iterator[TraceRequest]]] = {
+    "lognormal": lambda count: lognormal_trace(count, 1.0, SEED),
+    "bimodal": lambda count: bimodal_trace(count, 1.0, SEED),
 }
-POLICIES: dict[str, Callable[[Limits], Limits]] = {
+POLICIES: dict[str, Callable[[BatchLimits], BatchLimits]] = {
     "default": lambda limits: limits,
-    "unpadded": lambda limits: replace(limits, max_padding=1.0),
-    "plain": lambda limits: replace(limits, max_padding=1.0, max_waiting_tokens=0, prefill_tokens=UNBOUNDED),
+    "unpadded": lambda limits: replace(limits, max_prefill_padding=1.0),
+    "plain": lambda limits: replace(limits, max_prefill_padding=1.0, max_waiting_tokens=0, prefill_tokens=UNBOUNDED),
 }
 SIMULATED_REQUESTS = 5000
 COLUMNS = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "prefill_padding", "decode_padding")
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedEngine:
     """A real engine, and a clock beside it."""
 
     engine: Engine
 
-    def step(self, plan: Plan) -> tuple[list[int], float]:
+    def step(self, plan: StepPlan) -> tuple[list[int], float]:
         """Compute it, and say how long that took."""
         started = time.perf_counter()
         result = self.engine.step(plan)
@@ -57,39 +65,41 @@ class Timed:
         self.engine.release(rows)
 
 
-def options_of(name: str, model: Path, dtype: str, size: int) -> EngineOptions:
+def engine_options(name: str, model: Path, dtype: str, size: int) -> EngineOptions:
     """Those of a server with all defaults, but for its batch size, and without cached prefixes."""
     return EngineOptions(
         engine=name,
         model_path=str(model),
         dtype=dtype,
         eos_ids=(),
-        max_sequence_length=SEQUENCE,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
         max_batch_size=size,
         max_prefill_padding=0.2,
         max_waiting_tokens=24,
         batch_safety_margin=20,
         cuda_memory_fraction=1.0,
-        threads=None,
+        num_threads=None,
         log_level="warning",
         json_output=False,
         prefix_cache=False,
     )
 
 
-def load(options: EngineOptions) -> tuple[Timed, Limits]:
+def load_timed_engine(options: EngineOptions) -> tuple[TimedEngine, BatchLimits]:
     """An engine that is ready, and what bounds its batches."""
     engine = load_engine(options, sys.exit)
     engine.warm_up()
-    return Timed(engine), limits_of(options, engine.info)
+    return TimedEngine(engine), batch_limits(options, engine.info)
 
 
-def compare(machine: Machine, limits: Limits, trace: str, requests: int, clients: int) -> dict[str, Any]:
+def compare_policies(
+    machine: StepEngine, limits: BatchLimits, trace: str, requests: int, clients: int
+) -> dict[str, Any]:
     """The figures of every policy."""
     figures: dict[str, Any] = {}
     for name, policy in POLICIES.items():
         outcome = Simulation(policy(limits), machine, TRACES[trace](requests), clients).run()
-        figures[name] = outcome.summary() | {"queue_jumps": outcome.admissions.queue_jumps}
+        figures[name] = outcome.summary() | {"queue_jumps": outcome.counters.queue_jumps}
         print(f"{trace:<10}{limits.max_batch_size:>4}  {name:<10}{_row(figures[name])}", flush=True)
     plain = figures["plain"]["tokens_per_second"]
     return figures | {"speedup": round(figures["default"]["tokens_per_second"] / plain, 3)}
@@ -112,18 +122,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)
     sizes = [int(size) for size in args.sizes.split(",")]
-    machine, limits = load(options_of(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes)))
+    machine, limits = load_timed_engine(
+        engine_options(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes))
+    )
     Simulation(limits, machine, TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # does not count
     report: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     print(f"{args.engine:<26}{''.join(f'{name:>18}' for name in COLUMNS)}")
     runs = list(product(args.traces.split(","), sizes))
     for trace, size in runs:
-        found = compare(machine, replace(limits, max_batch_size=size), trace, args.requests, args.clients)
+        found = compare_policies(machine, replace(limits, max_batch_size=size), trace, args.requests, args.clients)
         report[f"{args.engine} {trace} {size}"] = found
     print("simulated" if limits.padded else "")
     for trace, size in runs if limits.padded else ():
         at_scale = replace(limits, max_batch_size=size)
-        found = compare(Imagined(TWO_CORES), at_scale, trace, SIMULATED_REQUESTS, args.clients)
+        found = compare_policies(SimulatedEngine(SMOLLM2_TWO_CORES), at_scale, trace, SIMULATED_REQUESTS, args.clients)
         report[f"simulated {trace} {size}"] = found
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -15,13 +15,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.serving import serving
-from benchmarks.suite import INPUT_TOKENS, OUTPUT_TOKENS, SIZES, load
-from tgis.batcher.sequence import Plan, Sequence
+from benchmarks.serving import running_server
+from benchmarks.suite import INPUT_TOKENS, OUTPUT_TOKENS, STREAMS, run_load
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.errors import StartError
-from tgis.ipc.messages import Details, EngineOptions, Request, Sampling
+from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
 from tgis.models.demo.fetch import ensure
 
 REQUESTS = {1: 2, 8: 16, 32: 64}
@@ -69,7 +69,7 @@ VARIANTS = (
 )
 
 
-def directory(variant: Variant, model: Path, cache: Path) -> Path:
+def model_directory(variant: Variant, model: Path, cache: Path) -> Path:
     """That to serve; graphs are exported once."""
     if variant.conversion is None:
         return model
@@ -80,29 +80,33 @@ def directory(variant: Variant, model: Path, cache: Path) -> Path:
     return out
 
 
-def speed(variant: Variant, model: Path, cache: Path) -> dict[int, dict[str, Any]]:
+def measure_speed(variant: Variant, model: Path, cache: Path) -> dict[int, dict[str, Any]]:
     """Reports at each number of concurrent streams."""
     options = ("--deployment-framework", variant.engine, "--dtype", variant.dtype)
-    with serving(directory(variant, model, cache), cache, *options) as server:
+    with running_server(model_directory(variant, model, cache), cache, *options) as server:
         print(f"{variant.name} ready after {server.start_seconds:.1f} s", file=sys.stderr)
-        load(server.target, 1, 1, INPUT_TOKENS, 16)
-        levels = {size: load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in SIZES}
+        run_load(server.target, 1, 1, INPUT_TOKENS, 16)
+        levels = {size: run_load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in STREAMS}
     print(*(f"{size}: {level['output_tokens_per_s']:.1f} tokens/s" for size, level in levels.items()), file=sys.stderr)
     return levels
 
 
-def agreement(model: Path, cache: Path) -> dict[str, float]:
+def measure_agreement(model: Path, cache: Path) -> dict[str, float]:
     """For each variant the share of the reference's greedy tokens that it ranks first at their places."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     outputs = _greedy(_engine(REFERENCE, model, cache), prompts)
-    return {v.name: round(_share(_engine(v, model, cache), prompts, outputs), 4) for v in VARIANTS if v != REFERENCE}
+    return {
+        v.name: round(_agreement_rate(_engine(v, model, cache), prompts, outputs), 4)
+        for v in VARIANTS
+        if v != REFERENCE
+    }
 
 
 def _engine(variant: Variant, model: Path, cache: Path) -> Engine:
     options = EngineOptions(
         engine=variant.engine,
-        model_path=str(directory(variant, model, cache)),
+        model_path=str(model_directory(variant, model, cache)),
         dtype=variant.dtype,
         eos_ids=(),
         max_sequence_length=256,
@@ -111,7 +115,7 @@ def _engine(variant: Variant, model: Path, cache: Path) -> Engine:
         max_waiting_tokens=0,
         batch_safety_margin=20,
         cuda_memory_fraction=1.0,
-        threads=None,
+        num_threads=None,
         log_level="warning",
         json_output=False,
     )
@@ -124,22 +128,26 @@ def _end(reason: str) -> Any:
     raise StartError(reason)
 
 
-def _rows(inputs: list[list[int]], details: Details) -> list[Sequence]:
-    return [Sequence(Request(n, ids, NEW_TOKENS, False, Sampling(), details), 0.0) for n, ids in enumerate(inputs)]
+def _sequences(inputs: list[list[int]], details: LogprobOptions) -> list[Sequence]:
+    return [
+        Sequence(Request(n, ids, NEW_TOKENS, False, SamplingParams(), details), 0.0) for n, ids in enumerate(inputs)
+    ]
 
 
 def _greedy(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    rows = _rows(prompts, Details())
+    rows = _sequences(prompts, LogprobOptions())
     for _ in range(NEW_TOKENS):
-        for row, token in zip(rows, engine.step(Plan.whole(rows)).tokens, strict=True):
-            row.computed = len(row.tokens)
+        for row, token in zip(rows, engine.step(StepPlan.compute_all(rows)).tokens, strict=True):
+            row.num_computed_tokens = len(row.tokens)
             row.tokens.append(token)
     return [row.tokens[row.prompt_length :] for row in rows]
 
 
-def _share(engine: Engine, prompts: list[list[int]], outputs: list[list[int]]) -> float:
+def _agreement_rate(engine: Engine, prompts: list[list[int]], outputs: list[list[int]]) -> float:
     whole = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    facts = engine.step(Plan.whole(_rows(whole, Details(inputs=True, ranks=True)))).inputs
+    facts = engine.step(
+        StepPlan.compute_all(_sequences(whole, LogprobOptions(input_tokens=True, ranks=True)))
+    ).prompt_logprobs
     return statistics.mean(fact.rank == 1 for row in facts.values() for fact in row[-NEW_TOKENS:])
 
 
@@ -152,8 +160,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
     args = parser.parse_args(arguments)
     model = ensure("smollm2", args.cache)
-    rounds = [{v.name: speed(v, model, args.cache) for v in VARIANTS} for _ in range(args.rounds)]
-    shares = agreement(model, args.cache) if args.agreement else {}
+    rounds = [{v.name: measure_speed(v, model, args.cache) for v in VARIANTS} for _ in range(args.rounds)]
+    shares = measure_agreement(model, args.cache) if args.agreement else {}
     report = {"rounds": rounds, "agreement": shares}
     report["summary"] = summary = _summary(rounds, shares)
     for name, row in summary.items():
@@ -169,7 +177,7 @@ def _summary(rounds: list[dict[str, Any]], shares: dict[str, float]) -> dict[str
     found: dict[str, dict[str, float]] = {}
     for variant in VARIANTS:
         levels = [one[variant.name] for one in rounds]
-        rates = {size: [level[size]["output_tokens_per_s"] for level in levels] for size in SIZES if levels}
+        rates = {size: [level[size]["output_tokens_per_s"] for level in levels] for size in STREAMS if levels}
         found[variant.name] = {f"{size} streams": round(statistics.median(rate), 1) for size, rate in rates.items()}
         if shares:
             found[variant.name]["agreement"] = shares.get(variant.name, 1.0)

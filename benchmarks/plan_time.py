@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.granular import Forecast
-from tgis.batcher.memory_model import Limits, MemoryModel
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.batcher.granular import PeakEstimator
+from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 _RUNNING, _WAITING, _ROUNDS = 256, 1000, 30
 _BLOCK = 16
@@ -23,16 +23,27 @@ Draw = Callable[[random.Random], tuple[list[int], int]]  # the tokens of a reque
 
 
 def _request(number: int, tokens: list[int], new: int) -> Request:
-    return Request(number, tokens, new, capped=False, sampling=Sampling(), details=Details())
+    return Request(
+        number,
+        tokens,
+        new,
+        limited_by_context=False,
+        sampling_params=SamplingParams(),
+        logprob_options=LogprobOptions(),
+    )
 
 
 def _batcher(**limits: Any) -> Batcher:
     """With 256 rows in the middle of their output."""
-    values: dict[str, Any] = {"max_batch_size": 2000, "memory": MemoryModel.of_tokens(1 << 22), "prefill_tokens": 8192}
-    batcher, draw = Batcher(Limits(**values | limits, max_waiting_tokens=0), ()), random.Random(1)
+    values: dict[str, Any] = {
+        "max_batch_size": 2000,
+        "memory": MemoryModel.from_tokens(1 << 22),
+        "prefill_tokens": 8192,
+    }
+    batcher, draw = Batcher(BatchLimits(**values | limits, max_waiting_tokens=0), ()), random.Random(1)
     tokens = [_own(draw, draw.randint(20, 200)) for _ in range(_RUNNING)]
     batcher.submit([_request(n, some, draw.randint(1000, 3000)) for n, some in enumerate(tokens)], 0.0)
-    while batcher.waiting or any(not row.decoding for row in batcher.rows):
+    while batcher.num_waiting or any(not row.decoding for row in batcher.running_seqs):
         _step(batcher)
     _step(batcher)
     return batcher
@@ -43,8 +54,8 @@ def _rectangle(room: int, **limits: Any) -> Callable[[], Batcher]:
 
     def make() -> Batcher:
         batcher = _batcher(**limits)
-        lengths = [(len(row.tokens), row.remaining) for row in batcher.rows]
-        batcher._allowance.context = Forecast(lengths, limits["padded"], 0).peak() + room
+        lengths = [(len(row.tokens), row.num_remaining_tokens) for row in batcher.running_seqs]
+        batcher._capacity.context_tokens = PeakEstimator(lengths, limits["padded"], 0).peak() + room
         return batcher
 
     return make
@@ -62,10 +73,12 @@ def _paged(room: int, held: tuple[list[int], int, int] | None = None, **limits: 
             batcher.submit([_request(999, *held[:2])], 0.0)
             for _ in range(held[2]):
                 _step(batcher)
-        pager = batcher._pager
+        pager = batcher._block_manager
         assert pager is not None
-        promised = sum(pager.missing(row, len(row.tokens) + 1) for row in batcher.rows if not row.decoding)
-        batcher._allowance.context = (pager.pool.used + promised + batcher.running + room) * _BLOCK
+        promised = sum(
+            pager.missing_blocks(row, len(row.tokens) + 1) for row in batcher.running_seqs if not row.decoding
+        )
+        batcher._capacity.context_tokens = (pager.pool.num_used + promised + batcher.num_running + room) * _BLOCK
         return batcher
 
     return make
@@ -126,7 +139,7 @@ def _round(batcher: Batcher, requests: Draw, draw: random.Random) -> tuple[float
     seconds = time.thread_time() - started
     gc.enable()
     assert plan is not None
-    return seconds, _WAITING - batcher.waiting
+    return seconds, _WAITING - batcher.num_waiting
 
 
 def _cases() -> dict[str, tuple[Callable[[], Batcher], Draw]]:

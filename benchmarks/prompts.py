@@ -15,9 +15,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.serving import serving
-from tgis.bench.client import Client, Sample, connect
-from tgis.bench.workload import Job
+from benchmarks.serving import running_server
+from tgis.bench.client import Client, RequestRecord, connect
+from tgis.bench.workload import BenchRequest
 from tgis.models.demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
 
@@ -26,7 +26,7 @@ _STREAMS, _STREAM_TOKENS = 8, 400
 _LONG, _SHARED, _SHARERS = 4000, 1000, 32  # tokens, tokens, requests
 
 
-class _Prompts:
+class _UniquePrompts:
     """Texts of about so many tokens: a common word is one; the numbers in front make each one new."""
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class _Prompts:
         return " ".join([*str(number), *rng.choices(_WORDS, k=tokens - 4)])
 
 
-async def _send(client: Client, text: str, new_tokens: int) -> Sample:
+async def _send(client: Client, text: str, new_tokens: int) -> RequestRecord:
     """One stream to its end."""
     stopping = pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-    sample = Sample(due=perf_counter(), asked=new_tokens)
-    await client.stream(Job(text, new_tokens), pb.Parameters(stopping=stopping), sample)
+    sample = RequestRecord(scheduled_at=perf_counter(), requested_tokens=new_tokens)
+    await client.stream(BenchRequest(text, new_tokens), pb.Parameters(stopping=stopping), sample)
     assert sample.status == "OK", sample.detail
     return sample
 
@@ -51,14 +51,14 @@ async def _send(client: Client, text: str, new_tokens: int) -> Sample:
 async def _with_client(part: Any, target: str) -> dict[str, float]:
     async with connect(target, None, 1, 600.0) as client:
         await client.model_info()
-        figures: dict[str, float] = await part(client, _Prompts())
+        figures: dict[str, float] = await part(client, _UniquePrompts())
         return figures
 
 
-async def _long_prompt(client: Client, prompts: _Prompts) -> dict[str, float]:
+async def _long_prompt(client: Client, prompts: _UniquePrompts) -> dict[str, float]:
     """The longest gap of streams in the middle of which the long prompt comes, by their gap without it."""
 
-    async def streams() -> list[Sample]:
+    async def streams() -> list[RequestRecord]:
         return await asyncio.gather(*(_send(client, prompts.text(40), _STREAM_TOKENS) for _ in range(_STREAMS)))
 
     quiet = await streams()
@@ -66,33 +66,35 @@ async def _long_prompt(client: Client, prompts: _Prompts) -> dict[str, float]:
     await asyncio.sleep(2.0)  # past their own prompts
     long = await _send(client, prompts.text(_LONG), 4)
     disturbed = await running
-    step = statistics.median((s.last - s.first) / (s.output_tokens - s.first_tokens) for s in quiet)
+    step = statistics.median(
+        (s.last_output_at - s.first_output_at) / (s.output_tokens - s.first_message_tokens) for s in quiet
+    )
     return {
         "step_ms": 1e3 * step,
         "longest_gap_ms": 1e3 * max(s.max_gap for s in disturbed),
         "longest_gap_by_step": max(s.max_gap for s in disturbed) / step,
         "quiet_longest_gap_ms": 1e3 * max(s.max_gap for s in quiet),
         "long_prompt_tokens": long.input_tokens,
-        "long_prompt_ttft_ms": 1e3 * (long.first - long.sent),
+        "long_prompt_ttft_ms": 1e3 * (long.first_output_at - long.sent_at),
     }
 
 
-async def _shared_prefix(client: Client, prompts: _Prompts) -> dict[str, float]:
+async def _shared_prefix(client: Client, prompts: _UniquePrompts) -> dict[str, float]:
     """Time to the first token of requests that share their beginning: none of it cached at first, then all."""
     prefix = prompts.text(_SHARED)
 
-    def sharers() -> list[Coroutine[Any, Any, Sample]]:
+    def sharers() -> list[Coroutine[Any, Any, RequestRecord]]:
         return [_send(client, f"{prefix} {prompts.text(20)}", 8) for _ in range(_SHARERS)]
 
     figures = {}
     for name in ("empty", "filled"):
         samples = await asyncio.gather(*sharers())
-        figures[f"ttft_p50_{name}_ms"] = 1e3 * statistics.median(s.first - s.sent for s in samples)
+        figures[f"ttft_p50_{name}_ms"] = 1e3 * statistics.median(s.first_output_at - s.sent_at for s in samples)
     return figures
 
 
-def _part(part: Any, model: Path, cache: Path, *options: str) -> dict[str, float]:
-    with serving(model, cache, "--deployment-framework", "tgis_native", *options) as server:
+def _run_part(part: Any, model: Path, cache: Path, *options: str) -> dict[str, float]:
+    with running_server(model, cache, "--deployment-framework", "tgis_native", *options) as server:
         figures = asyncio.run(_with_client(part, server.target))
     return {name: round(value, 1) for name, value in figures.items()}
 
@@ -104,9 +106,9 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     model = ensure("smollm2", args.cache)
     report = {
-        "long_prompt": _part(_long_prompt, model, args.cache),
-        "prefix_cache": _part(_shared_prefix, model, args.cache),
-        "no_prefix_cache": _part(_shared_prefix, model, args.cache, "--prefix-cache", "false"),
+        "long_prompt": _run_part(_long_prompt, model, args.cache),
+        "prefix_cache": _run_part(_shared_prefix, model, args.cache),
+        "no_prefix_cache": _run_part(_shared_prefix, model, args.cache, "--prefix-cache", "false"),
     }
     for name, figures in report.items():
         print(name, *(f"{key} {value}" for key, value in figures.items()), sep="\n  ")

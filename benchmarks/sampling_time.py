@@ -16,39 +16,41 @@ from transformers import AutoModelForCausalLM
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.kernels.cpu.linear import pack_linears
-from tgis.engines.padded.attention import use_packed_attention
+from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedCache
 from tgis.engines.sampling.sampler import Sampler
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 ROWS, WIDTH, REPEATS = 64, 128, 30
-FACTS = Details(generated=True, logprobs=True, ranks=True, top_n=5)
-ALL = Sampling(temperature=0.8, top_k=50, top_p=0.9, typical_p=0.9, repetition_penalty=1.2, length_penalty=(5, 1.1))
-CASES: dict[str, tuple[Sampling, Details]] = {
-    "greedy": (Sampling(), Details()),
-    "greedy, logprob, rank, top 5": (Sampling(), FACTS),
-    "temperature": (Sampling(temperature=0.8), Details()),
-    "temperature, top_k, top_p, typical_p, penalties, seeds": (ALL, Details()),
+FACTS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=5)
+ALL = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, typical_p=0.9, repetition_penalty=1.2, length_penalty=(5, 1.1)
+)
+CASES: dict[str, tuple[SamplingParams, LogprobOptions]] = {
+    "greedy": (SamplingParams(), LogprobOptions()),
+    "greedy, logprob, rank, top 5": (SamplingParams(), FACTS),
+    "temperature": (SamplingParams(temperature=0.8), LogprobOptions()),
+    "temperature, top_k, top_p, typical_p, penalties, seeds": (ALL, LogprobOptions()),
     "the same, logprob, rank, top 5": (ALL, FACTS),
-    "top_p alone": (Sampling(temperature=1.0, top_p=0.9), Details()),
-    "typical_p alone": (Sampling(temperature=1.0, typical_p=0.9), Details()),
+    "top_p alone": (SamplingParams(temperature=1.0, top_p=0.9), LogprobOptions()),
+    "typical_p alone": (SamplingParams(temperature=1.0, typical_p=0.9), LogprobOptions()),
 }
 
 
 def real_step(path: str, dtype: str) -> tuple[torch.Tensor, float]:
     """Logits [rows, vocabulary] of a decode step in the padded cache, and the milliseconds that it takes."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True).eval()
-    use_packed_attention(model)
+    use_gqa_attention(model)
     pack_linears(model)
     cache = PaddedCache(ROWS)
-    cache.join([WIDTH - row % 9 for row in range(ROWS)])
-    cache.prefill(0, 0, WIDTH)
+    cache.append([WIDTH - row % 9 for row in range(ROWS)])
+    cache.view_prefill(0, 0, WIDTH)
     ids = torch.randint(model.config.vocab_size, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
-        mask = cache.mask(0, cache.width)
+        mask = cache.attention_mask(0, cache.width)
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        states = {"past_key_values": cache.states, "use_cache": True, "logits_to_keep": 1}
+        states = {"past_key_values": cache.past_key_values, "use_cache": True, "logits_to_keep": 1}
         output = model(input_ids=tokens, attention_mask=mask, position_ids=positions, **states)
         last: torch.Tensor = output.logits[:, -1]
         return last
@@ -57,7 +59,7 @@ def real_step(path: str, dtype: str) -> tuple[torch.Tensor, float]:
 
     def decode() -> None:
         nonlocal logits
-        cache.decode()
+        cache.view_decode()
         logits = forward(logits.argmax(-1)[:, None])
 
     return logits, milliseconds(decode)
@@ -73,18 +75,18 @@ def milliseconds(action: Callable[[], object]) -> float:
     return statistics.median(times[2:])
 
 
-def choosing(logits: torch.Tensor, sampling: Sampling, details: Details) -> float:
+def choosing(logits: torch.Tensor, sampling: SamplingParams, details: LogprobOptions) -> float:
     """Milliseconds to choose a token for every row."""
     rows = [
         Sequence(
-            Request(row, [1, 2, 3], 100, False, msgspec.structs.replace(sampling, seed=row), details), queued_at=0.0
+            Request(row, [1, 2, 3], 100, False, msgspec.structs.replace(sampling, seed=row), details), arrival_time=0.0
         )
         for row in range(ROWS)
     ]
     context = torch.randint(logits.shape[1], (ROWS, 2 * WIDTH), generator=torch.Generator().manual_seed(1))
     sampler = Sampler(logits.shape[1], [2], torch.device("cpu"))
-    sampler.set_rows(rows)
-    return milliseconds(lambda: sampler.choose(logits.clone(), context))
+    sampler.set_seqs(rows)
+    return milliseconds(lambda: sampler.sample_and_wait(logits.clone(), context))
 
 
 def main(arguments: list[str]) -> int:

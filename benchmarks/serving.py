@@ -52,7 +52,7 @@ class Server:
 
     def healthy(self) -> bool:
         """Whether /health says 200."""
-        return _healthy(self.http_port)
+        return _is_healthy(self.http_port)
 
     def stop(self) -> int:
         """Send SIGTERM; the exit code."""
@@ -61,7 +61,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, cache: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
+def running_server(model: Path, cache: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
     """Serve `model` until the block is left; the log goes to a file, or warnings alone to stderr."""
     grpc_port, http_port = _free_ports()
     command = [sys.executable, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
@@ -71,15 +71,15 @@ def serving(model: Path, cache: Path, *options: str, log: Path | None = None) ->
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log else None
         process = stack.enter_context(subprocess.Popen([*command, *options], stdout=output, stderr=output))
-        stack.callback(_end, process)
-        while not _healthy(http_port):
+        stack.callback(_terminate, process)
+        while not _is_healthy(http_port):
             if process.poll() is not None or time.monotonic() - started > START_SECONDS:
                 raise StartError(f"tgis serve does not start{f', see {log}' if log else ''}")
             time.sleep(0.05)
         yield Server(process, f"127.0.0.1:{grpc_port}", http_port, time.monotonic() - started)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
@@ -89,12 +89,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _free_ports() -> tuple[int, int]:
     for port in random.sample(_PORTS[::2], len(_PORTS) // 2):
-        if _free(port) and _free(port + 1):
+        if _is_free(port) and _is_free(port + 1):
             return port, port + 1
     raise StartError(f"no free ports from {_PORTS.start} to {_PORTS.stop}")
 
 
-def _free(port: int) -> bool:
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -103,7 +103,7 @@ def _free(port: int) -> bool:
         return True
 
 
-def _healthy(port: int) -> bool:
+def _is_healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
             return bool(answer.status == 200)

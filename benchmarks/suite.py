@@ -13,48 +13,48 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving import serving
+from benchmarks.serving import running_server
 from tgis.models.demo.fetch import ensure
 from tgis.models.fake import make_fake_model
 
-SIZES = (1, 8, 32)
+STREAMS = (1, 8, 32)
 REQUESTS = {1: 4, 8: 32, 32: 128}
 INPUT_TOKENS, OUTPUT_TOKENS = 130, 128
 FRONT_END_STREAMS = 64
 
 
-def baseline(model: Path, dtype: str) -> dict[int, float]:
+def measure_transformers(model: Path, dtype: str) -> dict[int, float]:
     """Tokens/s of transformers' generate at each size."""
     lengths = ("--input-tokens", str(INPUT_TOKENS), "--output-tokens", str(OUTPUT_TOKENS))
-    sizes = ("--sizes", ",".join(map(str, SIZES)), "--repeats", "1")
-    report = _json_of("-m", "benchmarks.baseline", str(model), "--dtype", dtype, *lengths, *sizes, "--json")
+    sizes = ("--sizes", ",".join(map(str, STREAMS)), "--repeats", "1")
+    report = _run_json("-m", "benchmarks.baseline", str(model), "--dtype", dtype, *lengths, *sizes, "--json")
     return {row["size"]: row["output_tokens_per_s"] for row in report["sizes"]}
 
 
-def load(target: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
+def run_load(target: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
     """`tgis bench` of streams against a running server: the report of its one level."""
     lengths = ("--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens))
     amount = ("--concurrency", str(concurrency), "--requests", str(requests))
-    report = _json_of("-m", "tgis", "bench", "--target", target, *amount, *lengths, "--stream", "--quiet")
+    report = _run_json("-m", "tgis", "bench", "--target", target, *amount, *lengths, "--stream", "--quiet")
     level: dict[str, Any] = report["levels"][0]
     return level
 
 
-def served(model: Path, cache: Path, dtype: str) -> dict[int, dict[str, Any]]:
+def measure_server(model: Path, cache: Path, dtype: str) -> dict[int, dict[str, Any]]:
     """Reports of tgis at each number of concurrent streams."""
-    with serving(model, cache, "--dtype", dtype) as server:
+    with running_server(model, cache, "--dtype", dtype) as server:
         print(f"tgis ready after {server.start_seconds:.1f} s", file=sys.stderr)
-        return {size: load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in SIZES}
+        return {size: run_load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in STREAMS}
 
 
-def front_end(cache: Path) -> dict[str, Any]:
+def measure_front_end(cache: Path) -> dict[str, Any]:
     """The front end alone: the fake engine answers at once."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_fake_model(Path(directory))
-        with serving(model, cache, "--deployment-framework", "fake") as server:
-            load(server.target, FRONT_END_STREAMS, 2 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
+        with running_server(model, cache, "--deployment-framework", "fake") as server:
+            run_load(server.target, FRONT_END_STREAMS, 2 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
             before = server.cpu_seconds()
-            level = load(server.target, FRONT_END_STREAMS, 20 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
+            level = run_load(server.target, FRONT_END_STREAMS, 20 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
             used = server.cpu_seconds() - before
     tokens = level["output_tokens"]
     return {"level": level, "tokens_per_s": level["output_tokens_per_s"], "cpu_us_per_token": used / tokens * 1e6}
@@ -72,11 +72,13 @@ def main(arguments: list[str]) -> int:
     rounds = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
-        rounds.append({"baseline": baseline(model, args.dtype), "tgis": served(model, args.cache, args.dtype)})
+        rounds.append(
+            {"baseline": measure_transformers(model, args.dtype), "tgis": measure_server(model, args.cache, args.dtype)}
+        )
     report = {
         "settings": {"dtype": args.dtype, "rounds": args.rounds},
         "rounds": rounds,
-        "front_end": front_end(args.cache),
+        "front_end": measure_front_end(args.cache),
     }
     report["summary"] = _print_summary(report)
     if args.json:
@@ -89,7 +91,7 @@ def _print_summary(report: dict[str, Any]) -> dict[str, Any]:
     print(f"SmolLM2-135M {report['settings']['dtype']}, {INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out; tokens/s")
     print(f"{'streams':>8} {'transformers':>13} {'tgis':>8} {'ratio':>6} {'TTFT p50':>9} {'per token p50':>14}")
     summary: dict[str, Any] = {"sizes": []}
-    for size in SIZES:
+    for size in STREAMS:
         peer = statistics.median(r["baseline"][size] for r in report["rounds"])
         levels = [r["tgis"][size] for r in report["rounds"]]
         ours = statistics.median(level["output_tokens_per_s"] for level in levels)
@@ -110,7 +112,7 @@ def _print_summary(report: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def _json_of(*command: str) -> dict[str, Any]:
+def _run_json(*command: str) -> dict[str, Any]:
     """The last line that a Python process prints."""
     done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis import __main__, config
-from tgis.config import REFUSED, UNUSED, Config, parse
+from tgis.config import IGNORED, UNSUPPORTED, Config, parse
 from tgis.errors import OptionError
-from tgis.utils.options import flag, options_of
+from tgis.utils.options import declared_options, flag_name
 
 TGIS = Path(config.__file__).parent
 
@@ -75,7 +75,7 @@ def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_samples_are_all_options() -> None:
-    assert list(SAMPLES) == [row.name for row in options_of(Config)]
+    assert list(SAMPLES) == [row.name for row in declared_options(Config)]
 
 
 @pytest.mark.usefixtures("no_tls_check")
@@ -86,8 +86,8 @@ def test_flag_beats_variable_beats_default(name: str) -> None:
     if name != "model_name":
         assert getattr(read(), name) != one
     assert getattr(read(**variable), name) == one
-    assert getattr(read(flag(name), second, **variable), name) == two
-    assert getattr(read(f"{flag(name)}={second}"), name) == two
+    assert getattr(read(flag_name(name), second, **variable), name) == two
+    assert getattr(read(f"{flag_name(name)}={second}"), name) == two
 
 
 @pytest.mark.usefixtures("no_tls_check")
@@ -163,7 +163,7 @@ def test_a_bad_value_is_named_with_its_bound(name: str, text: str, bound: str) -
     assert said.startswith(f"{name}={text[:20]!r}"[:-1])
     assert said.endswith(f" {bound}")
     assert len(said) < 200
-    assert refusal(f"{flag(name.lower())}={text}").startswith(f"{flag(name.lower())}=")
+    assert refusal(f"{flag_name(name.lower())}={text}").startswith(f"{flag_name(name.lower())}=")
 
 
 def test_an_empty_flag_is_an_error() -> None:
@@ -186,7 +186,7 @@ def test_unknown_and_incomplete_flags_are_one_line() -> None:
 )
 def test_what_does_not_exist_yet_is_refused(name: str, neutral: list[str], asking: str) -> None:
     assert refusal(**{name: asking}) == f"{name}={asking!r} is not supported yet"
-    assert refusal(flag(name.lower()), asking) == f"{flag(name.lower())}={asking!r} is not supported yet"
+    assert refusal(flag_name(name.lower()), asking) == f"{flag_name(name.lower())}={asking!r} is not supported yet"
     for text in ["", *neutral]:
         assert read(**{name: text}) == read()
 
@@ -241,13 +241,13 @@ def test_the_ports_differ() -> None:
     assert read(PORT="0", GRPC_PORT="0").port == 0
 
 
-ANY_NAME = st.sampled_from([name for row in (*options_of(Config), *REFUSED, *UNUSED) for name in row.names])
+ANY_NAME = st.sampled_from([name for row in (*declared_options(Config), *UNSUPPORTED, *IGNORED) for name in row.names])
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(ANY_NAME, st.text(max_size=100)), st.dictionaries(ANY_NAME, st.text(max_size=100)))
 def test_any_text_is_a_config_or_one_printable_line(flags: dict[str, str], variables: dict[str, str]) -> None:
-    argv = [f"{flag(name)}={text}" for name, text in flags.items()]
+    argv = [f"{flag_name(name)}={text}" for name, text in flags.items()]
     said = "fine"
     try:
         parse(argv, {name.upper(): text for name, text in variables.items()}, "tgis serve")

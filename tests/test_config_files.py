@@ -9,7 +9,7 @@ import pytest
 from certificates import make_pair
 from config_parsing import read, refusal
 
-from tgis.config import prepare
+from tgis.config import prepare_environment
 from tgis.errors import StartError
 
 
@@ -75,7 +75,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_prepare_makes_the_directory_and_tells_the_libraries(tmp_path: Path, environ: dict[str, str]) -> None:
     cache = tmp_path / "a" / "b"
-    prepare(read(CACHE_DIR=str(cache), HF_HUB_CACHE="/c"))
+    prepare_environment(read(CACHE_DIR=str(cache), HF_HUB_CACHE="/c"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert (environ["HF_HUB_OFFLINE"], environ["HF_HUB_CACHE"]) == ("1", "/c")
     assert environ["TRITON_CACHE_DIR"].startswith(str(cache))
@@ -87,7 +87,7 @@ def test_prepare_leaves_the_allocator_to_the_user(
     tmp_path: Path, environ: dict[str, str], given: str, left: str | None
 ) -> None:
     environ["PYTORCH_CUDA_ALLOC_CONF"] = given
-    prepare(read(CACHE_DIR=str(tmp_path)))
+    prepare_environment(read(CACHE_DIR=str(tmp_path)))
     assert environ.get("PYTORCH_CUDA_ALLOC_CONF") == left
 
 
@@ -98,14 +98,14 @@ def test_a_directory_that_somebody_else_made_where_all_may_write_is_refused(
     cache = tmp_path / "shared" / "cache"
     cache.mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-    prepare(read(CACHE_DIR=str(cache)))  # nobody else can have made it here
+    prepare_environment(read(CACHE_DIR=str(cache)))  # nobody else can have made it here
     cache.parent.chmod(0o1777)
     with pytest.raises(StartError, match="belongs to user"):
-        prepare(read(CACHE_DIR=str(cache)))
+        prepare_environment(read(CACHE_DIR=str(cache)))
 
 
 @pytest.mark.usefixtures("environ")
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match="CACHE_DIR: cannot make"):
-        prepare(read(CACHE_DIR=str(tmp_path / "file" / "cache")))
+        prepare_environment(read(CACHE_DIR=str(tmp_path / "file" / "cache")))

@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 
 from tgis.__main__ import COMMANDS
 from tgis.config import Config, parse
-from tgis.utils.options import options_of
+from tgis.utils.options import declared_options
 
 ROOT = Path(__file__).parents[1]
-NAMES = {name.upper() for row in options_of(Config) for name in row.names}
+NAMES = {name.upper() for row in declared_options(Config) for name in row.names}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def test_the_image_can_be_built_and_works_for_any_user(recipe: str) -> None:
         root = Path(directory)
         root.chmod(0o755)
         image = containerfile.replay(recipe, ROOT, root)
-        user = containerfile.stranger()
+        user = containerfile.unprivileged_uid()
         assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
         for script in ("text-generation-launcher", "text-generation-server", "model-util"):
             assert image.run([script, "--help"], user).startswith(f"usage: {script} ")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from harness import Server, call, serving
+from harness import Server, running_server, unary_request
 from repository import REPOSITORY
 from safetensors.numpy import save
 
@@ -38,7 +38,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("readme")
     model = make_fake_model(directory / "model")
-    with serving(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
         yield running
 
 
@@ -112,7 +112,7 @@ def _printed(*arguments: str) -> str:
 
 def _text(server: Server, prompt: str, max_new_tokens: int) -> str:
     with server.stub() as stub:
-        (response,) = stub.Generate(call(prompt, max_new_tokens), timeout=30).responses
+        (response,) = stub.Generate(unary_request(prompt, max_new_tokens), timeout=30).responses
     assert response.text
     text: str = response.text
     return text

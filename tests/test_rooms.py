@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "tgis"
 
 # Each room and the rooms of this package that it may import; `/` names a room inside a room.
-MAY_IMPORT: dict[str, set[str]] = {
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "errors": set(),
     "pb": set(),
     "utils": {"errors"},
@@ -95,13 +95,13 @@ def imported_rooms(path: Path) -> set[str]:
     return found - {"__version__"}
 
 
-@pytest.mark.parametrize("name", MAY_IMPORT)
+@pytest.mark.parametrize("name", ALLOWED_IMPORTS)
 def test_arrows_point_one_way(name: str) -> None:
     candidates = (ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / f"{name}.py"]
     files = [path for path in candidates if room(".".join(path.relative_to(ROOT.parent).with_suffix("").parts)) == name]
     assert files
     for file in files:
-        assert imported_rooms(file) <= MAY_IMPORT[name] | {name}, file
+        assert imported_rooms(file) <= ALLOWED_IMPORTS[name] | {name}, file
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ COMMANDS = {
     "convert-to-fast-tokenizer": "make a tokenizer.json of an older tokenizer",
     "convert-to-onnx": "make ONNX graphs for the engine hf_optimum_ort",
 }
-MODEL_FILES = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
-INTERRUPTED = 130  # as shells report SIGINT
+MODEL_FILE_COMMANDS = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
+EXIT_INTERRUPTED = 130  # as shells report SIGINT
 
 
 def main() -> int:
@@ -36,12 +36,12 @@ def main() -> int:
 
 def launcher() -> int:
     """Entry point of `text-generation-launcher`, TGIS's name of `tgis serve`."""
-    return guarded("serve", sys.argv[1:], "text-generation-launcher")
+    return run_command("serve", sys.argv[1:], "text-generation-launcher")
 
 
 def model_files() -> int:
     """Entry point of `text-generation-server` and `model-util`: TGIS's and the adapter's names, for model files."""
-    return run(sys.argv[1:], os.path.basename(sys.argv[0]), MODEL_FILES)
+    return run(sys.argv[1:], os.path.basename(sys.argv[0]), MODEL_FILE_COMMANDS)
 
 
 def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMANDS) -> int:
@@ -57,14 +57,14 @@ def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMAND
             print(f"tgis {tgis.__version__}")
             return 0
         case [command, *rest] if command in commands:
-            return guarded(command, rest, f"{prog} {command}")
+            return run_command(command, rest, f"{prog} {command}")
         case [command, *_]:
             print(f"tgis: there is no command {command!r:.80} (see {prog} --help)", file=sys.stderr)
             return OptionError.exit_code
     raise AssertionError
 
 
-def guarded(command: str, argv: list[str], prog: str) -> int:
+def run_command(command: str, argv: list[str], prog: str) -> int:
     """Run a command; returns its exit code, whatever happens to it."""
     try:
         module = importlib.import_module(f"tgis.cli.{command.replace('-', '_')}")
@@ -75,7 +75,7 @@ def guarded(command: str, argv: list[str], prog: str) -> int:
         print(f"tgis: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit complains once more
         return 1

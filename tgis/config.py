@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tgis.errors import OptionError, StartError
-from tgis.security.bearer import Tokens
+from tgis.security.bearer import TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.utils.options import (
     ADDRESS,
@@ -24,30 +24,32 @@ from tgis.utils.options import (
     TEXT,
     Option,
     Parser,
+    build_parser,
     choice,
-    computed,
+    computed_option,
     decimal,
-    flag,
-    given,
+    declared_options,
+    find_raw_values,
+    flag_name,
     integer,
-    not_yet,
     option,
-    options_of,
-    parser_of,
-    read,
-    required,
+    parse_option,
+    required_option,
+    unsupported,
 )
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Limits of requests", "Batches and memory", "Text"
 PROMPTS, NETWORK, PROCESS, LOGS = "Soft prompts", "Network", "Process", "Logs"
 
-ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake", not_yet=("ibm_fms",))
-DTYPE = choice("float32", "float16", "bfloat16", not_yet=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
-FRACTION = decimal(0, 1, above=True)
-SECONDS = decimal(0, 86400, above=True)
+ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake", unsupported=("ibm_fms",))
+DTYPE = choice(
+    "float32", "float16", "bfloat16", unsupported=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
+)
+FRACTION = decimal(0, 1, exclude_low=True)
+SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
 
-LIBRARY_DEFAULTS = {  # what libraries of the engine process are told, unless somebody has told them otherwise
+LIBRARY_ENVIRONMENT = {  # what libraries of the engine process are told, unless somebody has told them otherwise
     # Threads of a step wait for each other thousands of times. Spinning for ever, the default, takes ten times as
     # long once anything else wants their cores; sleeping at once half as much again at all times.
     "GOMP_SPINCOUNT": "3000",
@@ -76,11 +78,11 @@ class Config:
     """Every option, checked; read top to bottom, this is the table."""
 
     # fmt: off
-    model_name: str = required(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
-    revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown="main")
+    model_name: str = required_option(MODEL, TEXT, "model: a directory, or a name in the local hub cache")
+    revision: str | None = option(MODEL, TEXT, "revision in the hub cache", None, shown_default="main")
     deployment_framework: str = option(
         MODEL, ENGINE, "tgis_native, hf_transformers, hf_optimum_ort, fake; auto: what can run it", "auto",
-        renamed={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
+        old_values={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
     flash_attention: bool = option(MODEL, BOOLEAN, "demand the engine tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "the same", False)
     pt2_compile: bool = option(MODEL, BOOLEAN, "let torch.compile fuse what tgis_native computes on a GPU", False)
@@ -89,15 +91,15 @@ class Config:
         aliases=("num_gpus",))
     dtype: str | None = option(
         MODEL, DTYPE, "type of the weights: float32, float16 or bfloat16", None,
-        aliases=("dtype_str",), shown="bfloat16 where the device computes in it")
+        aliases=("dtype_str",), shown_default="bfloat16 where the device computes in it")
     hf_hub_cache: Path | None = option(
         MODEL, PATH, "hub cache with models", None,
-        aliases=("transformers_cache", "huggingface_hub_cache"), shown="HF_HOME/hub")
-    hf_home: Path = computed(
-        MODEL, PATH, "home of the hub's files", _hf_home, shown="~/.cache/huggingface")
+        aliases=("transformers_cache", "huggingface_hub_cache"), shown_default="HF_HOME/hub")
+    hf_home: Path = computed_option(
+        MODEL, PATH, "home of the hub's files", _hf_home, shown_default="~/.cache/huggingface")
 
     max_sequence_length: int | None = option(
-        LIMITS, integer(2), "most tokens of input and output together", None, shown="from the model")
+        LIMITS, integer(2), "most tokens of input and output together", None, shown_default="from the model")
     max_new_tokens: int = option(LIMITS, integer(1), "most new tokens that a request may ask for", 1024)
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "most inputs in flight; more are refused at once", 512)
@@ -107,7 +109,7 @@ class Config:
         LIMITS, SECONDS, "seconds without a step, with work at hand, that mean a stuck engine", 120.0)
 
     max_batch_size: int | None = option(
-        BATCHES, integer(1, 65536), "most rows that run together", None, shown="64 on CPU, 256 on CUDA")
+        BATCHES, integer(1, 65536), "most rows that run together", None, shown_default="64 on CPU, 256 on CUDA")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "most padding that a prefill may have, as a proportion", 0.2)
     max_waiting_tokens: int = option(
@@ -119,11 +121,11 @@ class Config:
         BATCHES, FRACTION, "share of the GPU's memory that may be used", 1.0, short="-c")
     kv_cache_size_mb: int | None = option(
         BATCHES, integer(1), "memory of the KV cache of tgis_native", None,
-        shown="as the longest batch needs, within what is free")
+        shown_default="as the longest batch needs, within what is free")
     prefix_cache: bool = option(
         BATCHES, BOOLEAN, "let tgis_native find the beginning of a prompt in its KV cache", True)
     num_threads: int | None = option(
-        BATCHES, integer(1, 4096), "CPU threads of the engine", None, shown="all cores")
+        BATCHES, integer(1, 4096), "CPU threads of the engine", None, shown_default="all cores")
 
     prefix_store_path: Path | None = option(
         PROMPTS, DIRECTORY, "soft prompts and LoRA adapters, named by prefix_id or adapter_id", None,
@@ -131,13 +133,13 @@ class Config:
     prompt_cache_size_mb: int = option(
         PROMPTS, integer(1), "MiB of prompts and adapters kept loaded, and most of a file", 512)
     max_prompt_prefix_length: int | None = option(
-        PROMPTS, integer(1), "most virtual tokens of a soft prompt", None, shown="half of MAX_SEQUENCE_LENGTH")
+        PROMPTS, integer(1), "most virtual tokens of a soft prompt", None, shown_default="half of MAX_SEQUENCE_LENGTH")
 
     default_include_stop_seqs: bool = option(
         TEXTS, BOOLEAN, "whether outputs end with their stop sequence if a request does not say", True)
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "leave special tokens in the output", False)
-    tokenization_workers: int = computed(
-        TEXTS, integer(1, 256), "threads that tokenize", _tokenization_workers, shown="CPU count - 1, 1 to 8")
+    tokenization_workers: int = computed_option(
+        TEXTS, integer(1, 256), "threads that tokenize", _tokenization_workers, shown_default="CPU count - 1, 1 to 8")
 
     bind_address: str = option(NETWORK, ADDRESS, "address of both ports", "0.0.0.0")  # noqa: S104 - it is a server
     grpc_port: int = option(NETWORK, PORT, "port for gRPC; 0 takes a free one", 8033, short="-g")
@@ -157,8 +159,8 @@ class Config:
 
     shutdown_grace_seconds: float = option(
         PROCESS, decimal(0, 86400), "seconds that open calls get after SIGTERM", 30.0)
-    cache_dir: Path = computed(
-        PROCESS, PATH, "the only place where files are written", _cache_dir, shown="tgis-<uid> in /tmp")
+    cache_dir: Path = computed_option(
+        PROCESS, PATH, "the only place where files are written", _cache_dir, shown_default="tgis-<uid> in /tmp")
     termination_log: Path = option(
         PROCESS, PATH, "existing file that gets the reason of a fatal end", Path("/dev/termination-log"))
 
@@ -188,13 +190,13 @@ class Config:
         return TlsFiles(str(self.tls_cert_path), str(self.tls_key_path), str(ca) if ca else None)
 
 
-REFUSED = (  # unless the value asks for nothing
-    Option(not_yet(TEXT), "quantize"),
-    Option(not_yet(BOOLEAN, False), "trust_remote_code"),
-    Option(not_yet(TEXT), "speculator_name"),
-    Option(not_yet(TEXT), "otlp_endpoint"),
+UNSUPPORTED = (  # unless the value asks for nothing
+    Option(unsupported(TEXT), "quantize"),
+    Option(unsupported(BOOLEAN, False), "trust_remote_code"),
+    Option(unsupported(TEXT), "speculator_name"),
+    Option(unsupported(TEXT), "otlp_endpoint"),
 )
-UNUSED = tuple(
+IGNORED = tuple(
     Option(TEXT, name)
     for name in (
         "shard_uds_path",
@@ -211,52 +213,52 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
     """The configuration that flags and environment say; OptionError if they cannot work. --help exits."""
     flags = vars(_parser(prog).parse_args(argv))
     values, warnings = {}, []
-    for row in options_of(Config):
-        if found := given(row, flags, environ):
-            values[row.name] = read(row, found)
-            warnings += [f"{at} is now {row.renamed[at.text]}" for at in found if at.text in row.renamed]
+    for row in declared_options(Config):
+        if found := find_raw_values(row, flags, environ):
+            values[row.name] = parse_option(row, found)
+            warnings += [f"{at} is now {row.old_values[at.text]}" for at in found if at.text in row.old_values]
         elif row.required:
-            raise OptionError(f"{row.name.upper()} is required (or pass {flag(row.name)})")
-        elif row.computed is not None:
-            values[row.name] = row.computed(environ)
-    for row in REFUSED:
-        if found := given(row, flags, environ):
-            read(row, found)
-    if unused := [at.source for row in UNUSED for at in given(row, flags, environ)]:
+            raise OptionError(f"{row.name.upper()} is required (or pass {flag_name(row.name)})")
+        elif row.default_factory is not None:
+            values[row.name] = row.default_factory(environ)
+    for row in UNSUPPORTED:
+        if found := find_raw_values(row, flags, environ):
+            parse_option(row, found)
+    if unused := [at.source for row in IGNORED for at in find_raw_values(row, flags, environ)]:
         warnings.append(f"without effect here: {', '.join(unused)}")
     config = Config(**values, warnings=tuple(warnings))
     _check(config)
     return config
 
 
-def from_process(argv: list[str], prog: str = "tgis serve") -> Config:
+def from_command_line(argv: list[str], prog: str = "tgis serve") -> Config:
     """`parse` with the environment of this process."""
     return parse(argv, os.environ, prog)
 
 
-def places_from_process() -> Config:
+def cache_config() -> Config:
     """Where `tgis serve` with this environment looks for models of the hub, and keeps files; no other option."""
     names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")
     environ = {name: os.environ[name] for name in (*names, "CACHE_DIR", "TMPDIR") if name in os.environ}
     return parse(["--model-name", "any"], environ, "tgis")
 
 
-def prepare(config: Config) -> None:
+def prepare_environment(config: Config) -> None:
     """Make the cache directory, and tell the libraries of this process and of its children to use it.
 
     To be called before any of them is imported. StartError if the directory cannot be made or trusted.
     """
-    make_private(config.cache_dir)
+    make_private_dir(config.cache_dir)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(config.hub_cache)}
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache_dir / "inductor"))
-    for name, value in LIBRARY_DEFAULTS.items():
+    for name, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True").strip():
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
 
 
-def make_private(directory: Path) -> None:
+def make_private_dir(directory: Path) -> None:
     """Where everybody may write, only a directory of this user is safe: others could fill it first."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -269,17 +271,17 @@ def make_private(directory: Path) -> None:
 
 
 def _parser(prog: str) -> Parser:
-    return parser_of(
-        options_of(Config),
-        REFUSED + UNUSED,
+    return build_parser(
+        declared_options(Config),
+        UNSUPPORTED + IGNORED,
         prog,
         description="Serve a model over gRPC. A flag beats the environment variable of its name.",
-        epilog=_names("TGIS options that are not supported yet:", REFUSED)
-        + _names("Accepted, without effect:", UNUSED),
+        epilog=_option_names("TGIS options that are not supported yet:", UNSUPPORTED)
+        + _option_names("Accepted, without effect:", IGNORED),
     )
 
 
-def _names(title: str, options: tuple[Option, ...]) -> str:
+def _option_names(title: str, options: tuple[Option, ...]) -> str:
     names = ", ".join(name.upper() for row in options for name in row.names)
     return f"{title}\n{textwrap.fill(names, 79, initial_indent='  ', subsequent_indent='  ')}\n"
 
@@ -291,7 +293,7 @@ def _check(config: Config) -> None:
         if config.tls is not None:
             Certificates(config.tls)
         if config.auth_token_path is not None:
-            Tokens(config.auth_token_path)
+            TokenFile(config.auth_token_path)
     except StartError as error:
         raise OptionError(str(error)) from error
     if config.num_shard > 1 and config.engine not in ("auto", "tgis_native"):

@@ -35,7 +35,7 @@ class OptionError(StartError):
     exit_code = 2
 
 
-class PromptError(TgisError):
+class AdapterError(TgisError):
     """A soft prompt cannot be had: the text is the reason, `problem` a value of `prefix.PromptProblem`."""
 
     def __init__(self, problem: str, reason: str) -> None:

@@ -14,80 +14,82 @@ from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.serving import Server, serving
+from benchmarks.serving import Server, running_server
 from benchmarks.soak import books
-from benchmarks.soak.calls import STUCK_SECONDS, Caller
+from benchmarks.soak.calls import CALL_TIMEOUT_SECONDS, SoakClient
 from benchmarks.soak.cases import make_cases
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.memory import Watch
-from benchmarks.soak.report import Report, document, text
-from benchmarks.soak.requests import Bounds, batched
+from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.memory import MemoryMonitor
+from benchmarks.soak.report import SoakReport, format_report, to_json
+from benchmarks.soak.requests import ServerLimits, batch_request
 from benchmarks.soak.victim import kill_clients
-from tgis.bench.client import OPTIONS
+from tgis.bench.client import CHANNEL_OPTIONS
 from tgis.bench.load import Budget, ClosedLoop
 from tgis.models.demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-CASES = 24
-INPUTS = 512  # that the server takes at once
-QUEUED_TOKENS = 40_000  # more than the load ever queues, less than the last call does
-SERVER = (
+NUM_CASES = 24
+MAX_CONCURRENT_REQUESTS = 512  # that the server takes at once
+MAX_QUEUED_TOKENS = 40_000  # more than the load ever queues, less than the last call does
+SERVER_OPTIONS = (
     *("--dtype", "float32"),
     *("--max-batch-size", "32"),  # less than the load, so that there is a queue
     *("--kv-cache-size-mb", "4"),  # where there are blocks: too few for so many rows, so that some are taken away
-    *("--max-concurrent-requests", str(INPUTS)),
-    *("--max-queued-tokens", str(QUEUED_TOKENS)),
+    *("--max-concurrent-requests", str(MAX_CONCURRENT_REQUESTS)),
+    *("--max-queued-tokens", str(MAX_QUEUED_TOKENS)),
 )
-QUIET_SECONDS = 30.0
+IDLE_TIMEOUT_SECONDS = 30.0
 
 
-async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> Report:
+async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> SoakReport:
     """Load the server, wait until it is idle again, and look at everything."""
-    draw, ledger = random.Random(seed), Ledger()
-    watch = Watch({"server": server.pid, "engine": server.engine_pid()}, server.healthy)
-    async with grpc.aio.insecure_channel(server.target, options=OPTIONS) as channel:
+    draw, ledger = random.Random(seed), ClientLog()
+    watch = MemoryMonitor({"server": server.pid, "engine": server.engine_pid()}, server.healthy)
+    async with grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS) as channel:
         stub = GenerationServiceStub(channel)
-        bounds = await _bounds(stub)
-        caller = Caller(channel, await make_cases(stub, bounds, CASES, draw), bounds, ledger, draw)
-        before, started = books.read(server.metrics()), time.monotonic()
+        bounds = await _server_limits(stub)
+        caller = SoakClient(channel, await make_cases(stub, bounds, NUM_CASES, draw), bounds, ledger, draw)
+        before, started = books.parse_metrics(server.metrics()), time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(watch.run(seconds))
-            group.create_task(kill_clients(server.target, bounds.sequence // 2, seconds, ledger, draw))
+            group.create_task(kill_clients(server.target, bounds.max_sequence_length // 2, seconds, ledger, draw))
             group.create_task(ClosedLoop(in_flight).drive(caller.call, Budget(None, seconds)))
         elapsed = time.monotonic() - started
-        after = await _idle(server, ledger)
-        ledger.problems_of(books.discrepancies(before, after, ledger))
-        await _take_everything(stub, bounds, ledger)
-        await _idle(server, ledger)
-    ledger.problems_of(watch.problems())
-    return Report(elapsed, in_flight, seed, ledger, watch, preemptions=int(after[books.PREEMPTIONS]))
+        after = await _wait_until_idle(server, ledger)
+        ledger.add_problems(books.discrepancies(before, after, ledger))
+        await _use_full_capacity(stub, bounds, ledger)
+        await _wait_until_idle(server, ledger)
+    ledger.add_problems(watch.problems())
+    return SoakReport(elapsed, in_flight, seed, ledger, watch, preemptions=int(after[books.PREEMPTIONS]))
 
 
-async def _bounds(stub: GenerationServiceStub) -> Bounds:
-    info = await stub.ModelInfo(pb.ModelInfoRequest(), timeout=STUCK_SECONDS)
-    return Bounds(info.max_sequence_length, info.max_new_tokens, INPUTS)
+async def _server_limits(stub: GenerationServiceStub) -> ServerLimits:
+    info = await stub.ModelInfo(pb.ModelInfoRequest(), timeout=CALL_TIMEOUT_SECONDS)
+    return ServerLimits(info.max_sequence_length, info.max_new_tokens, MAX_CONCURRENT_REQUESTS)
 
 
-async def _idle(server: Server, ledger: Ledger) -> books.Series:
+async def _wait_until_idle(server: Server, ledger: ClientLog) -> books.MetricValues:
     """The counters once all gauges are zero; a problem if they never are."""
-    until = time.monotonic() + QUIET_SECONDS
-    while busy := books.busy(series := books.read(await asyncio.to_thread(server.metrics))):
+    until = time.monotonic() + IDLE_TIMEOUT_SECONDS
+    while busy := books.nonzero_gauges(series := books.parse_metrics(await asyncio.to_thread(server.metrics))):
         if time.monotonic() > until:
-            ledger.problems_of(f"{gauge} though nothing is left to do" for gauge in busy)
+            ledger.add_problems(f"{gauge} though nothing is left to do" for gauge in busy)
             break
         await asyncio.sleep(0.1)
     return series
 
 
-async def _take_everything(stub: GenerationServiceStub, bounds: Bounds, ledger: Ledger) -> None:
+async def _use_full_capacity(stub: GenerationServiceStub, bounds: ServerLimits, ledger: ClientLog) -> None:
     """One call that needs every permit, and whose tokens may queue only where none do: nothing has been lost."""
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1), truncate_input_tokens=100)
-    request = batched(["word " * bounds.sequence] * bounds.inputs, params)
+    request = batch_request(["word " * bounds.max_sequence_length] * bounds.max_inputs, params)
     try:
-        await stub.Generate(request, timeout=STUCK_SECONDS)
+        await stub.Generate(request, timeout=CALL_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:
-        ledger.problem(f"a call with {bounds.inputs} inputs to the idle server: {error.code().name} {error.details()}")
+        ledger.add_problem(
+            f"a call with {bounds.max_inputs} inputs to the idle server: {error.code().name} {error.details()}"
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -103,16 +105,18 @@ def main(arguments: list[str]) -> int:
     model = ensure("glassllm", args.cache)
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "server.log"
-        with serving(model, args.cache, "--deployment-framework", args.engine, *SERVER, log=log) as server:
+        with running_server(
+            model, args.cache, "--deployment-framework", args.engine, *SERVER_OPTIONS, log=log
+        ) as server:
             report = asyncio.run(soak(server, 60 * args.minutes, args.in_flight, args.seed))
             if code := server.stop():
-                report.ledger.problem(f"the server's exit code is {code}")
-        report.ledger.problems_of(line for line in log.read_text().splitlines() if "Traceback" in line)
+                report.ledger.add_problem(f"the server's exit code is {code}")
+        report.ledger.add_problems(line for line in log.read_text().splitlines() if "Traceback" in line)
     if args.json:
-        args.json.write_text(json.dumps(document(report, samples=True)) + "\n")
-    print(f"{args.engine}: {text(report)}")
-    print(json.dumps({"engine": args.engine} | document(report, samples=False)))
-    return 1 if report.ledger.wrong else 0
+        args.json.write_text(json.dumps(to_json(report, samples=True)) + "\n")
+    print(f"{args.engine}: {format_report(report)}")
+    print(json.dumps({"engine": args.engine} | to_json(report, samples=False)))
+    return 1 if report.ledger.num_problems else 0
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.soak.ledger import Ledger
+from benchmarks.soak.ledger import ClientLog
 
-Series = dict[tuple[str, ...], float]  # name and the values of its labels in the order of their names: value
+MetricValues = dict[tuple[str, ...], float]  # name and the values of its labels in the order of their names: value
 
 GAUGES = (
     "tgi_queue_size",
@@ -17,8 +17,8 @@ GAUGES = (
     "tgi_batch_weight_utilization",
 )
 PREEMPTIONS = ("tgi_batch_preemption_total",)
-_KINDS = ("single", "batch", "stream")
-_REFUSALS = {
+_CALL_KINDS = ("single", "batch", "stream")
+_FAILURE_STATUSES = {
     "validation": ("INVALID_ARGUMENT", "UNIMPLEMENTED"),
     "conc_limit": ("RESOURCE_EXHAUSTED",),
     "queue_full": (),
@@ -27,7 +27,7 @@ _REFUSALS = {
 }
 
 
-def read(scrape: str) -> Series:
+def parse_metrics(scrape: str) -> MetricValues:
     """Every value of a scrape."""
     return {
         (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
@@ -36,46 +36,46 @@ def read(scrape: str) -> Series:
     }
 
 
-def busy(series: Series) -> list[str]:
+def nonzero_gauges(series: MetricValues) -> list[str]:
     """The gauges that are not zero."""
     return [f"{name} is {series[name,]:g}" for name in GAUGES if series[name,]]
 
 
-def discrepancies(before: Series, after: Series, ledger: Ledger) -> Iterator[str]:
+def discrepancies(before: MetricValues, after: MetricValues, ledger: ClientLog) -> Iterator[str]:
     """Where the counters of a server that is idle again disagree with the clients."""
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    yield from _calls(grown, ledger)
-    yield from _ends(grown, ledger)
-    for failure, statuses in _REFUSALS.items():
+    yield from _check_calls(grown, ledger)
+    yield from _check_ends(grown, ledger)
+    for failure, statuses in _FAILURE_STATUSES.items():
         seen = sum(ledger.refused[status] for status in statuses)
-        yield from _between(f"failures of kind {failure}", grown["tgi_request_failure_total", failure], seen, seen)
+        yield from _check_range(f"failures of kind {failure}", grown["tgi_request_failure_total", failure], seen, seen)
 
 
-def _calls(grown: Mapping[tuple[str, ...], float], ledger: Ledger) -> Iterator[str]:
-    for kind in _KINDS:
-        least, unsure = ledger.calls[kind], ledger.unsure_calls[kind]
-        yield from _between(f"{kind} calls", grown["tgi_request_count_total", kind], least, least + unsure)
-    least, unsure = ledger.inputs, ledger.unsure_inputs
-    yield from _between("inputs", grown["tgi_request_input_count_total",], least, least + unsure)
+def _check_calls(grown: Mapping[tuple[str, ...], float], ledger: ClientLog) -> Iterator[str]:
+    for kind in _CALL_KINDS:
+        least, unsure = ledger.calls[kind], ledger.uncertain_calls[kind]
+        yield from _check_range(f"{kind} calls", grown["tgi_request_count_total", kind], least, least + unsure)
+    least, unsure = ledger.inputs, ledger.uncertain_inputs
+    yield from _check_range("inputs", grown["tgi_request_input_count_total",], least, least + unsure)
 
 
-def _ends(grown: Mapping[tuple[str, ...], float], ledger: Ledger) -> Iterator[str]:
-    left = sum(ledger.left.values())
+def _check_ends(grown: Mapping[tuple[str, ...], float], ledger: ClientLog) -> Iterator[str]:
+    left = sum(ledger.abandoned.values())
     succeeded = {key[1:]: int(value) for key, value in grown.items() if key[0] == "tgi_request_success_total"}
     cancelled = grown["tgi_request_failure_total", "cancelled"]
     ends = sum(succeeded.values()) + cancelled + ledger.refused_inputs
     inputs = grown["tgi_request_input_count_total",]
-    yield from _between("ends of inputs", ends, inputs, inputs)
-    yield from _between("cancelled inputs", cancelled, 0, left)
+    yield from _check_range("ends of inputs", ends, inputs, inputs)
+    yield from _check_range("cancelled inputs", cancelled, 0, left)
     expired = grown["tgi_request_failure_total", "timeout"]
-    yield from _between("expired inputs", expired, ledger.expired, ledger.expired + left)
+    yield from _check_range("expired inputs", expired, ledger.expired, ledger.expired + left)
     for (kind, reason), count in succeeded.items():
         seen = ledger.ends[kind, reason]
-        yield from _between(f"{kind} inputs with {reason}", count, seen, seen + ledger.left[kind])
-    yield from _between("tokens", grown["tgi_request_generated_tokens_sum",], ledger.tokens, math.inf)
+        yield from _check_range(f"{kind} inputs with {reason}", count, seen, seen + ledger.abandoned[kind])
+    yield from _check_range("tokens", grown["tgi_request_generated_tokens_sum",], ledger.tokens, math.inf)
 
 
-def _between(what: str, counted: float, least: float, most: float) -> Iterator[str]:
+def _check_range(what: str, counted: float, least: float, most: float) -> Iterator[str]:
     if not least <= counted <= most:
         expected = f"{least:g}" if least == most else f"{least:g} to {most:g}"
         yield f"{what}: the server counted {counted:g}, the clients {expected}"

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from benchmarks.soak.requests import Bounds, single
+from benchmarks.soak.requests import ServerLimits, stream_request
 from tgis.bench.workload import WORDS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NEAR_TIE = 1e-3  # of log-probabilities: here another order of sums in a larger batch may choose the other token
-SOLO_SECONDS = 60.0
-_FEWEST_TOKENS, _MOST_TOKENS = 2, 128  # of an output
-_MOST_WORDS = 40  # of an input
+CASE_TIMEOUT_SECONDS = 60.0
+_MIN_TOKENS, _MAX_TOKENS = 2, 128  # of an output
+_MAX_WORDS = 40  # of an input
 _ODD_WORDS = ("“é…”", "naïve", "—", "日本", "🎉", "\n", "3,000")  # some of several tokens a character
 
 
@@ -25,7 +25,7 @@ class Answer:
     tokens: list[str]
     reason: int  # pb.StopReason; NOT_FINISHED where the client did not wait for the end
     texts: list[str] = field(default_factory=list)  # of a stream: texts[n] is what n tokens had shown at least
-    unstopped: str = ""  # a beginning of the text that there would be without stop sequences
+    text_without_stops: str = ""  # a beginning of the text that there would be without stop sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +46,20 @@ def difference(expected: Answer, got: Answer) -> str:
     if got.tokens != expected.tokens[:count]:
         return f"tokens {got.tokens} instead of {expected.tokens[:count]}"
     if got.reason == pb.NOT_FINISHED:
-        return _unless(expected.text.startswith(got.text), got, expected.text)
+        return _mismatch_unless(expected.text.startswith(got.text), got, expected.text)
     if got.reason == pb.TIME_LIMIT:
-        fits = expected.unstopped.startswith(got.text) and got.text.startswith(expected.texts[count])
-        return _unless(fits, got, expected.unstopped)
+        fits = expected.text_without_stops.startswith(got.text) and got.text.startswith(expected.texts[count])
+        return _mismatch_unless(fits, got, expected.text_without_stops)
     if (got.text, got.reason, count) != (expected.text, expected.reason, len(expected.tokens)):
         return f"{count} tokens, {got.reason}, {got.text!r} instead of {expected}"
     return ""
 
 
-def _unless(fits: bool, got: Answer, whole: str) -> str:
+def _mismatch_unless(fits: bool, got: Answer, whole: str) -> str:
     return "" if fits else f"text {got.text!r} instead of a beginning of {whole!r}"
 
 
-def answer_of(responses: Sequence[pb.GenerationResponse]) -> Answer:
+def assemble_answer(responses: Sequence[pb.GenerationResponse]) -> Answer:
     """The one response of a unary call, or the messages of a stream so far; ValueError if they break the rules."""
     if any(response.stop_reason for response in responses[:-1]):
         raise ValueError("messages after the end")
@@ -74,35 +74,37 @@ def answer_of(responses: Sequence[pb.GenerationResponse]) -> Answer:
     return Answer(text, tokens, responses[-1].stop_reason if responses else pb.NOT_FINISHED, texts)
 
 
-async def make_cases(stub: GenerationServiceStub, bounds: Bounds, count: int, draw: random.Random) -> list[Case]:
+async def make_cases(stub: GenerationServiceStub, bounds: ServerLimits, count: int, draw: random.Random) -> list[Case]:
     """Cases of all lengths; one after the other, so that each answer is that of an idle server."""
     cases: list[Case] = []
     while len(cases) < count:
         inputs = draw.choice((1, 1, 1, 2, 4, 6))
-        texts = [_words(draw, bounds) for _ in range(inputs)]
-        if case := await _case(stub, texts, bounds, draw):
+        texts = [_random_text(draw, bounds) for _ in range(inputs)]
+        if case := await _make_case(stub, texts, bounds, draw):
             cases.append(case)
     return cases
 
 
-def _words(draw: random.Random, bounds: Bounds) -> str:
+def _random_text(draw: random.Random, bounds: ServerLimits) -> str:
     words = [*WORDS, *_ODD_WORDS * 4]
-    return " ".join(draw.choices(words, k=draw.randint(1, min(bounds.sequence // 6, _MOST_WORDS))))
+    return " ".join(draw.choices(words, k=draw.randint(1, min(bounds.max_sequence_length // 6, _MAX_WORDS))))
 
 
-async def _case(stub: GenerationServiceStub, texts: list[str], bounds: Bounds, draw: random.Random) -> Case | None:
+async def _make_case(
+    stub: GenerationServiceStub, texts: list[str], bounds: ServerLimits, draw: random.Random
+) -> Case | None:
     """None if the outputs are too short, or soon depend on the order of sums."""
-    params = _params(draw.randint(_FEWEST_TOKENS, min(bounds.new, _MOST_TOKENS)))
-    probes = [await _alone(stub, text, params) for text in texts]
-    most = min(_certain(probe) for probe in probes)
-    if most < _FEWEST_TOKENS:
+    params = _params(draw.randint(_MIN_TOKENS, min(bounds.max_new_tokens, _MAX_TOKENS)))
+    probes = [await _stream_messages(stub, text, params) for text in texts]
+    most = min(_num_certain_tokens(probe) for probe in probes)
+    if most < _MIN_TOKENS:
         return None
     params.stopping.max_new_tokens = min(most, params.stopping.max_new_tokens)
-    if draw.random() < 0.2 and (stop := _somewhere_in("".join(r.text for r in probes[0]), draw)):
+    if draw.random() < 0.2 and (stop := _random_substring("".join(r.text for r in probes[0]), draw)):
         params.stopping.stop_sequences.append(stop)
-    answers = [answer_of(await _alone(stub, text, params)) for text in texts]
+    answers = [assemble_answer(await _stream_messages(stub, text, params)) for text in texts]
     whole = ["".join(message.text for message in probe) for probe in probes]
-    return Case(texts, params, [replace(a, unstopped=text) for a, text in zip(answers, whole, strict=True)])
+    return Case(texts, params, [replace(a, text_without_stops=text) for a, text in zip(answers, whole, strict=True)])
 
 
 def _params(max_new_tokens: int) -> pb.Parameters:
@@ -112,18 +114,20 @@ def _params(max_new_tokens: int) -> pb.Parameters:
     )
 
 
-async def _alone(stub: GenerationServiceStub, text: str, params: pb.Parameters) -> list[pb.GenerationResponse]:
-    stream = stub.GenerateStream(single(text, params), timeout=SOLO_SECONDS)
+async def _stream_messages(
+    stub: GenerationServiceStub, text: str, params: pb.Parameters
+) -> list[pb.GenerationResponse]:
+    stream = stub.GenerateStream(stream_request(text, params), timeout=CASE_TIMEOUT_SECONDS)
     return [response async for response in stream]
 
 
-def _certain(responses: list[pb.GenerationResponse]) -> int:
+def _num_certain_tokens(responses: list[pb.GenerationResponse]) -> int:
     """Tokens before the first that was nearly another one."""
     tops = [token.top_tokens for response in responses for token in response.tokens]
     certain = (len(top) == 2 and top[0].logprob - top[1].logprob > NEAR_TIE for top in tops)
     return sum(accumulate(certain, min))
 
 
-def _somewhere_in(text: str, draw: random.Random) -> str:
+def _random_substring(text: str, draw: random.Random) -> str:
     start = draw.randint(len(text) // 2, max(len(text) - 2, 0)) if text else 0
     return text[start : start + 3]

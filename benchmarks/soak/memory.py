@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-_SECONDS = 1.0  # between samples
-_MINUTES = 10  # that are judged, at the end
-_MOST_GROWTH = 0.01  # a minute
-_LEVEL = 0.0025  # growth a minute that is as good as none
+_SAMPLE_SECONDS = 1.0  # between samples
+_JUDGED_MINUTES = 10  # that are judged, at the end
+_MAX_GROWTH = 0.01  # a minute
+_LEVEL_GROWTH = 0.0025  # growth a minute that is as good as none
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,23 +20,25 @@ class Trend:
 
     medians: list[int]  # bytes, of each minute
     growth: float
-    early: float  # growth in the first half
-    late: float  # and in the second
+    first_half_growth: float  # growth in the first half
+    second_half_growth: float  # and in the second
 
     @property
     def problem(self) -> str:
         """What is wrong with it, '' if nothing or if there are too few minutes to tell."""
-        if len(self.medians) < _MINUTES:
+        if len(self.medians) < _JUDGED_MINUTES:
             return ""
-        if self.growth >= _MOST_GROWTH:
+        if self.growth >= _MAX_GROWTH:
             return f"memory grows by {self.growth:.2%} a minute"
-        if self.late > max(_LEVEL, self.early / 2):
-            return f"memory does not level off: {self.early:.2%} a minute, then {self.late:.2%}"
+        if self.second_half_growth > max(_LEVEL_GROWTH, self.first_half_growth / 2):
+            return (
+                f"memory does not level off: {self.first_half_growth:.2%} a minute, then {self.second_half_growth:.2%}"
+            )
         return ""
 
 
 @dataclass(slots=True)
-class Watch:
+class MemoryMonitor:
     """Samples of processes by name, in bytes, and of the health of the server."""
 
     processes: Mapping[str, int]  # name: pid
@@ -50,8 +52,8 @@ class Watch:
         while time.monotonic() - start < seconds:
             self.unhealthy += not await asyncio.to_thread(self.healthy)
             for name, pid in self.processes.items():
-                self.samples.setdefault(name, []).append((time.monotonic() - start, resident(pid)))
-            await asyncio.sleep(_SECONDS)
+                self.samples.setdefault(name, []).append((time.monotonic() - start, resident_bytes(pid)))
+            await asyncio.sleep(_SAMPLE_SECONDS)
 
     def problems(self) -> Iterator[str]:
         """What is wrong."""
@@ -61,10 +63,10 @@ class Watch:
 
     def trends(self) -> dict[str, Trend]:
         """Of each process."""
-        return {name: trend(samples) for name, samples in self.samples.items()}
+        return {name: compute_trend(samples) for name, samples in self.samples.items()}
 
 
-def resident(pid: int) -> int:
+def resident_bytes(pid: int) -> int:
     """Bytes of memory that a process holds."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
@@ -72,10 +74,10 @@ def resident(pid: int) -> int:
     raise AssertionError(f"process {pid} has no memory")
 
 
-def trend(samples: list[tuple[float, int]]) -> Trend:
+def compute_trend(samples: list[tuple[float, int]]) -> Trend:
     """The last whole minutes of ascending samples, at the most as many as are judged."""
     end = samples[-1][0]
-    minutes = min(int(end // 60), _MINUTES)
+    minutes = min(int(end // 60), _JUDGED_MINUTES)
     edges = [end - 60 * left for left in range(minutes, -1, -1)]
     medians = [
         int(statistics.median(size for at, size in samples if begin < at <= stop)) for begin, stop in pairwise(edges)

@@ -5,30 +5,30 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.memory import Watch
+from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.memory import MemoryMonitor
 
 _MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SoakReport:
     """All that is known of a soak."""
 
     seconds: float
     in_flight: int
     seed: int
-    ledger: Ledger
-    watch: Watch
+    ledger: ClientLog
+    watch: MemoryMonitor
     preemptions: int  # rows whose blocks were taken away
 
 
-def text(report: Report) -> str:
+def format_report(report: SoakReport) -> str:
     """The page."""
     return "\n".join(_lines(report))
 
 
-def document(report: Report, *, samples: bool) -> dict[str, Any]:
+def to_json(report: SoakReport, *, samples: bool) -> dict[str, Any]:
     """JSON values, with the samples of memory if wanted."""
     ledger = report.ledger
     values: dict[str, Any] = {
@@ -36,17 +36,17 @@ def document(report: Report, *, samples: bool) -> dict[str, Any]:
         "in_flight": report.in_flight,
         "seed": report.seed,
         "calls": dict(ledger.calls),
-        "left_before_an_answer": dict(ledger.unsure_calls),
+        "left_before_an_answer": dict(ledger.uncertain_calls),
         "ends": _by_reason(ledger),
-        "left": dict(ledger.left),
+        "left": dict(ledger.abandoned),
         "expired": ledger.expired,
         "refused": dict(ledger.refused),
-        "undecodable": ledger.undecodable,
-        "killed_clients": ledger.killed,
+        "undecodable": ledger.malformed,
+        "killed_clients": ledger.killed_clients,
         "preemptions": report.preemptions,
         "compared": ledger.compared,
         "tokens": ledger.tokens,
-        "wrong": ledger.wrong,
+        "wrong": ledger.num_problems,
         "problems": ledger.problems,
         "memory": {name: asdict(trend) for name, trend in report.watch.trends().items()},
     }
@@ -55,27 +55,27 @@ def document(report: Report, *, samples: bool) -> dict[str, Any]:
     return values
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: SoakReport) -> Iterator[str]:
     ledger = report.ledger
     yield f"{report.seconds:.0f} s, {report.in_flight} calls in flight, seed {report.seed}"
-    yield f"calls       {_counts(ledger.calls + ledger.unsure_calls)}; {ledger.undecodable} that were no message"
-    yield f"ends        {_counts(Counter(_by_reason(ledger)))}; {ledger.expired} of them in the queue"
-    yield f"left early  {sum(ledger.left.values())} inputs, also those of {ledger.killed} killed clients"
-    yield f"refused     {_counts(ledger.refused)}; {report.preemptions} rows that ran were put back"
+    yield f"calls       {_format_counts(ledger.calls + ledger.uncertain_calls)}; {ledger.malformed} malformed"
+    yield f"ends        {_format_counts(Counter(_by_reason(ledger)))}; {ledger.expired} of them in the queue"
+    yield f"left early  {sum(ledger.abandoned.values())} inputs, also those of {ledger.killed_clients} killed clients"
+    yield f"refused     {_format_counts(ledger.refused)}; {report.preemptions} rows that ran were put back"
     yield f"compared    {ledger.compared} answers with those of the idle server"
     for name, trend in report.watch.trends().items():
         medians = " ".join(f"{median / _MB:.0f}" for median in trend.medians)
-        yield f"{name:<11} MB by minute: {medians}; {trend.growth:+.2%} a minute, lately {trend.late:+.2%}"
+        yield f"{name:<11} MB by minute: {medians}; {trend.growth:+.2%} a minute, now {trend.second_half_growth:+.2%}"
     yield from (f"WRONG       {problem}" for problem in ledger.problems)
-    yield f"{ledger.wrong} problems" if ledger.wrong else "all is well"
+    yield f"{ledger.num_problems} problems" if ledger.num_problems else "all is well"
 
 
-def _by_reason(ledger: Ledger) -> dict[str, int]:
+def _by_reason(ledger: ClientLog) -> dict[str, int]:
     reasons: Counter[str] = Counter()
     for (_, reason), count in ledger.ends.items():
         reasons[reason] += count
     return dict(reasons)
 
 
-def _counts(counts: Counter[str]) -> str:
+def _format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"

@@ -9,44 +9,44 @@ from tgis.pb import generation_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ServerLimits:
     """What the server allows, in tokens, and inputs at once."""
 
-    sequence: int
-    new: int
-    inputs: int
+    max_sequence_length: int
+    max_new_tokens: int
+    max_inputs: int
 
 
 Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 
-def batched(texts: Sequence[str], params: pb.Parameters) -> pb.BatchedGenerationRequest:
+def batch_request(texts: Sequence[str], params: pb.Parameters) -> pb.BatchedGenerationRequest:
     """A unary call."""
     return pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts], params=params)
 
 
-def single(text: str, params: pb.Parameters) -> pb.SingleGenerationRequest:
+def stream_request(text: str, params: pb.Parameters) -> pb.SingleGenerationRequest:
     """A stream."""
     return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
 
 
-def bad_calls(bounds: Bounds) -> list[tuple[StatusCode, Request]]:
+def invalid_requests(bounds: ServerLimits) -> list[tuple[StatusCode, Request]]:
     """What a server must answer to requests that cannot be served."""
     few = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=2))
-    many = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=bounds.new + 1))
+    many = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=bounds.max_new_tokens + 1))
     odd = pb.Parameters(method=pb.SAMPLE, sampling=pb.SamplingParameters(temperature=float("nan")))
     stops = pb.Parameters(stopping=pb.StoppingCriteria(stop_sequences=list("abcdefg")))
     guided = pb.Parameters(decoding=pb.DecodingParameters(regex="a*"))
     refused: list[Request] = [
-        batched(["a", "word " * bounds.sequence, "b"], few),
-        batched(["a"], many),
-        single("a", odd),
-        single("a", stops),
+        batch_request(["a", "word " * bounds.max_sequence_length, "b"], few),
+        batch_request(["a"], many),
+        stream_request("a", odd),
+        stream_request("a", stops),
         pb.SingleGenerationRequest(params=few),
         pb.SingleGenerationRequest(request=pb.GenerationRequest(text="a"), adapter_id="no-such-adapter"),
     ]
     return [
         *((StatusCode.INVALID_ARGUMENT, request) for request in refused),
-        (StatusCode.UNIMPLEMENTED, batched(["a", "b"], guided)),
-        (StatusCode.RESOURCE_EXHAUSTED, batched(["a"] * (bounds.inputs + 1), few)),
+        (StatusCode.UNIMPLEMENTED, batch_request(["a", "b"], guided)),
+        (StatusCode.RESOURCE_EXHAUSTED, batch_request(["a"] * (bounds.max_inputs + 1), few)),
     ]

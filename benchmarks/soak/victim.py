@@ -12,9 +12,9 @@ import time
 
 import grpc.aio
 
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.requests import single
-from tgis.bench.client import OPTIONS
+from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.requests import stream_request
+from tgis.bench.client import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -24,7 +24,7 @@ _START_SECONDS = 60.0
 _TEXT = "Once upon a time"
 
 
-async def kill_clients(target: str, new: int, seconds: float, ledger: Ledger, draw: random.Random) -> None:
+async def kill_clients(target: str, new: int, seconds: float, ledger: ClientLog, draw: random.Random) -> None:
     """Start a client, kill it soon after its streams have begun, sometimes before, and again until time is over."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -40,34 +40,34 @@ async def kill_clients(target: str, new: int, seconds: float, ledger: Ledger, dr
         with contextlib.suppress(ProcessLookupError):  # its streams have ended
             process.kill()
         if code := max(await process.wait(), 0):
-            ledger.problem(f"a client failed with exit code {code}")
-        _note(ledger, started=started)
+            ledger.add_problem(f"a client failed with exit code {code}")
+        _record_killed(ledger, started=started)
         await asyncio.sleep(_PAUSE_SECONDS * draw.random())
 
 
-def _note(ledger: Ledger, *, started: bool) -> None:
-    ledger.killed += 1
+def _record_killed(ledger: ClientLog, *, started: bool) -> None:
+    ledger.killed_clients += 1
     for _ in range(_STREAMS):
         if started:
-            ledger.note_call("stream", 1)
-            ledger.left["stream"] += 1
+            ledger.record_call("stream", 1)
+            ledger.abandoned["stream"] += 1
         else:
-            ledger.note_unsure("stream", 1)
+            ledger.record_uncertain("stream", 1)
 
 
-async def _listen(stub: GenerationServiceStub, new: int, text: str, begun: asyncio.Event) -> None:
+async def _read_stream(stub: GenerationServiceStub, new: int, text: str, begun: asyncio.Event) -> None:
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new, min_new_tokens=new))
-    async for message in stub.GenerateStream(single(text, params)):
+    async for message in stub.GenerateStream(stream_request(text, params)):
         if message.generated_token_count:
             begun.set()
 
 
 async def _main(target: str, count: int, new: int, text: str) -> None:
-    async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel, asyncio.TaskGroup() as group:
+    async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel, asyncio.TaskGroup() as group:
         stub = GenerationServiceStub(channel)
         streams = [asyncio.Event() for _ in range(count)]
         for begun in streams:
-            group.create_task(_listen(stub, new, text, begun))
+            group.create_task(_read_stream(stub, new, text, begun))
         for begun in streams:
             await begun.wait()
         print("started", flush=True)

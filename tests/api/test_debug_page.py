@@ -16,43 +16,45 @@ from urllib.error import HTTPError
 import msgspec
 import pytest
 from batches import EOS, limits, request
-from harness import Server, asynchronous, call, serving, stream_of
+from harness import Server, as_stream_request, run_async, running_server, unary_request
 
-from tgis.api.http.debug_page import as_json, as_page, as_problem
-from tgis.api.http.probes import Probes
+from tgis.api.http.debug_page import render_error, render_html, render_json
+from tgis.api.http.probes import ProbeServer
 from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
 from tgis.frontend import engine_queries
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_queries import Inspection
-from tgis.ipc.messages import EngineInfo, Fatal, FrameReader, FromEngine, Inspect, Ready, ToEngine
-from tgis.ipc.messages import pack as packed
-from tgis.ipc.snapshot import Refusal, RowState, Snapshot
+from tgis.frontend.engine_queries import SnapshotQuery
+from tgis.ipc.messages import EngineInfo, Fatal, FrameReader, FromEngine, GetSnapshot, Ready, ToEngine
+from tgis.ipc.messages import encode_frame as packed
+from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 from tgis.models.fake import make_fake_model
-from tgis.utils.options import options_of
+from tgis.utils.options import declared_options
 
-ROW = RowState(id=7, seconds=12.25, input=1500, computed=1504, generated=5, remaining=95)
-EMPTY = Batcher(limits(), {EOS}).snapshot(0.0, most=0)
+ROW = RequestState(
+    id=7, seconds_since_queued=12.25, prompt_tokens=1500, computed_tokens=1504, generated_tokens=5, remaining_tokens=95
+)
+EMPTY = Batcher(limits(), {EOS}).snapshot(0.0, max_seqs=0)
 BUSY = Snapshot(
-    running=1200,
-    waiting=34567,
-    refusal=Refusal.MEMORY,
-    last_refusal=Refusal.MEMORY,
-    last_refused=0.5,
-    context=3000,
-    context_peak=4000,
-    context_limit=4100,
-    context_most=5200,
-    prefill_limit=512,
-    prefill_most=512,
+    num_running=1200,
+    num_waiting=34567,
+    wait_reason=WaitReason.MEMORY,
+    last_wait_reason=WaitReason.MEMORY,
+    seconds_since_last_wait=0.5,
+    context_tokens=3000,
+    peak_context_tokens=4000,
+    token_capacity=4100,
+    initial_token_capacity=5200,
+    max_prefill_tokens=512,
+    initial_max_prefill_tokens=512,
     max_batch_size=2000,
     max_prefill_padding=0.2,
     max_waiting_tokens=24,
     padded=True,
-    chunked=False,
-    rows=[ROW, msgspec.structs.replace(ROW, id=8, computed=20, generated=0)],
-    queue=[msgspec.structs.replace(ROW, id=9, generated=0, remaining=2500)],
+    chunked_prefill=False,
+    running_requests=[ROW, msgspec.structs.replace(ROW, id=8, computed=20, generated=0)],
+    waiting_requests=[msgspec.structs.replace(ROW, id=9, generated=0, remaining=2500)],
 )
 
 
@@ -88,7 +90,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
-    page = Page(as_page(BUSY)).text
+    page = Page(render_html(BUSY)).text
     assert "1,200 running, 34,567 waiting" in page
     assert "Request 9 is the first in the queue, for 12.2 s: the batch would outgrow the memory." in page
     assert "With its output it may come to 4,000 tokens." in page
@@ -107,25 +109,25 @@ def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
         ({}, "Nothing waits, and nothing had to since the start."),
         ({"waiting": 1, "queue": [ROW]}, "The next step decides about the first in the queue."),
         (
-            {"last_refusal": Refusal.PACE, "last_refused": 3.25},
+            {"last_refusal": WaitReason.DECODE_TURN, "last_refused": 3.25},
             "Nothing waits. 3.2 s ago a request had to: running rows are to have some steps first.",
         ),
     ],
 )
 def test_the_page_says_when_nothing_keeps_requests_back(changes: dict[str, Any], said: str) -> None:
-    assert said in Page(as_page(msgspec.structs.replace(EMPTY, **changes))).text
+    assert said in Page(render_html(msgspec.structs.replace(EMPTY, **changes))).text
 
 
-@pytest.mark.parametrize("reason", Refusal)
-def test_advice_for_every_reason_names_options_that_exist(reason: Refusal) -> None:
+@pytest.mark.parametrize("reason", WaitReason)
+def test_advice_for_every_reason_names_options_that_exist(reason: WaitReason) -> None:
     snapshot = msgspec.structs.replace(BUSY, refusal=reason)
-    advice = json.loads(as_json(snapshot))["advice"]
-    assert advice in Page(as_page(snapshot)).text
-    options = {name.upper() for row in options_of(Config) for name in row.names}
+    advice = json.loads(render_json(snapshot))["advice"]
+    assert advice in Page(render_html(snapshot)).text
+    options = {name.upper() for row in declared_options(Config) for name in row.names}
     assert set(re.findall(r"[A-Z]+_[A-Z_]+|DTYPE", advice)) <= options
 
 
-@pytest.mark.parametrize("text", [as_page(BUSY), as_page(EMPTY), as_problem("it hangs")])
+@pytest.mark.parametrize("text", [render_html(BUSY), render_html(EMPTY), render_error("it hangs")])
 def test_a_page_loads_nothing_and_renews_itself(text: str) -> None:
     page = Page(text)
     assert set(page.tags).isdisjoint({"script", "link", "img", "iframe", "a", "form"})
@@ -137,17 +139,17 @@ def test_a_page_loads_nothing_and_renews_itself(text: str) -> None:
 
 def test_what_is_shown_is_escaped() -> None:
     reason = '"<script>alert(1)</script> & co'
-    page = Page(as_problem(reason))
+    page = Page(render_error(reason))
     assert "script" not in page.tags
     assert reason in page.texts
 
 
 def test_json_is_the_snapshot_with_advice() -> None:
-    said = json.loads(as_json(BUSY))
+    said = json.loads(render_json(BUSY))
     assert "MAX_NEW_TOKENS" in said.pop("advice")
     assert msgspec.convert(said, Snapshot) == BUSY
     assert said["refusal"] == "the batch would outgrow the memory"
-    assert json.loads(as_json(EMPTY))["advice"] is None
+    assert json.loads(render_json(EMPTY))["advice"] is None
 
 
 def view(port: int, accept: str = "*/*") -> tuple[int, Any, str]:
@@ -163,14 +165,14 @@ def view(port: int, accept: str = "*/*") -> tuple[int, Any, str]:
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
-@asynchronous
+@run_async
 async def test_browsers_get_a_page_and_others_json_of_good_and_bad_news() -> None:
     async def inspect() -> Snapshot:
         if news is None:
             raise Unavailable("it is gone")
         return news
 
-    probes = Probes("127.0.0.1", 0, lambda: None, lambda: b"", inspect)
+    probes = ProbeServer("127.0.0.1", 0, lambda: None, lambda: b"", inspect)
     port = await probes.start()
     for news, status in ((BUSY, 200), (None, 503)):
         for accept, kind in ((BROWSER, "text/html"), ("*/*", "application/json"), ("", "application/json")):
@@ -192,45 +194,45 @@ class Asked:
         self.count += 1
 
 
-@asynchronous
+@run_async
 async def test_all_who_look_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_queries, "FRESH_SECONDS", 1e9)
     asked = Asked()
-    shared = Inspection(asked)
-    looks = [asyncio.ensure_future(shared.snapshot()) for _ in range(100)]
+    shared = SnapshotQuery(asked)
+    looks = [asyncio.ensure_future(shared.get()) for _ in range(100)]
     await asyncio.sleep(0)
     assert asked.count == 1
-    shared.answer(EMPTY)
+    shared.resolve(EMPTY)
     assert await asyncio.gather(*looks) == [EMPTY] * 100
-    assert await shared.snapshot() == EMPTY
+    assert await shared.get() == EMPTY
     assert asked.count == 1
     monkeypatch.setattr(engine_queries, "FRESH_SECONDS", -1.0)
-    again = asyncio.ensure_future(shared.snapshot())
+    again = asyncio.ensure_future(shared.get())
     await asyncio.sleep(0)
     assert asked.count == 2
-    shared.answer(BUSY)
+    shared.resolve(BUSY)
     assert await again == BUSY
 
 
-@asynchronous
+@run_async
 async def test_nobody_waits_for_a_stuck_engine_and_the_question_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_queries, "PATIENCE_SECONDS", 0.0)
     asked = Asked()
-    shared = Inspection(asked)
+    shared = SnapshotQuery(asked)
     for _ in range(3):
         with pytest.raises(Unavailable, match="in a step that has taken 0 s by now, or it hangs"):
-            await shared.snapshot()
+            await shared.get()
     assert asked.count == 1
-    shared.answer(EMPTY)
-    assert await shared.snapshot() == EMPTY
+    shared.resolve(EMPTY)
+    assert await shared.get() == EMPTY
 
 
-@asynchronous
+@run_async
 async def test_a_lost_engine_is_said_at_once() -> None:
-    shared = Inspection(Asked())
-    look = asyncio.ensure_future(shared.snapshot())
+    shared = SnapshotQuery(Asked())
+    look = asyncio.ensure_future(shared.get())
     await asyncio.sleep(0)
-    shared.end("it is gone")
+    shared.fail("it is gone")
     with pytest.raises(Unavailable, match="it is gone"):
         await look
 
@@ -249,38 +251,38 @@ class Wire:
 INFO = EngineInfo("Fake", "none", "none", 257, False, False, 4, 1000, 64)
 
 
-@asynchronous
+@run_async
 async def test_the_engine_is_asked_between_ready_and_its_end_only() -> None:
     client, wire = EngineClient(), Wire()
     client._transport = wire  # type: ignore[assignment]
     with pytest.raises(Unavailable, match="still loading"):
-        await client.inspect()
+        await client.snapshot()
     assert wire.sent == []  # what comes first must be the options
-    client.receive(Ready(INFO))
-    look = asyncio.ensure_future(client.inspect())
+    client.handle(Ready(INFO))
+    look = asyncio.ensure_future(client.snapshot())
     await asyncio.sleep(0)
-    assert wire.sent == [Inspect()]
+    assert wire.sent == [GetSnapshot()]
     (received,) = FrameReader(FromEngine).feed(packed(BUSY))
-    client.receive(received)
+    client.handle(received)
     assert await look == BUSY
-    client.receive(Fatal("the device is lost"))
-    client._gone = True
+    client.handle(Fatal("the device is lost"))
+    client._dead = True
     with pytest.raises(Unavailable, match="the device is lost"):
-        await client.inspect()
+        await client.snapshot()
 
 
-@asynchronous
+@run_async
 async def test_an_engine_that_answers_but_makes_no_step_is_stuck_all_the_same() -> None:
     client, wire = EngineClient(), Wire()
     client._transport = wire  # type: ignore[assignment]
-    client.receive(Ready(INFO))
-    with client.submitted([request(1)], eager=True):
+    client.handle(Ready(INFO))
+    with client.submit([request(1)], eager=True):
         client._last_progress -= 500
-        look = asyncio.ensure_future(client.inspect())
+        look = asyncio.ensure_future(client.snapshot())
         await asyncio.sleep(0)
-        client.receive(EMPTY)
+        client.handle(EMPTY)
         await look
-        assert client.stalled_for() >= 500
+        assert client.seconds_stalled() >= 500
 
 
 SECRET = "password"
@@ -291,7 +293,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("debug")
     model = make_fake_model(directory / "model", step_seconds=0.01, padded=True)
     options: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": directory / "cache"}
-    with serving(directory, model, DEBUG_BATCH="true", MAX_BATCH_SIZE=2, **options) as running:
+    with running_server(directory, model, DEBUG_BATCH="true", MAX_BATCH_SIZE=2, **options) as running:
         yield running
 
 
@@ -307,7 +309,7 @@ def until(server: Server, good: Callable[[dict[str, Any]], bool]) -> dict[str, A
 
 def test_a_server_shows_its_queue_and_its_rows(server: Server) -> None:
     with server.stub() as stub:
-        calls = [stub.GenerateStream(stream_of(call(SECRET, 900 + n))) for n in range(105)]
+        calls = [stub.GenerateStream(as_stream_request(unary_request(SECRET, 900 + n))) for n in range(105)]
         seen = until(server, lambda seen: seen["waiting"] == 103)
         page = view(server.http_port, BROWSER)[2]
         for stream in calls:
@@ -335,5 +337,5 @@ def test_a_stuck_engine_is_503_in_time(server: Server) -> None:
 
 def test_it_is_off_by_default(tmp_path: Path) -> None:
     model = make_fake_model(tmp_path / "model")
-    with serving(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=tmp_path / "cache") as plain:
+    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=tmp_path / "cache") as plain:
         assert view(plain.http_port)[0] == 404

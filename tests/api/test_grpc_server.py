@@ -13,13 +13,13 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from harness import asynchronous
+from harness import run_async
 
 from tgis.api.grpc import server as listener_module
-from tgis.api.grpc.server import Listener, ListenerOptions
+from tgis.api.grpc.server import GrpcServer, GrpcServerOptions
 from tgis.errors import StartError
 
-OPTIONS = ListenerOptions("127.0.0.1", 0, 1 << 16, 64, 60.0)
+OPTIONS = GrpcServerOptions("127.0.0.1", 0, 1 << 16, 64, 60.0)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -45,8 +45,10 @@ HANDLER = service(Echo=echo, Hang=hang)
 
 
 @asynccontextmanager
-async def serving(options: ListenerOptions = OPTIONS, handler: Any = HANDLER) -> AsyncIterator[tuple[Listener, int]]:
-    listener = Listener([handler], options)
+async def serving(
+    options: GrpcServerOptions = OPTIONS, handler: Any = HANDLER
+) -> AsyncIterator[tuple[GrpcServer, int]]:
+    listener = GrpcServer([handler], options)
     port = listener.bind()
     await listener.start()
     listener.set_serving(True)
@@ -135,25 +137,25 @@ async def ping(client: Raw) -> bool:
 # --- listening ---
 
 
-@asynchronous
+@run_async
 async def test_a_taken_port_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
-            Listener([], replace(OPTIONS, port=port)).bind()
+            GrpcServer([], replace(OPTIONS, port=port)).bind()
     assert str(caught.value) == f"cannot listen for gRPC on 127.0.0.1:{port}: Address already in use"
 
 
-@asynchronous
+@run_async
 async def test_two_listeners_never_share_a_port() -> None:
     async with serving() as (_, port):
         with pytest.raises(StartError):
-            Listener([], replace(OPTIONS, port=port)).bind()
+            GrpcServer([], replace(OPTIONS, port=port)).bind()
 
 
-@asynchronous
+@run_async
 async def test_a_listener_that_never_started_can_be_stopped() -> None:
-    listener = Listener([HANDLER], OPTIONS)
+    listener = GrpcServer([HANDLER], OPTIONS)
     listener.bind()
     await listener.stop(0)
 
@@ -167,7 +169,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-@asynchronous
+@run_async
 async def test_garbage_closes_its_connection_only(garbage: bytes) -> None:
     async with serving() as (_, port), health_of(port) as health:
         await health.Check(health_pb2.HealthCheckRequest())
@@ -177,7 +179,7 @@ async def test_garbage_closes_its_connection_only(garbage: bytes) -> None:
         assert await plain_echo(port) == b"x"
 
 
-@asynchronous
+@run_async
 async def test_an_oversize_message_is_resource_exhausted_and_the_connection_lives() -> None:
     async with (
         serving() as (_, port),
@@ -190,7 +192,7 @@ async def test_an_oversize_message_is_resource_exhausted_and_the_connection_live
         assert await call_echo(channel) == b"x"
 
 
-@asynchronous
+@run_async
 async def test_what_is_sent_may_be_larger_than_what_is_received() -> None:
     async def large(_request: bytes, _context: object) -> bytes:
         return bytes(8 << 20)
@@ -201,7 +203,7 @@ async def test_what_is_sent_may_be_larger_than_what_is_received() -> None:
             assert len(await call_echo(channel)) == 8 << 20
 
 
-@asynchronous
+@run_async
 async def test_the_limit_of_streams_is_announced() -> None:
     async with serving(replace(OPTIONS, max_concurrent_streams=7)) as (_, port):
         async with raw_client(port, HELLO) as (reader, _):
@@ -210,7 +212,7 @@ async def test_the_limit_of_streams_is_announced() -> None:
         assert dict(struct.iter_unpack(">HI", payload))[3] == 7  # SETTINGS_MAX_CONCURRENT_STREAMS
 
 
-@asynchronous
+@run_async
 async def test_a_long_silent_call_is_kept_alive() -> None:
     hanging = call_frames(b"/test.Service/Hang")
     async with (
@@ -220,7 +222,7 @@ async def test_a_long_silent_call_is_kept_alive() -> None:
         await answer_pings(client, 6)
 
 
-@asynchronous
+@run_async
 async def test_idle_clients_may_ping_at_the_permitted_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "MIN_CLIENT_PING_MS", 50)
     async with serving() as (_, port), raw_client(port, HELLO) as client:
@@ -229,7 +231,7 @@ async def test_idle_clients_may_ping_at_the_permitted_pace(monkeypatch: pytest.M
             await asyncio.sleep(0.1)
 
 
-@asynchronous
+@run_async
 async def test_a_flood_of_pings_is_cut_off() -> None:
     async with serving() as (_, port), raw_client(port, HELLO) as client:
         while await ping(client):
@@ -245,7 +247,7 @@ async def refusal(port: int) -> grpc.StatusCode:
             return error.code()
 
 
-@asynchronous
+@run_async
 async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
     entered, released = asyncio.Event(), asyncio.Event()
 
@@ -270,7 +272,7 @@ async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
 # --- health ---
 
 
-@asynchronous
+@run_async
 async def test_health_of_both_names_and_of_an_unknown_one() -> None:
     async with serving() as (listener, port), health_of(port) as health:
         for state, serving_now in ((SERVING, True), (NOT_SERVING, False), (SERVING, True)):
@@ -285,9 +287,9 @@ async def test_health_of_both_names_and_of_an_unknown_one() -> None:
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@asynchronous
+@run_async
 async def test_a_listener_starts_as_not_serving() -> None:
-    listener = Listener([], OPTIONS)
+    listener = GrpcServer([], OPTIONS)
     port = listener.bind()
     await listener.start()
     async with health_of(port) as health:
@@ -295,7 +297,7 @@ async def test_a_listener_starts_as_not_serving() -> None:
     await listener.stop(0)
 
 
-@asynchronous
+@run_async
 async def test_watch_follows_every_change_and_ends_with_the_server() -> None:
     async with serving() as (listener, port), health_of(port) as health:
         known = aiter(health.Watch(health_pb2.HealthCheckRequest(service="fmaas.GenerationService")))
@@ -311,16 +313,16 @@ async def test_watch_follows_every_change_and_ends_with_the_server() -> None:
         await stopping
 
 
-@asynchronous
+@run_async
 async def test_after_stop_nothing_is_serving_again() -> None:
-    health = listener_module.Health()
+    health = listener_module.HealthServicer()
     health.close()
     health.set_serving(True)
     watch = health.Watch(health_pb2.HealthCheckRequest(), None)  # type: ignore[arg-type]
     assert [response.status async for response in watch] == [NOT_SERVING]
 
 
-@asynchronous
+@run_async
 async def test_a_watcher_that_stops_reading_holds_up_nobody() -> None:
     async with serving() as (listener, port), health_of(port) as health:
         no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))  # not a byte of data may be sent to us
@@ -351,7 +353,7 @@ async def reflect(port: int, version: str, **query: str) -> reflection_pb2.Serve
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@asynchronous
+@run_async
 async def test_reflection_describes_every_service_that_it_lists(version: str) -> None:
     async with serving() as (_, port):
         listed = await reflect(port, version, list_services="*")
@@ -371,7 +373,7 @@ async def test_reflection_describes_every_service_that_it_lists(version: str) ->
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@asynchronous
+@run_async
 async def test_reflection_knows_nothing_but_what_is_served(version: str) -> None:
     async with serving() as (_, port):
         for symbol in ("google.protobuf.FileDescriptorProto", "", "fmaas.", "\0"):

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from harness import asynchronous
+from harness import run_async
 
 from tgis.api.http import probes as probes_module
-from tgis.api.http.probes import Probes
+from tgis.api.http.probes import ProbeServer
 from tgis.errors import StartError
 
 
@@ -22,7 +22,7 @@ def well() -> None:
 async def serving(
     healthy: Callable[[], str | None] = well, scrape: Callable[[], bytes] = lambda: b"x 1\n"
 ) -> AsyncIterator[int]:
-    probes = Probes("127.0.0.1", 0, healthy, scrape)
+    probes = ProbeServer("127.0.0.1", 0, healthy, scrape)
     port = await probes.start()
     try:
         yield port
@@ -50,7 +50,7 @@ async def request(port: int, path: str, method: str = "GET") -> tuple[int, dict[
     return int(status.split()[1]), dict(field.split(": ", 1) for field in fields), body
 
 
-@asynchronous
+@run_async
 async def test_health_is_200_and_empty_or_503_with_the_reason() -> None:
     reasons: list[str | None] = [None, 'engine "0" is gone\n', None]
     async with serving(healthy=lambda: reasons[0]) as port:
@@ -65,7 +65,7 @@ async def test_health_is_200_and_empty_or_503_with_the_reason() -> None:
             reasons.pop(0)
 
 
-@asynchronous
+@run_async
 async def test_metrics_are_text_of_version_0_0_4() -> None:
     async with serving(scrape=lambda: b"tgi_request_count 7.0\n") as port:
         status, headers, body = await request(port, "/metrics")
@@ -87,13 +87,13 @@ async def test_metrics_are_text_of_version_0_0_4() -> None:
         ("GET", "/health?verbose=1", 200),
     ],
 )
-@asynchronous
+@run_async
 async def test_nothing_else_is_served(method: str, path: str, status: int) -> None:
     async with serving() as port:
         assert (await request(port, path, method))[0] == status
 
 
-@asynchronous
+@run_async
 async def test_connections_are_kept_for_the_next_probe() -> None:
     probe = b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n"
     async with serving() as port:
@@ -104,27 +104,27 @@ async def test_connections_are_kept_for_the_next_probe() -> None:
         writer.close()
 
 
-@asynchronous
+@run_async
 async def test_a_taken_port_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
-            await Probes("127.0.0.1", port, well, lambda: b"").start()
+            await ProbeServer("127.0.0.1", port, well, lambda: b"").start()
     assert "cannot listen for HTTP" in str(caught.value)
     assert f"{port}" in str(caught.value)
     assert "address already in use" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@asynchronous
+@run_async
 async def test_after_stop_the_port_is_free_and_open_connections_are_closed() -> None:
-    probes = Probes("127.0.0.1", 0, well, lambda: b"")
+    probes = ProbeServer("127.0.0.1", 0, well, lambda: b"")
     port = await probes.start()
     idle, writer = await asyncio.open_connection("127.0.0.1", port)
     await probes.stop()
     assert await idle.read() == b""
     writer.close()
-    again = Probes("127.0.0.1", port, well, lambda: b"")
+    again = ProbeServer("127.0.0.1", port, well, lambda: b"")
     assert await again.start() == port
     await again.stop()
 
@@ -148,25 +148,25 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE.keys())
-@asynchronous
+@run_async
 async def test_hostile_input_ends_its_connection_and_leaves_no_trace(
     sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(probes_module, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(probes_module, "LINGER_SECONDS", 0.1)
     async with serving() as port:
         await exchange(port, sent)  # returns, so the server has closed the connection
         assert (await request(port, "/health"))[0] == 200
     assert caplog.records == []
 
 
-@asynchronous
+@run_async
 async def test_a_request_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes_module, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(probes_module, "KEEPALIVE_SECONDS", 0.1)
     async with serving() as port:
         assert await exchange(port, b"GET /health HTT") == b""
 
 
-@asynchronous
+@run_async
 async def test_slow_clients_hold_up_nobody() -> None:
     async with serving() as port:
         writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(64)]
@@ -177,7 +177,7 @@ async def test_slow_clients_hold_up_nobody() -> None:
             writer.close()
 
 
-@asynchronous
+@run_async
 async def test_a_bug_of_ours_is_500_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> bytes:
         raise ZeroDivisionError

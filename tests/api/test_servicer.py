@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from harness import Server, call, serving, stream_of
+from harness import Server, as_stream_request, running_server, unary_request
 
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "MAX_CONCURRENT_REQUESTS": MAX_INPUTS,
         "CACHE_DIR": directory / "cache",
     }
-    with serving(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 
 
@@ -44,7 +44,7 @@ def one(stub: Stub, request: pb.BatchedGenerationRequest) -> pb.GenerationRespon
     """The only response; and the stream of the same request must say the same."""
     whole: pb.GenerationResponse
     (whole,) = stub.Generate(request, timeout=20).responses
-    parts = list(stub.GenerateStream(stream_of(request), timeout=20))
+    parts = list(stub.GenerateStream(as_stream_request(request), timeout=20))
     assert "".join(part.text for part in parts) == whole.text
     assert parts[0].input_token_count == whole.input_token_count
     assert [token for part in parts for token in part.tokens] == list(whole.tokens)
@@ -76,37 +76,39 @@ def test_a_batch_answers_in_the_order_of_its_inputs(stub: Stub) -> None:
     ("include", "text"), [(True, "one two threeone t"), (False, "one two threeone"), (None, "one two threeone t")]
 )
 def test_a_stop_sequence_cuts_the_text(stub: Stub, include: bool | None, text: str) -> None:
-    request = call("one two three", 30, stop_sequences=["xyz", " t"], include_stop_sequence=include, min_new_tokens=10)
+    request = unary_request(
+        "one two three", 30, stop_sequences=["xyz", " t"], include_stop_sequence=include, min_new_tokens=10
+    )
     whole = one(stub, request)
     assert (whole.text, whole.stop_reason, whole.stop_sequence) == (text, pb.STOP_SEQUENCE, " t")
     assert whole.generated_token_count == len("one two threeone t")
 
 
 def test_a_stop_sequence_on_the_last_token_is_max_tokens(stub: Stub) -> None:
-    whole = one(stub, call("abcdef", 6, stop_sequences=["ef"], include_stop_sequence=False))
+    whole = one(stub, unary_request("abcdef", 6, stop_sequences=["ef"], include_stop_sequence=False))
     assert (whole.text, whole.stop_reason, whole.stop_sequence) == ("abcdef", pb.MAX_TOKENS, "")
 
 
 def test_eos_ends_and_is_counted_but_not_shown(stub: Stub) -> None:
-    whole = one(stub, call("ab</s>cd", 30))
+    whole = one(stub, unary_request("ab</s>cd", 30))
     assert (whole.text, whole.stop_reason, whole.generated_token_count) == ("ab", pb.EOS_TOKEN, 3)
 
 
 def test_output_that_had_to_be_shortened_ends_with_token_limit(stub: Stub) -> None:
-    whole = one(stub, call("x" * 190, 100))
+    whole = one(stub, unary_request("x" * 190, 100))
     assert (whole.generated_token_count, whole.stop_reason) == (10, pb.TOKEN_LIMIT)
 
 
 def test_characters_are_never_split(stub: Stub) -> None:
     text = "a👩‍👩‍👧é🇩🇪한글"
-    request = call(text, 60)
-    parts = list(stub.GenerateStream(stream_of(request)))
+    request = unary_request(text, 60)
+    parts = list(stub.GenerateStream(as_stream_request(request)))
     assert "".join(part.text for part in parts) == (text * 3).encode()[:60].decode(errors="ignore")
     assert not any("\N{REPLACEMENT CHARACTER}" in part.text or part.text.startswith("\u200d") for part in parts)
 
 
 def test_truncation_keeps_the_end_and_echo_shows_all(stub: Stub) -> None:
-    request = call("abcdefgh", 4)
+    request = unary_request("abcdefgh", 4)
     request.params.truncate_input_tokens = 3
     request.params.response.input_text = True
     whole = one(stub, request)
@@ -114,7 +116,7 @@ def test_truncation_keeps_the_end_and_echo_shows_all(stub: Stub) -> None:
 
 
 def test_token_details(stub: Stub) -> None:
-    request = call("hé", 2)
+    request = unary_request("hé", 2)
     options = pb.ResponseOptions(
         generated_tokens=True, input_tokens=True, token_logprobs=True, token_ranks=True, top_n_tokens=2
     )
@@ -125,17 +127,17 @@ def test_token_details(stub: Stub) -> None:
         ("h", -0.5, 1, 2),
         ("Ã", -0.5, 1, 2),
     ]
-    first, second, *_ = stub.GenerateStream(stream_of(request))
+    first, second, *_ = stub.GenerateStream(as_stream_request(request))
     assert (first.input_token_count, first.text, list(first.input_tokens)) == (3, "", [])
     assert list(second.input_tokens) == list(whole.input_tokens)
 
 
 def test_a_stream_begins_before_the_first_token(stub: Stub) -> None:
-    request = call("abc", 5)
+    request = unary_request("abc", 5)
     request.params.method = pb.SAMPLE
     request.params.sampling.seed = 2**64 - 1
     request.params.response.input_text = True
-    first, *rest = stub.GenerateStream(stream_of(request))
+    first, *rest = stub.GenerateStream(as_stream_request(request))
     assert first == pb.GenerationResponse(input_token_count=3, text="abc", seed=2**64 - 1)
     assert [part.seed for part in rest[:-1]] == [0] * (len(rest) - 1)
     assert rest[-1].seed == 2**64 - 1
@@ -153,10 +155,10 @@ def test_seeds_are_drawn_per_input_unless_given(stub: Stub) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_time_limit_cuts_with_partial_text(stub: Stub, streamed: bool) -> None:
-    request = call("abcdefgh", MAX_NEW, min_new_tokens=MAX_NEW, time_limit_millis=200)
+    request = unary_request("abcdefgh", MAX_NEW, min_new_tokens=MAX_NEW, time_limit_millis=200)
     started = time.monotonic()
     if streamed:
-        *_, last = stub.GenerateStream(stream_of(request))
+        *_, last = stub.GenerateStream(as_stream_request(request))
     else:
         (last,) = stub.Generate(request).responses
     took = time.monotonic() - started
@@ -241,27 +243,33 @@ BAD = {
 def test_bad_parameters_name_their_field(stub: Stub, name: str, streamed: bool) -> None:
     parameters, field, text = BAD[name]
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")], params=parameters)
-    error = failure(lambda: list(stub.GenerateStream(stream_of(request))) if streamed else stub.Generate(request))
+    error = failure(
+        lambda: list(stub.GenerateStream(as_stream_request(request))) if streamed else stub.Generate(request)
+    )
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert text in error.details()
     assert violation(error) == f"params.{field}"
 
 
 BAD_INPUTS = {
-    "too-long": (call("x" * 200, 1), "requests[0].text", "input tokens (200) plus prefix length (0) must be < 200"),
+    "too-long": (
+        unary_request("x" * 200, 1),
+        "requests[0].text",
+        "input tokens (200) plus prefix length (0) must be < 200",
+    ),
     "no-room-for-minimum": (
-        call("x" * 69, 160, min_new_tokens=150),
+        unary_request("x" * 69, 160, min_new_tokens=150),
         "requests[0].text",
         "plus min_new_tokens (150) must be <= 200",
     ),
-    "no-token": (call("", 1), "requests[0].text", "gives no token"),
+    "no-token": (unary_request("", 1), "requests[0].text", "gives no token"),
     "prefix": (
-        pb.BatchedGenerationRequest(requests=call("a").requests, prefix_id="p"),
+        pb.BatchedGenerationRequest(requests=unary_request("a").requests, prefix_id="p"),
         "prefix_id",
         "no adapter store",
     ),
     "adapter": (
-        pb.BatchedGenerationRequest(requests=call("a").requests, adapter_id="a"),
+        pb.BatchedGenerationRequest(requests=unary_request("a").requests, adapter_id="a"),
         "adapter_id",
         "no adapter store",
     ),
@@ -278,20 +286,20 @@ def test_bad_inputs_name_their_field(stub: Stub, name: str) -> None:
 
 
 def test_sampling_fields_mean_nothing_to_greedy_decoding(stub: Stub) -> None:
-    request = call("abc", 3)
+    request = unary_request("abc", 3)
     request.params.sampling.CopyFrom(sampling(temperature=nan, top_p=9, typical_p=-3, top_k=2**32 - 1, seed=4))
-    assert stub.Generate(request).responses[0] == stub.Generate(call("abc", 3)).responses[0]
+    assert stub.Generate(request).responses[0] == stub.Generate(unary_request("abc", 3)).responses[0]
 
 
 def test_an_explicit_temperature_of_zero_is_greedy(stub: Stub) -> None:
-    request = call("abc", 3)
+    request = unary_request("abc", 3)
     request.params.method = pb.SAMPLE
     request.params.sampling.temperature = 0
     assert stub.Generate(request).responses[0].seed == 0
 
 
 def test_guided_decoding_is_refused_and_text_is_no_constraint(stub: Stub) -> None:
-    request = call("abc", 3)
+    request = unary_request("abc", 3)
     request.params.decoding.regex = "a+"
     assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.UNIMPLEMENTED
     request.params.decoding.format = pb.DecodingParameters.TEXT
@@ -313,7 +321,7 @@ def test_undecodable_bytes_are_an_invalid_argument(server: Server, method: str) 
 
 
 def test_an_oversize_message_is_resource_exhausted(stub: Stub) -> None:
-    error = failure(lambda: stub.Generate(call("x" * (4 << 20))))
+    error = failure(lambda: stub.Generate(unary_request("x" * (4 << 20))))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -329,8 +337,8 @@ def test_overload_comes_before_validation_and_says_when_to_retry(stub: Stub) -> 
 
 
 def test_a_poisoned_request_fails_alone(stub: Stub) -> None:
-    others = [stub.Generate.future(call("abcdefg" * (n + 1), 100)) for n in range(5)]
-    poisoned = failure(lambda: stub.Generate(call("!")))  # "!" is token 0
+    others = [stub.Generate.future(unary_request("abcdefg" * (n + 1), 100)) for n in range(5)]
+    poisoned = failure(lambda: stub.Generate(unary_request("!")))  # "!" is token 0
     assert poisoned.code() is grpc.StatusCode.INTERNAL
     for n, other in enumerate(others):
         assert other.result().responses[0].text == ("abcdefg" * 100)[:100], n
@@ -349,7 +357,7 @@ def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) 
 
 
 def test_a_cancelled_stream_frees_its_row(server: Server, stub: Stub) -> None:
-    streams = [stub.GenerateStream(stream_of(call(f"cancel {n}", MAX_NEW))) for n in range(10)]
+    streams = [stub.GenerateStream(as_stream_request(unary_request(f"cancel {n}", MAX_NEW))) for n in range(10)]
     for stream in streams:
         next(stream), next(stream)
     assert gauge(server, "tgi_batch_current_size") == 10
@@ -374,11 +382,11 @@ def test_garbage_on_the_port_disturbs_nobody(server: Server, stub: Stub) -> None
             connection.settimeout(30)
             while connection.recv(4096):
                 pass  # until the server closes it
-        assert stub.Generate(call("abc", 3)).responses[0].text == "abc"
+        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
 
 
 def test_probes_answer_at_once_under_load(server: Server, stub: Stub) -> None:
-    calls = [stub.Generate.future(call("load " * 10, 100)) for _ in range(MAX_INPUTS - 5)]
+    calls = [stub.Generate.future(unary_request("load " * 10, 100)) for _ in range(MAX_INPUTS - 5)]
     times = []
     for _ in range(20):
         started = time.monotonic()
@@ -390,9 +398,9 @@ def test_probes_answer_at_once_under_load(server: Server, stub: Stub) -> None:
 
 def test_counts_agree_with_what_was_called(server: Server, stub: Stub) -> None:
     before = {name: gauge(server, name) for name in COUNTS}
-    stub.Generate(call("abc", 3))
-    list(stub.GenerateStream(stream_of(call("abc", 3))))
-    failure(lambda: stub.Generate(call("x" * 500)))
+    stub.Generate(unary_request("abc", 3))
+    list(stub.GenerateStream(as_stream_request(unary_request("abc", 3))))
+    failure(lambda: stub.Generate(unary_request("x" * 500)))
     failure(lambda: stub.Generate(BAD_INPUTS["prefix"][0]))
     after = {name: gauge(server, name) - before[name] for name in COUNTS}
     assert list(after.values()) == [3, 1, 2, 1, 1, 1]

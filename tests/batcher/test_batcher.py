@@ -1,120 +1,120 @@
 """The batcher, rule by rule, under a made-up clock."""
 
 import pytest
-from batches import EOS, ids, limits, next_prefill, planned, request, run_one
+from batches import EOS, ids, limits, next_plan, next_prefill, request, run_step
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import MemoryModel, check_longest
+from tgis.batcher.memory_model import MemoryModel, check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
-from tgis.ipc.messages import Admissions, Request, StopReason
+from tgis.ipc.messages import AdmissionCounters, Request, StopReason
 
 
 def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: float = 0.0) -> Sequence:
     """The row after the tokens have come one by one, or as many of them as it took to end it."""
     batcher.submit([the_request], 0.0)
     for token in tokens:
-        plan, ended = run_one(batcher, token, now)
+        plan, ended = run_step(batcher, token, now)
         if ended:
             break
-    return plan.rows[0]
+    return plan.seqs[0]
 
 
 def test_a_request_ends_with_its_last_allowed_token() -> None:
     row = generated(Batcher(limits(), {EOS}), request(1, max_new=3), [7] * 10)
-    assert (row.generated, row.end) == (3, StopReason.MAX_TOKENS)
+    assert (row.num_generated_tokens, row.stop_reason) == (3, StopReason.MAX_TOKENS)
 
 
 def test_a_request_that_had_to_be_shortened_ends_with_token_limit() -> None:
     row = generated(Batcher(limits(), {EOS}), request(1, max_new=3, capped=True), [7] * 10)
-    assert row.end is StopReason.TOKEN_LIMIT
+    assert row.stop_reason is StopReason.TOKEN_LIMIT
 
 
 def test_eos_on_the_last_allowed_token_is_eos() -> None:
     row = generated(Batcher(limits(), {EOS}), request(1, max_new=2), [7, EOS])
-    assert (row.generated, row.end) == (2, StopReason.EOS_TOKEN)
+    assert (row.num_generated_tokens, row.stop_reason) == (2, StopReason.EOS_TOKEN)
 
 
 def test_any_of_several_eos_ids_ends() -> None:
     row = generated(Batcher(limits(), {EOS, 98}), request(1), [7, 98])
-    assert (row.generated, row.end) == (2, StopReason.EOS_TOKEN)
+    assert (row.num_generated_tokens, row.stop_reason) == (2, StopReason.EOS_TOKEN)
 
 
 def test_eos_before_the_minimum_does_not_end() -> None:
     row = generated(Batcher(limits(), {EOS}), request(1, min_new=3), [EOS, EOS, EOS])
-    assert (row.generated, row.end) == (3, StopReason.EOS_TOKEN)
+    assert (row.num_generated_tokens, row.stop_reason) == (3, StopReason.EOS_TOKEN)
 
 
 def test_the_time_limit_beats_everything_and_keeps_the_token() -> None:
     row = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, min_new=4), [EOS], now=5.001)
-    assert (row.generated, row.end) == (1, StopReason.TIME_LIMIT)
+    assert (row.num_generated_tokens, row.stop_reason) == (1, StopReason.TIME_LIMIT)
 
 
 def test_a_deadline_is_late_only_after_it() -> None:
     row = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, max_new=1), [7], now=5.0)
-    assert row.end is StopReason.MAX_TOKENS
+    assert row.stop_reason is StopReason.MAX_TOKENS
 
 
 def test_a_request_expires_in_the_queue_without_a_token() -> None:
     batcher = Batcher(limits(max_batch_size=1), {EOS})
     batcher.submit([request(1), request(2, deadline=1.0)], 0.0)
-    run_one(batcher)
+    run_step(batcher)
     assert ids(batcher.expire(1.0)) == []
     (expired,) = batcher.expire(1.1)
-    assert (expired.id, expired.generated, expired.end) == (2, 0, StopReason.TIME_LIMIT)
-    assert batcher.waiting == 0
+    assert (expired.id, expired.num_generated_tokens, expired.stop_reason) == (2, 0, StopReason.TIME_LIMIT)
+    assert batcher.num_waiting == 0
 
 
 def test_rows_join_a_running_batch_and_leave_it_at_any_step() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1, max_new=2)], 0.0)
-    assert ids(run_one(batcher)[0].rows) == [1]
+    assert ids(run_step(batcher)[0].seqs) == [1]
     batcher.submit([request(2)], 0.0)
-    plan, ended = run_one(batcher)  # no second prefill before the running row has had its token
-    assert (plan.prefill, ids(plan.rows), ids(ended)) == (False, [1], [1])
-    plan, _ = run_one(batcher)
-    assert (plan.prefill, ids(plan.rows)) == (True, [2])
+    plan, ended = run_step(batcher)  # no second prefill before the running row has had its token
+    assert (plan.has_prefill, ids(plan.seqs), ids(ended)) == (False, [1], [1])
+    plan, _ = run_step(batcher)
+    assert (plan.has_prefill, ids(plan.seqs)) == (True, [2])
 
 
 def test_prefills_alternate_with_steps_of_the_running_rows() -> None:
     batcher = Batcher(limits(prefill_tokens=3), {EOS})
     batcher.submit([request(n) for n in range(3)], 0.0)
-    kinds = [run_one(batcher)[0].prefill for _ in range(5)]
+    kinds = [run_step(batcher)[0].has_prefill for _ in range(5)]
     assert kinds == [True, False, True, False, True]
 
 
 def test_the_batch_size_bounds_the_rows() -> None:
     batcher = Batcher(limits(max_batch_size=2), {EOS})
     batcher.submit([request(n) for n in range(5)], 0.0)
-    run_one(batcher)
-    run_one(batcher)
-    assert (batcher.running, batcher.waiting) == (2, 3)
+    run_step(batcher)
+    run_step(batcher)
+    assert (batcher.num_running, batcher.num_waiting) == (2, 3)
 
 
 def test_the_weight_counts_rows_times_the_longest_with_its_output() -> None:
     batcher = Batcher(limits(weight=3 * (10 + 5)), {EOS})
     batcher.submit([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], 0.0)
-    assert ids(planned(batcher).rows) == [1, 2, 3]
+    assert ids(next_plan(batcher).seqs) == [1, 2, 3]
 
 
 def test_without_padding_the_weight_is_a_sum() -> None:
     batcher = Batcher(limits(weight=(10 + 5) + 2 * (2 + 5), padded=False), {EOS})
     batcher.submit([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], 0.0)
-    assert ids(planned(batcher).rows) == [1, 2, 3]
+    assert ids(next_plan(batcher).seqs) == [1, 2, 3]
 
 
 def test_padding_closes_a_prefill() -> None:
     batcher = Batcher(limits(max_padding=0.2), {EOS})
     batcher.submit([request(1, 10), request(2, 8), request(3, 2)], 0.0)
-    assert ids(run_one(batcher)[0].rows) == [1, 2]
-    run_one(batcher)
-    assert ids(run_one(batcher)[0].rows) == [3]
+    assert ids(run_step(batcher)[0].seqs) == [1, 2]
+    run_step(batcher)
+    assert ids(run_step(batcher)[0].seqs) == [3]
 
 
 def test_a_request_that_needs_more_than_a_prefill_takes_runs_alone() -> None:
     batcher = Batcher(limits(prefill_tokens=8, weight=10), {EOS})
     batcher.submit([request(1, 50), request(2, 2)], 0.0)
-    assert ids(run_one(batcher)[0].rows) == [1]
+    assert ids(run_step(batcher)[0].seqs) == [1]
 
 
 def test_only_those_queued_within_a_second_overtake_the_first_that_does_not_fit() -> None:
@@ -122,75 +122,75 @@ def test_only_those_queued_within_a_second_overtake_the_first_that_does_not_fit(
     batcher.submit([request(1, 3), request(2, 30)], 0.0)
     batcher.submit([request(3, 1)], 1.0)
     batcher.submit([request(4, 1)], 1.1)
-    assert ids(planned(batcher).rows) == [1, 3]
-    assert batcher.waiting == 2
-    assert batcher.take_admissions() == Admissions(queue_jumps=1)
+    assert ids(next_plan(batcher).seqs) == [1, 3]
+    assert batcher.num_waiting == 2
+    assert batcher.take_counters() == AdmissionCounters(queue_jumps=1)
 
 
 def test_rows_that_leave_in_time_make_room_for_one_that_grows() -> None:
     batcher = Batcher(limits(weight=34, padded=False), {EOS})
     batcher.submit([request(1, 10, max_new=2), request(2, 5, max_new=23)], 0.0)  # 12 and 28, but never together
-    assert ids(planned(batcher).rows) == [1, 2]
-    assert batcher.take_admissions().granular_additions == 1
+    assert ids(next_plan(batcher).seqs) == [1, 2]
+    assert batcher.take_counters().granular_additions == 1
 
 
 def test_a_prefill_and_the_batch_share_the_memory() -> None:
     memory = MemoryModel(weight_limit=100, prefill_linear=2.0)
     batcher = Batcher(limits(memory=memory, padded=False), {EOS})
     batcher.submit([request(1, 20, max_new=9)], 0.0)
-    run_one(batcher)
+    run_step(batcher)
     batcher.submit([request(2, 40, max_new=1), request(3, 39, max_new=1)], 0.0)  # 22 run, 78 are left
-    assert ids(next_prefill(batcher).rows) == [3]
-    assert batcher.take_admissions() == Admissions(queue_jumps=1, prefill_weight_exceeded=1)
+    assert ids(next_prefill(batcher).seqs) == [3]
+    assert batcher.take_counters() == AdmissionCounters(queue_jumps=1, prefill_weight_exceeded=1)
 
 
 def test_a_step_out_of_memory_is_undone_and_the_batch_gets_smaller() -> None:
     batcher = Batcher(limits(weight=100), {EOS})
     batcher.submit([request(n, 10, max_new=5) for n in range(4)], 0.0)
-    run_one(batcher)
-    failed = planned(batcher)
-    assert batcher.retreat(failed, out_of_memory=True) == []
-    assert (batcher.running, batcher.waiting) == (0, 4)
+    run_step(batcher)
+    failed = next_plan(batcher)
+    assert batcher.rollback(failed, out_of_memory=True) == []
+    assert (batcher.num_running, batcher.num_waiting) == (0, 4)
     assert batcher.context_limit == int(44 * 0.9)
-    plan = planned(batcher)
-    assert ids(plan.rows) == [0, 1]  # 2 x 15 fits into 39
-    assert plan.counts == [11, 11]  # the token they had is kept
-    assert [row.generated for row in plan.rows] == [1, 1]
+    plan = next_plan(batcher)
+    assert ids(plan.seqs) == [0, 1]  # 2 x 15 fits into 39
+    assert plan.num_scheduled_tokens == [11, 11]  # the token they had is kept
+    assert [row.num_generated_tokens for row in plan.seqs] == [1, 1]
 
 
 def test_a_prefill_out_of_memory_is_halved_and_the_running_rows_stay() -> None:
     batcher = Batcher(limits(max_batch_size=8), {EOS})
     batcher.submit([request(0)], 0.0)
-    run_one(batcher)
+    run_step(batcher)
     batcher.submit([request(n) for n in range(1, 5)], 0.0)
-    assert batcher.retreat(next_prefill(batcher), out_of_memory=True) == []
-    assert (batcher.running, batcher.context_limit) == (1, 1000)
-    assert ids(run_one(batcher)[0].rows) == [0]  # whose stream is not to wait for all attempts
-    assert ids(next_prefill(batcher).rows) == [1, 2]
+    assert batcher.rollback(next_prefill(batcher), out_of_memory=True) == []
+    assert (batcher.num_running, batcher.context_limit) == (1, 1000)
+    assert ids(run_step(batcher)[0].seqs) == [0]  # whose stream is not to wait for all attempts
+    assert ids(next_prefill(batcher).seqs) == [1, 2]
 
 
 def test_a_request_that_is_out_of_memory_alone_is_refused() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1), request(2)], 0.0)
-    batcher.retreat(planned(batcher), out_of_memory=True)
-    plan = planned(batcher)
-    assert ids(plan.rows) == [1]
-    (refused,) = batcher.retreat(plan, out_of_memory=True)
-    assert (refused.id, refused.end) == (1, StopReason.ERROR)
-    assert ids(planned(batcher).rows) == [2]
+    batcher.rollback(next_plan(batcher), out_of_memory=True)
+    plan = next_plan(batcher)
+    assert ids(plan.seqs) == [1]
+    (refused,) = batcher.rollback(plan, out_of_memory=True)
+    assert (refused.id, refused.stop_reason) == (1, StopReason.ERROR)
+    assert ids(next_plan(batcher).seqs) == [2]
 
 
 def test_what_lack_of_memory_took_comes_back_slowly() -> None:
     batcher = Batcher(limits(weight=10**6), {EOS})
     batcher.submit([request(n, 1000, max_new=9000) for n in range(2)], 0.0)
     batcher.commit(next_prefill(batcher), [7], 0.0)
-    batcher.retreat(planned(batcher), out_of_memory=True)
+    batcher.rollback(next_plan(batcher), out_of_memory=True)
     low = batcher.context_limit
     for _ in range(300):
-        run_one(batcher)
+        run_step(batcher)
     assert low < batcher.context_limit < 1.1 * low
     for _ in range(1700):
-        run_one(batcher)
+        run_step(batcher)
     assert 1.1 * low < batcher.context_limit < 2 * low
 
 
@@ -198,69 +198,69 @@ def test_a_broken_step_is_tried_again_in_halves_until_one_row_is_found() -> None
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n, max_new=50) for n in range(4)], 0.0)
     tried: list[list[int]] = []
-    while batcher.waiting or not tried:
+    while batcher.num_waiting or not tried:
         plan = next_prefill(batcher)
-        tried.append(ids(plan.rows))
-        if 2 in ids(plan.rows):
-            batcher.retreat(plan, out_of_memory=False)
+        tried.append(ids(plan.seqs))
+        if 2 in ids(plan.seqs):
+            batcher.rollback(plan, out_of_memory=False)
         else:
             batcher.commit(plan, [7] * len(plan.sampled), 0.0)
     assert tried == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2], [3]]
-    assert batcher.running == 3
+    assert batcher.num_running == 3
 
 
 def test_an_accident_costs_nobody() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1)], 0.0)
-    assert batcher.retreat(planned(batcher), out_of_memory=False) == []
+    assert batcher.rollback(next_plan(batcher), out_of_memory=False) == []
     for _ in range(4):
-        assert run_one(batcher)[1] == []
-    assert ids(run_one(batcher)[1]) == [1]
+        assert run_step(batcher)[1] == []
+    assert ids(run_step(batcher)[1]) == [1]
 
 
 def test_a_row_that_comes_back_may_expire_and_be_cancelled() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1, deadline=5.0), request(2)], 0.0)
-    run_one(batcher)
-    batcher.retreat(planned(batcher), out_of_memory=False)
+    run_step(batcher)
+    batcher.rollback(next_plan(batcher), out_of_memory=False)
     (expired,) = batcher.expire(5.5)
-    assert (expired.id, expired.generated, expired.end) == (1, 1, StopReason.TIME_LIMIT)
+    assert (expired.id, expired.num_generated_tokens, expired.stop_reason) == (1, 1, StopReason.TIME_LIMIT)
     assert batcher.cancel([2]) == []
     assert batcher.idle
 
 
 def test_a_request_too_long_for_the_memory_stops_the_start() -> None:
     quadratic = MemoryModel(weight_limit=10_000, prefill_quadratic_1=1.0)
-    check_longest(limits(memory=quadratic), 100)
+    check_max_sequence_length(limits(memory=quadratic), 100)
     with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 101 does not fit into memory, 100 does: lower it"):
-        check_longest(limits(memory=quadratic), 101)
+        check_max_sequence_length(limits(memory=quadratic), 101)
     with pytest.raises(StartError, match="1000 does"):
-        check_longest(limits(weight=1000, padded=False), 1001)
+        check_max_sequence_length(limits(weight=1000, padded=False), 1001)
 
 
 def test_the_weights_of_tgis() -> None:
     model = MemoryModel(1000, 2.0, 0.5, 0.25, 3.0, 4.0)
-    assert model.prefill(3, 10, 25, padded=True) == 3 * 10 * 3  # 0.5 + 0.25 x 10 is more than 2
-    assert model.prefill(3, 2, 5, padded=True) == 3 * 2 * 2
-    assert model.prefill(3, 10, 25, padded=False) == 2 * 25
-    assert (model.gradient(padded=True), model.gradient(padded=False)) == (4.0, 4.0)
-    assert MemoryModel(1000, next_token_input=5.0).gradient(padded=True) == 5.0
+    assert model.prefill_cost(3, 10, 25, padded=True) == 3 * 10 * 3  # 0.5 + 0.25 x 10 is more than 2
+    assert model.prefill_cost(3, 2, 5, padded=True) == 3 * 2 * 2
+    assert model.prefill_cost(3, 10, 25, padded=False) == 2 * 25
+    assert (model.cost_per_token(padded=True), model.cost_per_token(padded=False)) == (4.0, 4.0)
+    assert MemoryModel(1000, next_token_input=5.0).cost_per_token(padded=True) == 5.0
     assert model.context_limit(padded=True) == 250
 
 
 def test_cancelled_requests_leave_wherever_they_are() -> None:
     batcher = Batcher(limits(max_batch_size=1), {EOS})
     batcher.submit([request(1), request(2), request(3)], 0.0)
-    run_one(batcher)
+    run_step(batcher)
     assert ids(batcher.cancel([2, 1, 77])) == [1]
-    assert (batcher.running, batcher.waiting) == (0, 1)
-    assert ids(run_one(batcher)[0].rows) == [3]
+    assert (batcher.num_running, batcher.num_waiting) == (0, 1)
+    assert ids(run_step(batcher)[0].seqs) == [3]
 
 
 def test_abandoned_rows_are_gone() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1), request(2)], 0.0)
-    plan = planned(batcher)
-    batcher.abandon(plan.rows[:1])
-    assert batcher.running == 1
+    plan = next_plan(batcher)
+    batcher.drop(plan.seqs[:1])
+    assert batcher.num_running == 1
     assert not batcher.idle

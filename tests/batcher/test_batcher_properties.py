@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import Limits
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.ipc.messages import Details, Request, Sampling, StopReason
-from tgis.ipc.snapshot import RowState
+from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, StopReason
+from tgis.ipc.snapshot import RequestState
 
 SALTS = (b"", b"tenant")
 
@@ -31,8 +31,8 @@ class Arrival:
     def request(self, number: int) -> Request:
         shared = min(self.shared, self.length)
         tokens = [*range(1, 1 + shared), *[1000 + number] * (self.length - shared)]
-        details = Details(inputs=self.facts, logprobs=self.facts)
-        return Request(number, tokens, self.new, False, Sampling(), details, self.deadline, SALTS[self.tenant])
+        details = LogprobOptions(input_tokens=self.facts, logprobs=self.facts)
+        return Request(number, tokens, self.new, False, SamplingParams(), details, self.deadline, SALTS[self.tenant])
 
 
 def next_token(row: Sequence) -> int:
@@ -44,7 +44,7 @@ def next_token(row: Sequence) -> int:
 class World:
     """An engine that only counts, and the clients of it. A step takes half a second."""
 
-    bounds: Limits
+    bounds: BatchLimits
     arrivals: list[Arrival]
     memory: int = 10**9  # tokens of context that the engine really has
     accidents: frozenset[int] = frozenset()  # steps that fail for no reason
@@ -64,7 +64,7 @@ class World:
             expired = batcher.expire(now)
             self._release([row for row in expired if row.id in self.held])
             self._end(expired)
-            queue = batcher.snapshot(now, 1000).queue
+            queue = batcher.snapshot(now, 1000).waiting_requests
             plan = batcher.plan(now)
             if plan is None:
                 assert batcher.idle
@@ -75,8 +75,8 @@ class World:
             self._step(batcher, plan, step, now)
         assert batcher.idle
         assert self.held == {}
-        if batcher._pager:
-            assert batcher._pager.pool.used == 0
+        if batcher._block_manager:
+            assert batcher._block_manager.pool.num_used == 0
 
     def _come_and_go(self, batcher: Batcher, step: int, now: float) -> None:
         for number, a in enumerate(self.arrivals):
@@ -86,49 +86,55 @@ class World:
                 self.ends[number] = [StopReason.CANCELLED]
                 self._release(batcher.cancel([number]))
 
-    def _check(self, plan: Plan, batcher: Batcher, queue: list[RowState]) -> None:
+    def _check(self, plan: StepPlan, batcher: Batcher, queue: list[RequestState]) -> None:
         """What an engine may expect of a plan, and what clients may expect of the order."""
-        self.trace.append([(row.id, count) for row, count in zip(plan.rows, plan.counts, strict=True)])
-        assert 0 < batcher.running <= self.bounds.max_batch_size
-        assert all(0 < count <= row.pending for row, count in zip(plan.rows, plan.counts, strict=True))
+        self.trace.append([(row.id, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)])
+        assert 0 < batcher.num_running <= self.bounds.max_batch_size
+        assert all(
+            0 < count <= row.num_uncomputed_tokens
+            for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        )
         if self.bounds.block_size:
             self._check_blocks(plan, batcher)
         else:
-            assert all(row.computed == self.held.get(row.id, 0) for row in plan.rows)
-            old, new = [r for r in plan.rows if r.computed], [r for r in plan.rows if not r.computed]
+            assert all(row.num_computed_tokens == self.held.get(row.id, 0) for row in plan.seqs)
+            old, new = (
+                [r for r in plan.seqs if r.num_computed_tokens],
+                [r for r in plan.seqs if not r.num_computed_tokens],
+            )
             assert not new or not old
             assert new or {row.id for row in old} == set(self.held)
-        left = {row.id for row in batcher.snapshot(0.0, 1000).queue}
-        waited = {row.id: row.seconds for row in queue}
+        left = {row.id for row in batcher.snapshot(0.0, 1000).waiting_requests}
+        waited = {row.id: row.seconds_since_queued for row in queue}
         for joined in waited.keys() - left - self.tried:  # those stand in front
             assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
 
-    def _check_blocks(self, plan: Plan, batcher: Batcher) -> None:
+    def _check_blocks(self, plan: StepPlan, batcher: Batcher) -> None:
         """The oldest get on, the youngest make room, and the engine is told of them."""
-        assert batcher._pager is not None
-        batcher._pager.pool.check()
-        assert sum(plan.counts) <= self.bounds.prefill_tokens + len(plan.rows) + 16
-        assert self.held.keys() - {row.id for row in plan.preempted} <= {row.id for row in batcher.rows}
-        oldest = batcher.rows[0]
-        assert oldest in plan.rows or oldest.trial != plan.rows[0].trial
-        assert all(lost.age > row.age for lost in plan.preempted for row in plan.rows)
-        for row in plan.rows:
-            if row.request.details.inputs and not row.generated:
-                assert row.computed == self.held.get(row.id, 0), "facts of these tokens are missing"
+        assert batcher._block_manager is not None
+        batcher._block_manager.pool.check()
+        assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
+        assert self.held.keys() - {row.id for row in plan.preempted} <= {row.id for row in batcher.running_seqs}
+        oldest = batcher.running_seqs[0]
+        assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group
+        assert all(lost.arrival_order > row.arrival_order for lost in plan.preempted for row in plan.seqs)
+        for row in plan.seqs:
+            if row.request.logprob_options.input_tokens and not row.num_generated_tokens:
+                assert row.num_computed_tokens == self.held.get(row.id, 0), "facts of these tokens are missing"
 
-    def _step(self, batcher: Batcher, plan: Plan, step: int, now: float) -> None:
+    def _step(self, batcher: Batcher, plan: StepPlan, step: int, now: float) -> None:
         self._release(list(plan.preempted))
-        for row, count in zip(plan.rows, plan.counts, strict=True):
-            self.held[row.id] = row.computed + count
+        for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
+            self.held[row.id] = row.num_computed_tokens + count
             self._write(row, count)
         self._write_ahead(plan)
-        pager = batcher._pager
-        context = pager.pool.used * pager.size if pager else self._context([*self.held.values()])
+        pager = batcher._block_manager
+        context = pager.pool.num_used * pager.block_size if pager else self._context([*self.held.values()])
         lacking = context > self.memory
-        if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.rows):
-            self._release(plan.rows)
-            self.tried |= {row.id for row in plan.rows}
-            refused = batcher.retreat(plan, out_of_memory=lacking)
+        if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.seqs):
+            self._release(plan.seqs)
+            self.tried |= {row.id for row in plan.seqs}
+            refused = batcher.rollback(plan, out_of_memory=lacking)
             self.out_of_memory |= {row.id for row in refused if lacking}
             self._end(refused)
             return
@@ -141,24 +147,27 @@ class World:
     def _write(self, row: Sequence, count: int) -> None:
         """Compute tokens into the row's blocks, and read there what the row is made of."""
         if size := self.bounds.block_size:
-            end = row.computed + count
-            places = [row.blocks[at // size] * size + at % size for at in range(end)]
+            end = row.num_computed_tokens + count
+            places = [row.block_table[at // size] * size + at % size for at in range(end)]
             assert max(places) < self.bounds.memory.weight_limit
             contents = [(row.request.cache_salt, token) for token in row.tokens[:end]]
-            self.slots.update(zip(places[row.computed :], contents[row.computed :], strict=True))
+            self.slots.update(zip(places[row.num_computed_tokens :], contents[row.num_computed_tokens :], strict=True))
             assert [self.slots[place] for place in places] == contents
 
-    def _write_ahead(self, plan: Plan) -> None:
+    def _write_ahead(self, plan: StepPlan) -> None:
         """As an engine that runs ahead does: nobody may read that, before it is written again."""
         if size := self.bounds.block_size:
             for row in plan.sampled:
                 at = len(row.tokens)
-                if self.bounds.ahead and row.remaining > 1 and at < len(row.blocks) * size:
-                    self.slots[row.blocks[at // size] * size + at % size] = b"", -1
+                if self.bounds.lookahead and row.num_remaining_tokens > 1 and at < len(row.block_table) * size:
+                    self.slots[row.block_table[at // size] * size + at % size] = b"", -1
 
     def _check_future(self, batcher: Batcher) -> None:
         """Run what is running to its end, without further arrivals, and look at the memory."""
-        rows = [[row.input + row.generated, row.remaining] for row in batcher.snapshot(0.0, 1000).rows]
+        rows = [
+            [row.prompt_tokens + row.generated_tokens, row.remaining_tokens]
+            for row in batcher.snapshot(0.0, 1000).running_requests
+        ]
         while len(rows) > 1:  # one alone is always allowed
             assert self._context([length for length, _ in rows]) <= self.bounds.memory.weight_limit
             rows = [[length + 1, rest - 1] for length, rest in rows if rest > 0]
@@ -172,8 +181,8 @@ class World:
 
     def _end(self, rows: list[Sequence]) -> None:
         for row in rows:
-            self.ends.setdefault(row.id, []).append(row.end)
-            self.generated[row.id] = row.generated
+            self.ends.setdefault(row.id, []).append(row.stop_reason)
+            self.generated[row.id] = row.num_generated_tokens
             alone = Sequence(row.request, 0.0)
             while len(alone.tokens) < len(row.tokens):
                 alone.tokens.append(next_token(alone))
@@ -218,7 +227,9 @@ BOUNDS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(ARRIVALS, BOUNDS)
-def test_every_request_ends_once_and_memory_is_never_promised_twice(arrivals: list[Arrival], bounds: Limits) -> None:
+def test_every_request_ends_once_and_memory_is_never_promised_twice(
+    arrivals: list[Arrival], bounds: BatchLimits
+) -> None:
     world = World(bounds, arrivals)
     world.run()
     assert {number: len(ends) for number, ends in world.ends.items()} == dict.fromkeys(range(len(arrivals)), 1)
@@ -236,7 +247,7 @@ def test_every_request_ends_once_and_memory_is_never_promised_twice(arrivals: li
 @settings(max_examples=100, deadline=None)
 @given(ARRIVALS, BOUNDS, st.integers(20, 120), st.frozensets(st.integers(0, 200), max_size=20))
 def test_lack_of_memory_and_accidents_lose_nobody(
-    arrivals: list[Arrival], bounds: Limits, memory: int, accidents: frozenset[int]
+    arrivals: list[Arrival], bounds: BatchLimits, memory: int, accidents: frozenset[int]
 ) -> None:
     world = World(bounds, arrivals, memory, accidents)
     world.run()
@@ -247,7 +258,7 @@ def test_lack_of_memory_and_accidents_lose_nobody(
 
 @settings(max_examples=30, deadline=None)
 @given(ARRIVALS, BOUNDS, st.integers(20, 120))
-def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: Limits, memory: int) -> None:
+def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: BatchLimits, memory: int) -> None:
     first, second = World(bounds, arrivals, memory), World(bounds, arrivals, memory)
     first.run()
     second.run()
@@ -257,7 +268,7 @@ def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: Li
 @settings(max_examples=40, deadline=None)
 @given(BOUNDS, st.integers(1, 12), st.integers(1, 3), st.integers(0, 3))
 def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
-    bounds: Limits, small: int, per_step: int, wait: int
+    bounds: BatchLimits, small: int, per_step: int, wait: int
 ) -> None:
     """It needs all the memory there is; the small ones of its first second may pass it, and no others."""
     batcher = Batcher(bounds, {EOS})

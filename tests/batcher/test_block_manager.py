@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import pytest
-from batches import EOS, ids, limits, planned
+from batches import EOS, ids, limits, next_plan
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.ipc.messages import Admissions, Details, Request, Sampling, StopReason
-from tgis.ipc.snapshot import Refusal
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.messages import AdmissionCounters, LogprobOptions, Request, SamplingParams, StopReason
+from tgis.ipc.snapshot import WaitReason
 
 SIZE = 4  # tokens of a block
 BUDGET = 8  # tokens of a step without rows that decode
@@ -25,22 +25,22 @@ def ask(
     new: int = 1,
     *,
     salt: bytes = b"",
-    details: Details | None = None,
+    details: LogprobOptions | None = None,
     deadline: float | None = None,
 ) -> Request:
-    return Request(number, tokens, new, False, Sampling(), details or Details(), deadline, salt)
+    return Request(number, tokens, new, False, SamplingParams(), details or LogprobOptions(), deadline, salt)
 
 
-def step(one: Batcher, token: int = 7, now: float = 0.0) -> Plan:
-    plan = planned(one, now)
+def step(one: Batcher, token: int = 7, now: float = 0.0) -> StepPlan:
+    plan = next_plan(one, now)
     one.commit(plan, [token] * len(plan.sampled), now)
     pool_of(one).check()
     return plan
 
 
 def pool_of(one: Batcher):  # type: ignore[no-untyped-def]
-    assert one._pager is not None
-    return one._pager.pool
+    assert one._block_manager is not None
+    return one._block_manager.pool
 
 
 def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
@@ -48,8 +48,8 @@ def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
     steps = []
     while not one.idle:
         plan = step(one, token)
-        steps.append(dict(zip(ids(plan.rows), plan.counts, strict=True)))
-    assert pool_of(one).used == 0
+        steps.append(dict(zip(ids(plan.seqs), plan.num_scheduled_tokens, strict=True)))
+    assert pool_of(one).num_used == 0
     return steps
 
 
@@ -69,10 +69,10 @@ def test_a_prompt_seen_before_is_computed_from_its_last_block_on(length: int, hi
     one = batcher()
     one.submit([ask(1, prompt(length), 2)], 0.0)
     assert computed(one, 1) == length + 1
-    assert one.take_admissions() == Admissions(prefix_queries=length)
+    assert one.take_counters() == AdmissionCounters(prefix_cache_queries=length)
     one.submit([ask(2, prompt(length))], 0.0)
     assert computed(one, 2) == length - hits  # one token at least: the next one is chosen from its scores
-    assert one.take_admissions() == Admissions(prefix_queries=length, prefix_hits=hits)
+    assert one.take_counters() == AdmissionCounters(prefix_cache_queries=length, prefix_cache_hits=hits)
 
 
 def test_only_what_is_equal_from_the_start_is_a_prefix() -> None:
@@ -113,7 +113,7 @@ def test_no_salt_opens_what_others_have_cached() -> None:
     one = batcher()
     one.submit([ask(1, prompt(20), salt=b"a" * 32)], 0.0)
     work(one)
-    for number, key in enumerate(list(pool_of(one)._blocks), 2):
+    for number, key in enumerate(list(pool_of(one)._cached_blocks), 2):
         one.submit([ask(number, prompt(20)[4:], salt=key)], 0.0)
         assert computed(one, number) == 16
 
@@ -123,30 +123,30 @@ def test_without_the_cache_everything_is_computed() -> None:
     for number in (1, 2):
         one.submit([ask(number, prompt(20))], 0.0)
         assert computed(one, number) == 20
-    assert one.take_admissions() == Admissions()
+    assert one.take_counters() == AdmissionCounters()
 
 
 def test_facts_about_input_tokens_come_from_computing_them() -> None:
     one = batcher()
-    facts = Details(inputs=True, logprobs=True)
+    facts = LogprobOptions(input_tokens=True, logprobs=True)
     one.submit([ask(1, prompt(20), details=facts)], 0.0)
     assert computed(one, 1) == 20
     one.submit([ask(2, prompt(20), details=facts)], 0.0)
     assert computed(one, 2) == 20
-    assert one.take_admissions() == Admissions()
+    assert one.take_counters() == AdmissionCounters()
     one.submit([ask(3, prompt(20))], 0.0)  # what they have computed is good for others
     assert computed(one, 3) == 4
 
 
-def started(prompt_length: int = 24, deadline: float | None = None) -> tuple[Batcher, Plan]:
+def started(prompt_length: int = 24, deadline: float | None = None) -> tuple[Batcher, StepPlan]:
     """A request in the middle of its prompt, and one that waits for what it computes."""
     one = batcher()
     one.submit([ask(1, prompt(prompt_length), deadline=deadline)], 0.0)
     step(one)
     one.submit([ask(2, [*prompt(prompt_length), 5])], 0.0)
-    plan = planned(one)
-    assert ids(plan.rows) == [1]
-    assert one.snapshot(0.0, most=9).refusal is Refusal.PREFIX
+    plan = next_plan(one)
+    assert ids(plan.seqs) == [1]
+    assert one.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.PREFIX_CACHE
     return one, plan
 
 
@@ -154,7 +154,7 @@ def test_a_prompt_whose_beginning_is_being_computed_waits_for_it() -> None:
     one, plan = started()
     one.commit(plan, [], 0.0)
     assert computed(one, 2) == 1
-    assert one.take_admissions() == Admissions(prefix_queries=24 + 25, prefix_hits=24)
+    assert one.take_counters() == AdmissionCounters(prefix_cache_queries=24 + 25, prefix_cache_hits=24)
 
 
 def test_a_prompt_waits_no_longer_than_for_what_it_shares() -> None:
@@ -162,7 +162,7 @@ def test_a_prompt_waits_no_longer_than_for_what_it_shares() -> None:
     one.submit([ask(1, prompt(80))], 0.0)
     step(one)
     one.submit([ask(2, [*prompt(16), 5, 5, 5])], 0.0)
-    assert [2 in ids(step(one).rows) for _ in range(3)] == [False, True, False]
+    assert [2 in ids(step(one).seqs) for _ in range(3)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -174,16 +174,16 @@ def test_a_prompt_waits_no_longer_than_for_what_it_shares() -> None:
     ],
     ids=["cancelled", "expired", "failed"],
 )
-def test_who_waits_for_a_prompt_that_ends_goes_on_from_there(end: Callable[[Batcher, Plan], object]) -> None:
+def test_who_waits_for_a_prompt_that_ends_goes_on_from_there(end: Callable[[Batcher, StepPlan], object]) -> None:
     one, plan = started(deadline=1.0)
     end(one, plan)
     assert [counts.get(2) for counts in work(one)] == [8, 8, 1]  # of 25 tokens, 8 were done
-    assert pool_of(one).used == 0
+    assert pool_of(one).num_used == 0
 
 
 def test_who_waits_for_a_prompt_whose_step_fails_goes_on_after_it() -> None:
     one, plan = started()
-    one.retreat(plan, out_of_memory=False)
+    one.rollback(plan, out_of_memory=False)
     steps = work(one)
     assert sum(counts.get(1, 0) for counts in steps) == 16  # again what is not cached yet
     assert sum(counts.get(2, 0) for counts in steps) == 1
@@ -193,7 +193,7 @@ def test_what_a_failed_step_has_written_is_in_no_cache() -> None:
     one = batcher()
     one.submit([ask(1, prompt(20))], 0.0)
     for _ in range(2):
-        one.retreat(planned(one), out_of_memory=False)  # the second time alone is its end
+        one.rollback(next_plan(one), out_of_memory=False)  # the second time alone is its end
     assert one.idle
     one.submit([ask(2, prompt(20))], 0.0)
     assert computed(one, 2) == 20
@@ -229,8 +229,8 @@ def test_what_is_shared_takes_no_room_twice() -> None:
     for _ in range(3):
         step(one)
     one.submit([ask(2, [*prompt(24), 5, 5], 2)], 0.0)  # seven blocks, six of them shared, of the ten
-    assert ids(step(one).rows) == [1, 2]
-    assert pool_of(one).used == 8
+    assert ids(step(one).seqs) == [1, 2]
+    assert pool_of(one).num_used == 8
 
 
 def grown(blocks: int, *requests: Request, steps: int) -> Batcher:
@@ -238,9 +238,9 @@ def grown(blocks: int, *requests: Request, steps: int) -> Batcher:
     one = batcher(blocks, prefix_cache=False, prefill_tokens=64)
     one.submit(requests, 0.0)
     for _ in range(steps):
-        assert planned(one).preempted == ()
+        assert next_plan(one).preempted == ()
         step(one)
-    assert one.waiting == 0
+    assert one.num_waiting == 0
     return one
 
 
@@ -248,17 +248,19 @@ def test_the_youngest_gives_its_blocks_to_the_oldest_and_loses_no_token() -> Non
     requests = [ask(number, prompt(4, 100 * number), 12) for number in range(3)]
     one = grown(9, *requests, steps=9)  # three blocks each, all in use
     plan = step(one)
-    assert (ids(plan.rows), ids(plan.preempted)) == ([0, 1], [2])
+    assert (ids(plan.seqs), ids(plan.preempted)) == ([0, 1], [2])
     (lost,) = plan.preempted
-    assert (lost.generated, lost.computed, lost.blocks) == (9, 0, [])
-    assert one.take_admissions().preemptions == 1
+    assert (lost.num_generated_tokens, lost.num_computed_tokens, lost.block_table) == (9, 0, [])
+    assert one.take_counters().preemptions == 1
     ends: list[Sequence] = []
     while not one.idle:
-        plan = planned(one)
-        if lost in plan.rows and not lost.computed:
-            assert plan.counts[plan.rows.index(lost)] == 4 + 9  # generated tokens and all
+        plan = next_plan(one)
+        if lost in plan.seqs and not lost.num_computed_tokens:
+            assert plan.num_scheduled_tokens[plan.seqs.index(lost)] == 4 + 9  # generated tokens and all
         ends += one.commit(plan, [7] * len(plan.sampled), 0.0)
-    assert [(row.id, row.generated, row.end) for row in ends] == [(n, 12, StopReason.MAX_TOKENS) for n in range(3)]
+    assert [(row.id, row.num_generated_tokens, row.stop_reason) for row in ends] == [
+        (n, 12, StopReason.MAX_TOKENS) for n in range(3)
+    ]
 
 
 def test_several_who_make_room_come_back_in_their_order() -> None:
@@ -268,8 +270,8 @@ def test_several_who_make_room_come_back_in_their_order() -> None:
         plan = step(one)
         seen += ids(plan.preempted)
         if plan.preempted:
-            assert one.snapshot(0.0, most=9).refusal is Refusal.MEMORY
-        waiting = [row.id for row in one.snapshot(0.0, most=9).queue]
+            assert one.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
+        waiting = [row.id for row in one.snapshot(0.0, max_seqs=9).waiting_requests]
         assert waiting == sorted(waiting)
     assert seen[:2] == [2, 1]
 
@@ -279,12 +281,12 @@ def test_who_overtook_and_makes_room_stands_behind_whom_it_overtook() -> None:
     one.submit([ask(0, prompt(4), 40)], 0.0)
     step(one)
     one.submit([ask(1, prompt(40, 100)), ask(2, prompt(16, 200), 18)], 0.1)
-    assert ids(step(one).rows) == [0, 2]
+    assert ids(step(one).seqs) == [0, 2]
     while not (plan := step(one)).preempted:
         pass
     assert ids(plan.preempted) == [2]
-    assert [row.id for row in one.snapshot(0.0, most=9).queue] == [1, 2]
-    assert one.returned == 1
+    assert [row.id for row in one.snapshot(0.0, max_seqs=9).waiting_requests] == [1, 2]
+    assert one.num_requeued == 1
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -294,12 +296,12 @@ def test_a_request_as_large_as_the_pool_runs_however_many_are_there(prefix_cache
     one.submit([ask(n, prompt(3, 100 * n), 12) for n in range(1, 7)], 0.0)
     order = []
     while not one.idle:
-        plan = planned(one)
-        assert 0 in ids(plan.rows) or 0 in order  # it never stands still
+        plan = next_plan(one)
+        assert 0 in ids(plan.seqs) or 0 in order  # it never stands still
         order += ids(one.commit(plan, [7] * len(plan.sampled), 0.0))
         pool_of(one).check()
     assert sorted(order) == list(range(7))
-    assert one.take_admissions().preemptions > 0
+    assert one.take_counters().preemptions > 0
 
 
 def test_a_row_that_makes_room_begins_where_the_cache_ends() -> None:
@@ -309,22 +311,22 @@ def test_a_row_that_makes_room_begins_where_the_cache_ends() -> None:
     for _ in range(200):
         plan = step(one)
         preempted += plan.preempted
-        if preempted and preempted[0] in plan.rows:
+        if preempted and preempted[0] in plan.seqs:
             break
     row = preempted[0]
-    admissions = one.take_admissions()
-    assert admissions.prefix_queries == 8 + 8 + len(row.tokens) - 1  # after the step it has one more
-    assert admissions.prefix_hits > 0
-    assert row.computed == len(row.tokens) - 1
+    admissions = one.take_counters()
+    assert admissions.prefix_cache_queries == 8 + 8 + len(row.tokens) - 1  # after the step it has one more
+    assert admissions.prefix_cache_hits > 0
+    assert row.num_computed_tokens == len(row.tokens) - 1
 
 
 def test_lack_of_memory_frees_every_block_and_makes_the_batch_smaller() -> None:
     one = grown(20, *(ask(n, prompt(12, 100 * n), 4) for n in range(4)), steps=2)
-    assert one.retreat(planned(one), out_of_memory=True) == []
-    assert (one.running, one.waiting, pool_of(one).used) == (0, 4, 0)
+    assert one.rollback(next_plan(one), out_of_memory=True) == []
+    assert (one.num_running, one.num_waiting, pool_of(one).num_used) == (0, 4, 0)
     plan = step(one)
-    assert ids(plan.rows) == [0, 1]  # four blocks each and one to grow by, of nine tenths of the sixteen in use
-    assert [row.generated for row in plan.rows] == [3, 3]  # two that they had
+    assert ids(plan.seqs) == [0, 1]  # four blocks each and one to grow by, of nine tenths of the sixteen in use
+    assert [row.num_generated_tokens for row in plan.seqs] == [3, 3]  # two that they had
     assert sorted(ids(ends_of(one))) == [0, 1, 2, 3]
 
 
@@ -332,13 +334,13 @@ def test_lack_of_memory_ends_though_all_of_it_is_cached() -> None:
     """Rows that find everything in the cache come back as they went, and as small as what they share."""
     one = batcher(200, block_size=1)
     one.submit([ask(n, [*prompt(20), n], 8) for n in range(6)], 0.0)
-    while len(step(one).rows) < 6:
+    while len(step(one).seqs) < 6:
         pass
     for _ in range(30):
-        plan = planned(one)
-        if len(plan.rows) == 1:
+        plan = next_plan(one)
+        if len(plan.seqs) == 1:
             break
-        one.retreat(plan, out_of_memory=True)
+        one.rollback(plan, out_of_memory=True)
     else:
         raise AssertionError("the batch does not get smaller")
 
@@ -346,7 +348,7 @@ def test_lack_of_memory_ends_though_all_of_it_is_cached() -> None:
 def ends_of(one: Batcher) -> list[Sequence]:
     ends: list[Sequence] = []
     while not one.idle:
-        plan = planned(one)
+        plan = next_plan(one)
         ends += one.commit(plan, [7] * len(plan.sampled), 0.0)
     return ends
 
@@ -356,10 +358,10 @@ def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_bloc
     tried: list[list[int]] = []
     refused: list[Sequence] = []
     while len(tried) < 9:
-        plan = planned(one)
-        tried.append(ids(plan.rows))
-        if 2 in ids(plan.rows):
-            refused += one.retreat(plan, out_of_memory=False)
+        plan = next_plan(one)
+        tried.append(ids(plan.seqs))
+        if 2 in ids(plan.seqs):
+            refused += one.rollback(plan, out_of_memory=False)
         else:
             one.commit(plan, [7] * len(plan.sampled), 0.0)
         pool_of(one).check()
@@ -371,16 +373,18 @@ def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_bloc
 def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_them() -> None:
     one = batcher(20, ahead=1)
     one.submit([ask(0, prompt(6), 7)], 0.0)
-    held = [len(step(one).rows[0].blocks) for _ in range(6)]  # for 7, 8, ... 12 tokens, and 12 of the 13 are computed
+    held = [
+        len(step(one).seqs[0].block_table) for _ in range(6)
+    ]  # for 7, 8, ... 12 tokens, and 12 of the 13 are computed
     assert held == [2, 2, 3, 3, 3, 3]
     step(one)
-    assert (one.idle, pool_of(one).used) == (True, 0)
+    assert (one.idle, pool_of(one).num_used) == (True, 0)
 
 
 def test_a_prompt_that_goes_on_gets_no_block_early() -> None:
     one = batcher(20, ahead=1)
     one.submit([ask(0, prompt(16), 7)], 0.0)
-    assert [len(step(one).rows[0].blocks) for _ in range(2)] == [2, 5]
+    assert [len(step(one).seqs[0].block_table) for _ in range(2)] == [2, 5]
 
 
 def test_nobody_makes_room_for_what_runs_ahead() -> None:
@@ -391,6 +395,6 @@ def test_nobody_makes_room_for_what_runs_ahead() -> None:
         one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(2)], 0.0)
         plans = [step(one) for _ in range(10)]
         preempted[ahead] = [ids(plan.preempted) for plan in plans]
-        assert pool_of(one).used <= 6
+        assert pool_of(one).num_used <= 6
     assert preempted[1] == preempted[0]
     assert [1] in preempted[0]

@@ -32,7 +32,7 @@ class Pool(RuleBasedStateMachine):
         blank = set(range(self.count)) - self.used() - set(self.left)
         count = data.draw(st.integers(0, len(blank) + len(self.left)))
         evicted = self.left[: max(0, count - len(blank))]
-        taken = self.pool.take(count)
+        taken = self.pool.allocate(count)
         assert len(taken) == len(set(taken)) == count
         assert blank.issuperset(taken) if not evicted else set(taken) == blank | set(evicted)
         for block in evicted:
@@ -46,15 +46,15 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: any(self.rows))
     def label(self, data: st.DataObject, key: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(self.used())))
-        self.pool.label(block, key)
+        self.pool.set_hash(block, key)
         if block not in self.contents and key not in self.contents.values():
             self.contents[block] = key
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=6, unique=True))
     def share(self, keys: list[bytes]) -> None:
-        found = self.pool.find(keys)
+        found = self.pool.find_cached(keys)
         assert found == self.expected(keys)
-        self.pool.share(found)
+        self.pool.incref(found)
         self.left = [block for block in self.left if block not in found]
         self.rows.append(found)
 
@@ -62,7 +62,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     def give_back(self, data: st.DataObject) -> None:
         row = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
-        self.pool.give_back(row)
+        self.pool.free(row)
         self.left += [block for block in reversed(row) if block in self.contents and block not in self.used()]
 
     def used(self) -> set[int]:
@@ -81,11 +81,11 @@ class Pool(RuleBasedStateMachine):
     def agree(self) -> None:
         self.pool.check()
         used = self.used()
-        assert (self.pool.used, self.pool.available) == (len(used), self.count - len(used))
-        assert [self.pool.in_use([block]) for block in range(self.count)] == [n in used for n in range(self.count)]
+        assert (self.pool.num_used, self.pool.num_available) == (len(used), self.count - len(used))
+        assert [self.pool.count_used([block]) for block in range(self.count)] == [n in used for n in range(self.count)]
         for key in KEYS:
-            assert self.pool.find([key]) == self.expected([key])
-            assert self.pool.shares(key) == any(block in used for block in self.expected([key]))
+            assert self.pool.find_cached([key]) == self.expected([key])
+            assert self.pool.is_used(key) == any(block in used for block in self.expected([key]))
 
 
 TestPool = Pool.TestCase

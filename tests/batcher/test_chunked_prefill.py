@@ -6,21 +6,21 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
-from batches import limits, planned, request
+from batches import limits, next_plan, request
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.prefill_budget import DecodeTimes
-from tgis.batcher.sequence import Plan
+from tgis.batcher.sequence import StepPlan
 
 BASE, PER_ROW, PER_TOKEN, PER_SEEN = 10.0, 0.4, 0.3, 5e-6  # milliseconds; the last: for each token that a token sees
 STRETCH = 2.5
 NEW = 128
 
 
-def milliseconds(plan: Plan) -> float:
-    tokens = sum(plan.counts)
-    seen = sum(row.computed * count for row, count in zip(plan.rows, plan.counts, strict=True))
-    return BASE + PER_ROW * len(plan.rows) + PER_TOKEN * (tokens - len(plan.rows)) + PER_SEEN * seen
+def milliseconds(plan: StepPlan) -> float:
+    tokens = sum(plan.num_scheduled_tokens)
+    seen = sum(row.num_computed_tokens * count for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True))
+    return BASE + PER_ROW * len(plan.seqs) + PER_TOKEN * (tokens - len(plan.seqs)) + PER_SEEN * seen
 
 
 class World:
@@ -40,7 +40,7 @@ class World:
 
     def step(self) -> tuple[float, int]:
         """What a step took, and how many rows ended."""
-        plan = planned(self.batcher, self.now)
+        plan = next_plan(self.batcher, self.now)
         took = milliseconds(plan)
         self.now += took
         for row in plan.sampled:
@@ -71,7 +71,7 @@ def test_many_clients_get_their_first_tokens_soon_whatever_came_before(before: i
     """32 clients, each of which sends its next prompt when it has its answer, after a time with other numbers."""
     world = World()
     for clients in (before, 32):
-        sent = {world.submit(130): world.now for _ in range(clients - world.batcher.running)}
+        sent = {world.submit(130): world.now for _ in range(clients - world.batcher.num_running)}
         for _ in range(1000):
             for _ in range(world.step()[1]):
                 sent[world.submit(130)] = world.now
@@ -81,10 +81,16 @@ def test_many_clients_get_their_first_tokens_soon_whatever_came_before(before: i
 
 def test_times_of_other_numbers_of_rows_stand_in() -> None:
     times = DecodeTimes()
-    assert times.of(5) is None
+    assert times.expected(5) is None
     times.add(20, 2.0)
-    assert (times.of(1), times.of(16), times.of(31), times.of(32), times.of(100)) == (2.0, 2.0, 2.0, 4.0, 8.0)
+    assert (times.expected(1), times.expected(16), times.expected(31), times.expected(32), times.expected(100)) == (
+        2.0,
+        2.0,
+        2.0,
+        4.0,
+        8.0,
+    )
     times.add(1, 1.0)
-    assert (times.of(1), times.of(2), times.of(15), times.of(16)) == (1.0, 2.0, 8.0, 2.0)
+    assert (times.expected(1), times.expected(2), times.expected(15), times.expected(16)) == (1.0, 2.0, 8.0, 2.0)
     times.add(17, 3.0)
-    assert times.of(20) == pytest.approx(2.1)
+    assert times.expected(20) == pytest.approx(2.1)

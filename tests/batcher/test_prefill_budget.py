@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import Limits, MemoryModel
-from tgis.batcher.prefill_budget import share_out
+from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
-from tgis.bench.simulate import Imagined, Job, Simulation
+from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
 from tgis.engines.fake import StepModel
 from tgis.ipc.messages import StopReason
 
@@ -21,8 +21,8 @@ def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
         batcher.submit([request(n, 1, 99)], now)
         plan = batcher.plan(now)
         assert plan is not None
-        now += prefill_seconds if plan.prefill else 1.0
-        seen += "P" if plan.prefill else "d"
+        now += prefill_seconds if plan.has_prefill else 1.0
+        seen += "P" if plan.has_prefill else "d"
         batcher.commit(plan, [7] * len(plan.sampled), now)
     return seen
 
@@ -43,12 +43,14 @@ def test_running_rows_have_their_share_of_the_time(max_waiting: int, prefill_sec
 WHOLE = StepModel(step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
 CHUNKS = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
 NORMAL_STEP = 0.01 + 32 * 0.0002
-STREAMS = [Job(0.0, 20, 400)] * 31 + [Job(1.0, 8000, 10)]
+STREAMS = [TraceRequest(0.0, 20, 400)] * 31 + [TraceRequest(1.0, 8000, 10)]
 
 
 def longest_gap(*, chunked: bool) -> float:
-    bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
-    return max(Simulation(bounds, Imagined(CHUNKS if chunked else WHOLE), STREAMS).run().gaps)
+    bounds = BatchLimits(
+        64, MemoryModel.from_tokens(1 << 30), 256 if chunked else 1 << 20, block_size=16 if chunked else 0
+    )
+    return max(Simulation(bounds, SimulatedEngine(CHUNKS if chunked else WHOLE), STREAMS).run().longest_gap)
 
 
 def test_a_long_prompt_in_chunks_does_not_stall_streams() -> None:
@@ -61,20 +63,20 @@ def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
     batcher.submit([request(1, 10, deadline=5.0)], 0.0)
     plan = batcher.plan(0.0)
     assert plan is not None
-    assert (plan.counts, plan.sampled, plan.prefill) == ([4], [], True)
+    assert (plan.num_scheduled_tokens, plan.sampled, plan.has_prefill) == ([4], [], True)
     assert batcher.commit(plan, [], 6.0) == []
-    assert [row.end for row in batcher.expire(6.0)] == [StopReason.TIME_LIMIT]
+    assert [row.stop_reason for row in batcher.expire(6.0)] == [StopReason.TIME_LIMIT]
     assert batcher.idle
 
 
 def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:
-    bounds = Limits(64, MemoryModel.of_tokens(1 << 30), 256, block_size=16)
-    jobs = [Job(0.0, 100_000, 2), *[Job(0.5 + n / 10, 100, 5) for n in range(20)]]
-    outcome = Simulation(bounds, Imagined(CHUNKS), jobs).run()
-    assert len(outcome.first) == 21
-    assert sorted(outcome.first)[-2] < 0.2  # the short ones
-    alone = Simulation(bounds, Imagined(CHUNKS), jobs[:1]).run()
-    assert max(outcome.first) < 1.2 * alone.first[0]
+    bounds = BatchLimits(64, MemoryModel.from_tokens(1 << 30), 256, block_size=16)
+    jobs = [TraceRequest(0.0, 100_000, 2), *[TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]]
+    outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
+    assert len(outcome.ttft) == 21
+    assert sorted(outcome.ttft)[-2] < 0.2  # the short ones
+    alone = Simulation(bounds, SimulatedEngine(CHUNKS), jobs[:1]).run()
+    assert max(outcome.ttft) < 1.2 * alone.ttft[0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12), st.integers(1, 60))
@@ -82,13 +84,15 @@ def test_a_step_is_shared_without_waste(rows: list[tuple[int, bool]], budget: in
     sequences = [Sequence(request(n, length), 0.0) for n, (length, _) in enumerate(rows)]
     for row, (_, decoding) in zip(sequences, rows, strict=True):
         if decoding:
-            row.computed = len(row.tokens)
+            row.num_computed_tokens = len(row.tokens)
             row.tokens.append(7)
-    working, counts = share_out(sequences, budget)
+    working, counts = split_budget(sequences, budget)
     count = dict(zip(ids(working), counts, strict=True))
     catching = [row for row in sequences if not row.decoding]
     assert all(count[row.id] == 1 for row in sequences if row.decoding)
-    assert sum(count.get(row.id, 0) for row in catching) == min(budget, sum(row.pending for row in catching))
-    assert all(1 <= count.get(row.id, 1) <= row.pending for row in catching)
+    assert sum(count.get(row.id, 0) for row in catching) == min(
+        budget, sum(row.num_uncomputed_tokens for row in catching)
+    )
+    assert all(1 <= count.get(row.id, 1) <= row.num_uncomputed_tokens for row in catching)
     if catching:
-        assert count[catching[0].id] >= min(catching[0].pending, (budget + 1) // 2)
+        assert count[catching[0].id] >= min(catching[0].num_uncomputed_tokens, (budget + 1) // 2)

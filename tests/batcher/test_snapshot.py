@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from batches import EOS, limits, planned, request, run_one
+from batches import EOS, limits, next_plan, request, run_step
 
 from tgis.batcher.batcher import Batcher
 from tgis.ipc.messages import Request
-from tgis.ipc.snapshot import Refusal, RowState
+from tgis.ipc.snapshot import RequestState, WaitReason
 
 CHUNKED = {"padded": False, "block_size": 1}
 
@@ -15,42 +15,56 @@ CHUNKED = {"padded": False, "block_size": 1}
 def test_a_request_waits_for_memory() -> None:
     batcher = Batcher(limits(weight=40), {EOS})
     batcher.submit([request(1, 3), request(2, 30)], 1.0)
-    run_one(batcher, now=1.0)
+    run_step(batcher, now=1.0)
     batcher.submit([request(3, 35)], 1.5)
-    run_one(batcher, now=2.0)
-    seen = batcher.snapshot(3.0, most=10)
-    assert [(row.id, row.seconds, row.remaining) for row in seen.queue] == [(2, 2.0, 5), (3, 1.5, 5)]
-    assert seen.rows == [RowState(1, 2.0, input=3, computed=4, generated=2, remaining=3)]
-    assert (seen.context, seen.context_peak, seen.context_limit, seen.context_most) == (5, 8, 40, 40)
-    assert (seen.refusal, seen.last_refusal, seen.last_refused) == (Refusal.MEMORY, Refusal.MEMORY, 1.0)
+    run_step(batcher, now=2.0)
+    seen = batcher.snapshot(3.0, max_seqs=10)
+    assert [(row.id, row.seconds_since_queued, row.remaining_tokens) for row in seen.waiting_requests] == [
+        (2, 2.0, 5),
+        (3, 1.5, 5),
+    ]
+    assert seen.running_requests == [
+        RequestState(1, 2.0, prompt_tokens=3, computed_tokens=4, generated_tokens=2, remaining_tokens=3)
+    ]
+    assert (seen.context_tokens, seen.peak_context_tokens, seen.token_capacity, seen.initial_token_capacity) == (
+        5,
+        8,
+        40,
+        40,
+    )
+    assert (seen.wait_reason, seen.last_wait_reason, seen.seconds_since_last_wait) == (
+        WaitReason.MEMORY,
+        WaitReason.MEMORY,
+        1.0,
+    )
 
 
-def refusal_of(turns: list[list[Request]], **kind: Any) -> Refusal | None:
+def refusal_of(turns: list[list[Request]], **kind: Any) -> WaitReason | None:
     """Why the first in the queue waits after a step for each of these arrivals."""
     batcher = Batcher(limits(**kind), {EOS})
     for requests in turns:
         batcher.submit(requests, 0.0)
-        run_one(batcher)
-    return batcher.snapshot(1.0, most=1).refusal
+        run_step(batcher)
+    return batcher.snapshot(1.0, max_seqs=1).wait_reason
 
 
 @pytest.mark.parametrize(
     ("turns", "kind", "reason"),
     [
         ([[request(1)]], {}, None),
-        ([[request(n) for n in range(9)]], {}, Refusal.BATCH_SIZE),
-        ([[request(n) for n in range(4)], [request(9)]], {}, Refusal.BATCH_SIZE),
-        ([[request(n) for n in range(4)], [request(9)]], CHUNKED, Refusal.BATCH_SIZE),
-        ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100}, Refusal.MEMORY),
-        ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100, **CHUNKED}, Refusal.MEMORY),
-        ([[request(1, 40), request(2, 40)]], {}, Refusal.PREFILL),
-        ([[request(1, 90), request(2, 90), request(3, 9)]], CHUNKED, Refusal.PREFILL),
-        ([[request(1, 20), request(2, 2)]], {"max_padding": 0.1}, Refusal.PADDING),
-        ([[request(1)], [request(2)]], {}, Refusal.PACE),
+        ([[request(n) for n in range(9)]], {}, WaitReason.BATCH_SIZE),
+        ([[request(n) for n in range(4)], [request(9)]], {}, WaitReason.BATCH_SIZE),
+        ([[request(n) for n in range(4)], [request(9)]], CHUNKED, WaitReason.BATCH_SIZE),
+        ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100}, WaitReason.MEMORY),
+        ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100, **CHUNKED}, WaitReason.MEMORY),
+        ([[request(1, 40), request(2, 40)]], {}, WaitReason.PREFILL_SIZE),
+        ([[request(1, 90), request(2, 90), request(3, 9)]], CHUNKED, WaitReason.PREFILL_SIZE),
+        ([[request(1, 20), request(2, 2)]], {"max_padding": 0.1}, WaitReason.PREFILL_PADDING),
+        ([[request(1)], [request(2)]], {}, WaitReason.DECODE_TURN),
         ([[request(1)], [request(2)], []], {}, None),
     ],
 )
-def test_every_reason_to_wait_has_a_name(turns: list[list[Request]], kind: Any, reason: Refusal | None) -> None:
+def test_every_reason_to_wait_has_a_name(turns: list[list[Request]], kind: Any, reason: WaitReason | None) -> None:
     assert refusal_of(turns, **kind) is reason
 
 
@@ -58,68 +72,68 @@ def test_every_reason_to_wait_has_a_name(turns: list[list[Request]], kind: Any, 
 def test_rows_on_trial_wait_for_each_other(kind: Any) -> None:
     batcher = Batcher(limits(**kind), {EOS})
     batcher.submit([request(n) for n in range(4)], 0.0)
-    batcher.retreat(planned(batcher), out_of_memory=False)
-    run_one(batcher)
-    assert batcher.snapshot(0.0, most=9).refusal is Refusal.TRIAL
+    batcher.rollback(next_plan(batcher), out_of_memory=False)
+    run_step(batcher)
+    assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
 
 
 def test_a_refusal_does_not_outlive_its_request() -> None:
     batcher = Batcher(limits(weight=100), {EOS})
     batcher.submit([request(1, 50, 9), request(2, 50, 9)], 0.0)
-    run_one(batcher)
+    run_step(batcher)
     batcher.cancel([2])
     batcher.submit([request(3, 50, 9, deadline=5.0)], 1.0)
-    assert batcher.snapshot(1.0, most=9).refusal is None
-    run_one(batcher, now=2.0)
-    run_one(batcher, now=3.0)
-    assert batcher.snapshot(3.0, most=9).refusal is Refusal.MEMORY
+    assert batcher.snapshot(1.0, max_seqs=9).wait_reason is None
+    run_step(batcher, now=2.0)
+    run_step(batcher, now=3.0)
+    assert batcher.snapshot(3.0, max_seqs=9).wait_reason is WaitReason.MEMORY
     batcher.expire(6.0)
-    seen = batcher.snapshot(7.0, most=9)
-    assert (seen.refusal, seen.last_refusal, seen.last_refused) == (None, Refusal.MEMORY, 4.0)
+    seen = batcher.snapshot(7.0, max_seqs=9)
+    assert (seen.wait_reason, seen.last_wait_reason, seen.seconds_since_last_wait) == (None, WaitReason.MEMORY, 4.0)
 
 
 def test_a_refusal_is_not_that_of_rows_which_come_back() -> None:
     batcher = Batcher(limits(max_batch_size=2), {EOS})
     batcher.submit([request(n) for n in range(3)], 0.0)
-    run_one(batcher)
-    assert batcher.snapshot(0.0, most=9).refusal is Refusal.BATCH_SIZE
-    batcher.retreat(planned(batcher), out_of_memory=False)
-    seen = batcher.snapshot(0.0, most=9)
-    assert ([row.id for row in seen.queue], seen.refusal) == ([0, 1, 2], None)
+    run_step(batcher)
+    assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.BATCH_SIZE
+    batcher.rollback(next_plan(batcher), out_of_memory=False)
+    seen = batcher.snapshot(0.0, max_seqs=9)
+    assert ([row.id for row in seen.waiting_requests], seen.wait_reason) == ([0, 1, 2], None)
 
 
 def test_so_many_rows_are_shown_and_all_are_counted() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n) for n in range(1000)], 0.0)
-    run_one(batcher)
-    seen = batcher.snapshot(0.0, most=3)
-    assert (seen.running, seen.waiting) == (4, 996)
-    assert [row.id for row in seen.rows] == [0, 1, 2]
-    assert [row.id for row in seen.queue] == [4, 5, 6]
+    run_step(batcher)
+    seen = batcher.snapshot(0.0, max_seqs=3)
+    assert (seen.num_running, seen.num_waiting) == (4, 996)
+    assert [row.id for row in seen.running_requests] == [0, 1, 2]
+    assert [row.id for row in seen.waiting_requests] == [4, 5, 6]
 
 
 @pytest.mark.parametrize(("padded", "peak"), [(True, 2 * 30), (False, 30 + 20)])
 def test_the_peak_is_that_of_the_step_in_which_rows_end(padded: bool, peak: int) -> None:
     batcher = Batcher(limits(padded=padded), {EOS})
     batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
-    run_one(batcher)
-    seen = batcher.snapshot(0.0, most=0)
-    assert (seen.context, seen.context_peak) == (2 * 21 if padded else 11 + 21, peak)
+    run_step(batcher)
+    seen = batcher.snapshot(0.0, max_seqs=0)
+    assert (seen.context_tokens, seen.peak_context_tokens) == (2 * 21 if padded else 11 + 21, peak)
 
 
 def test_prompts_that_are_not_done_count_in_full() -> None:
     batcher = Batcher(limits(prefill_tokens=8, **CHUNKED), {EOS})
     batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
-    run_one(batcher)
-    seen = batcher.snapshot(0.0, most=9)
-    assert seen.context_peak == 20 + 30
-    assert [row.computed for row in seen.rows] == [4, 4]
+    run_step(batcher)
+    seen = batcher.snapshot(0.0, max_seqs=9)
+    assert seen.peak_context_tokens == 20 + 30
+    assert [row.computed_tokens for row in seen.running_requests] == [4, 4]
 
 
 def test_what_lack_of_memory_took_is_seen() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n, 10, 50) for n in range(2)], 0.0)
-    run_one(batcher)
-    batcher.retreat(planned(batcher), out_of_memory=True)
-    seen = batcher.snapshot(0.0, most=3)
-    assert seen.context_limit < 2 * 11 < seen.context_most == 1000
+    run_step(batcher)
+    batcher.rollback(next_plan(batcher), out_of_memory=True)
+    seen = batcher.snapshot(0.0, max_seqs=3)
+    assert seen.token_capacity < 2 * 11 < seen.initial_token_capacity == 1000

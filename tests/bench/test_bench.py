@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from tgis.__main__ import run
 from tgis.bench import plot, workload
-from tgis.bench.client import Sample
+from tgis.bench.client import RequestRecord
 from tgis.bench.load import Budget, ClosedLoop, OpenLoop
 from tgis.bench.summary import percentile, percentiles, summarize
 from tgis.errors import OptionError
@@ -129,18 +129,18 @@ def test_percentiles_of_nothing_are_none() -> None:
     assert percentiles([]).p99 is None
 
 
-def note(sample: Sample, now: float, tokens: int, text: str = "a") -> None:
-    sample.note(now, pb.GenerationResponse(generated_token_count=tokens, text=text))
+def note(sample: RequestRecord, now: float, tokens: int, text: str = "a") -> None:
+    sample.record_message(now, pb.GenerationResponse(generated_token_count=tokens, text=text))
 
 
 def test_times_of_a_stream() -> None:
-    sample = Sample(due=9.0, asked=7)
-    sample.note(10.0, pb.GenerationResponse(input_token_count=3))
+    sample = RequestRecord(scheduled_at=9.0, requested_tokens=7)
+    sample.record_message(10.0, pb.GenerationResponse(input_token_count=3))
     note(sample, 11.0, 2)
     note(sample, 12.0, 3)
     note(sample, 15.0, 6)
     note(sample, 15.5, 6, text="")  # says nothing new
-    sample.end, sample.status = 16.0, "OK"
+    sample.ended_at, sample.status = 16.0, "OK"
     summary = summarize([sample], cpu_seconds=3.5)
     assert summary.ttft_ms.p50 == pytest.approx(2000)
     assert summary.tpot_ms.p50 == pytest.approx(1000)  # 4 tokens after the first message, 4 s
@@ -152,9 +152,9 @@ def test_times_of_a_stream() -> None:
 
 
 def test_one_message_has_no_time_per_token() -> None:
-    sample = Sample(due=0.0, asked=5)
+    sample = RequestRecord(scheduled_at=0.0, requested_tokens=5)
     note(sample, 1.0, 5)
-    sample.end, sample.status = 1.0, "OK"
+    sample.ended_at, sample.status = 1.0, "OK"
     summary = summarize([sample], cpu_seconds=0.0)
     assert summary.ttft_ms.p50 == 1000
     assert summary.tpot_ms.p50 is None
@@ -162,9 +162,9 @@ def test_one_message_has_no_time_per_token() -> None:
 
 
 def test_only_successes_count_and_unfinished_requests_do_not_exist() -> None:
-    ok = Sample(due=1.0, asked=4, end=3.0, output_tokens=4, status="OK")
-    late = Sample(due=2.0, asked=4, end=5.0, output_tokens=3, status="UNAVAILABLE")
-    running = Sample(due=0.0, asked=4, output_tokens=2)
+    ok = RequestRecord(scheduled_at=1.0, requested_tokens=4, ended_at=3.0, output_tokens=4, status="OK")
+    late = RequestRecord(scheduled_at=2.0, requested_tokens=4, ended_at=5.0, output_tokens=3, status="UNAVAILABLE")
+    running = RequestRecord(scheduled_at=0.0, requested_tokens=4, output_tokens=2)
     summary = summarize([ok, late, running], cpu_seconds=0.0)
     assert (summary.ok, summary.failed) == (1, {"UNAVAILABLE": 1})
     assert summary.duration_s == 4.0
@@ -243,8 +243,8 @@ def test_calibration_takes_the_largest_group_of_equal_words() -> None:
     def tokens(text: str) -> int:  # a special token, "the", and a token for every two letters
         return 2 + sum((len(word) + 1) // 2 for word in text.split()[1:])
 
-    vocabulary = workload.calibrated([tokens(text) for text in workload.probes()])
-    assert vocabulary.cost == 2
+    vocabulary = workload.calibrate([tokens(text) for text in workload.calibration_texts()])
+    assert vocabulary.tokens_per_word == 2
     assert {len(word) for word in vocabulary.words} == {3, 4}
     for wanted in (2, 10, 101):
         assert abs(tokens(vocabulary.prompt(wanted, random.Random(0))) - wanted) <= 1
@@ -260,8 +260,8 @@ def test_lengths_follow_the_log_normal() -> None:
 
 
 def test_jobs_leave_room_for_the_output() -> None:
-    vocabulary = workload.Vocabulary(["a"], base=1, cost=1)
-    made = workload.random_jobs(vocabulary, iter([5, 50]), iter([4, 4]), 12, random.Random(0))
+    vocabulary = workload.Vocabulary(["a"], base_tokens=1, tokens_per_word=1)
+    made = workload.random_requests(vocabulary, iter([5, 50]), iter([4, 4]), 12, random.Random(0))
     assert [len(job.text.split()) for job in itertools.islice(made, 2)] == [5, 8]
 
 
@@ -270,7 +270,7 @@ def test_prompts_of_a_file_come_over_and_over(tmp_path: Path) -> None:
     lines.write_text('one é\n\n{"text": 2}\n', encoding="utf-8")
     objects.write_text('{"text": "a\\nb", "id": 1}\n{"text": ""}\n', encoding="utf-8")
     for path, expected in ((lines, ["one é", '{"text": 2}', "one é"]), (objects, ["a\nb", "", "a\nb"])):
-        made = workload.file_jobs(path, itertools.repeat(3))
+        made = workload.file_requests(path, itertools.repeat(3))
         assert [job.text for job in itertools.islice(made, 3)] == expected
 
 
@@ -279,7 +279,7 @@ def test_bad_prompt_files_are_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(OptionError, match=r"bad\.jsonl"):
-        workload.file_jobs(path, itertools.repeat(3))
+        workload.file_requests(path, itertools.repeat(3))
 
 
 # The command

@@ -6,21 +6,29 @@ from pathlib import Path
 import pytest
 
 from tgis.__main__ import run
-from tgis.batcher.memory_model import Limits, MemoryModel
-from tgis.bench.simulate import TWO_CORES, Imagined, Job, Simulation, bimodal, lognormal, read_trace
+from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.bench.simulate import (
+    SMOLLM2_TWO_CORES,
+    SimulatedEngine,
+    Simulation,
+    TraceRequest,
+    bimodal_trace,
+    lognormal_trace,
+    read_trace,
+)
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
 
 MODEL = StepModel(padded=True, step_seconds=1.0, row_seconds=0.1, prefill_token_seconds=0.01)
-BOUNDS = Limits(4, MemoryModel.of_tokens(10**6), 10**6, 1.0, padded=True, max_waiting_tokens=0)
+BOUNDS = BatchLimits(4, MemoryModel.from_tokens(10**6), 10**6, 1.0, padded=True, max_waiting_tokens=0)
 
 
 def test_two_requests_by_hand() -> None:
-    outcome = Simulation(BOUNDS, Imagined(MODEL), [Job(0.0, 10, 3), Job(0.0, 20, 2)]).run()
+    outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 3), TraceRequest(0.0, 20, 2)]).run()
     assert outcome.seconds == pytest.approx(1.4 + 1.2 + 1.1)  # a prefill of 2 x 20, steps of two rows and of one
     assert outcome.tokens == 5
-    assert outcome.first == pytest.approx([1.4, 1.4])
-    assert outcome.between == pytest.approx([1.2, 1.15])
+    assert outcome.ttft == pytest.approx([1.4, 1.4])
+    assert outcome.tpot == pytest.approx([1.2, 1.15])
     summary = outcome.summary()
     assert summary["prefill_padding"] == 0.25
     assert summary["decode_padding"] == pytest.approx(1 - (11 + 21 + 12) / (42 + 12), abs=1e-3)
@@ -28,29 +36,31 @@ def test_two_requests_by_hand() -> None:
 
 
 def test_one_client_sends_one_request_after_the_other() -> None:
-    outcome = Simulation(BOUNDS, Imagined(MODEL), [Job(0.0, 10, 2)] * 3, clients=1).run()
+    outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 2)] * 3, clients=1).run()
     assert outcome.seconds == pytest.approx(3 * (1.1 + 1.1))
-    assert outcome.first == pytest.approx([1.1] * 3)
+    assert outcome.ttft == pytest.approx([1.1] * 3)
 
 
 def test_requests_that_come_later_find_an_idle_server() -> None:
-    outcome = Simulation(BOUNDS, Imagined(MODEL), [Job(0.0, 10, 1), Job(50.0, 10, 1)]).run()
+    outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 1), TraceRequest(50.0, 10, 1)]).run()
     assert outcome.seconds == pytest.approx(51.1)
-    assert outcome.first == pytest.approx([1.1, 1.1])
+    assert outcome.ttft == pytest.approx([1.1, 1.1])
 
 
 @pytest.mark.parametrize(("rows", "milliseconds"), [(1, 16.9), (8, 21.4), (32, 40.7), (64, 70.0)])
 def test_the_step_times_of_two_cores_are_those_measured(rows: int, milliseconds: float) -> None:
-    step = TWO_CORES.step_seconds + rows * (TWO_CORES.row_seconds + 150 * TWO_CORES.context_seconds)
+    step = SMOLLM2_TWO_CORES.step_seconds + rows * (
+        SMOLLM2_TWO_CORES.row_seconds + 150 * SMOLLM2_TWO_CORES.context_seconds
+    )
     assert 1e3 * step == pytest.approx(milliseconds, rel=0.06)
 
 
 def test_made_up_traces() -> None:
-    jobs = list(lognormal(2000, 5.0, seed=3))
-    assert jobs == list(lognormal(2000, 5.0, seed=3))
-    assert sorted(job.length for job in jobs)[1000] == pytest.approx(60, rel=0.1)
-    assert jobs[-1].arrival == pytest.approx(400, rel=0.1)
-    long = [job for job in bimodal(2000, 5.0, seed=3) if job.length == 1024]
+    jobs = list(lognormal_trace(2000, 5.0, seed=3))
+    assert jobs == list(lognormal_trace(2000, 5.0, seed=3))
+    assert sorted(job.prompt_tokens for job in jobs)[1000] == pytest.approx(60, rel=0.1)
+    assert jobs[-1].arrival_time == pytest.approx(400, rel=0.1)
+    long = [job for job in bimodal_trace(2000, 5.0, seed=3) if job.prompt_tokens == 1024]
     assert len(long) == pytest.approx(200, rel=0.2)
 
 
@@ -61,7 +71,7 @@ def test_a_trace_as_azure_publishes_them(tmp_path: Path) -> None:
         "2023-11-16 18:17:04.5000000,396,109\n"
         "2023-11-16 18:17:03.0000000,879,55\n"
     )
-    assert read_trace(path) == [Job(0.0, 879, 55), Job(1.5, 396, 109)]
+    assert read_trace(path) == [TraceRequest(0.0, 879, 55), TraceRequest(1.5, 396, 109)]
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "TIMESTAMP\xff"])

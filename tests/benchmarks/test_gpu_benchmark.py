@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from repository import REPOSITORY
 
-from benchmarks.gpu import SHAPES, _mixed, main, measured
+from benchmarks.gpu import SHAPES, _mixed_jobs, main, run_part_process
 
 PART = """
 import json
@@ -20,7 +20,7 @@ raise SystemExit(7)
 
 
 def test_a_part_that_fails_keeps_what_it_had(capfd: pytest.CaptureFixture[str]) -> None:
-    figures = measured("-c", PART)
+    figures = run_part_process("-c", PART)
     assert figures["first"] == {"tokens_per_second": 1.5}
     assert figures["second"] == 2
     assert figures["error"].startswith("ended with exit code 7 after ")
@@ -30,11 +30,11 @@ def test_a_part_that_fails_keeps_what_it_had(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_the_mixed_load_is_that_of_the_peers_figure() -> None:
-    jobs = list(_mixed(SHAPES["llama-3.1-8b"]))
+    jobs = list(_mixed_jobs(SHAPES["llama-3.1-8b"]))
     assert len(jobs) == 1000
-    assert sum(job.length for job in jobs) == pytest.approx(226_000, rel=0.05)
-    assert sum(job.new for job in jobs) == pytest.approx(191_000, rel=0.05)
-    assert max(job.length + job.new for job in jobs) < 2048
+    assert sum(job.prompt_tokens for job in jobs) == pytest.approx(226_000, rel=0.05)
+    assert sum(job.output_tokens for job in jobs) == pytest.approx(191_000, rel=0.05)
+    assert max(job.prompt_tokens + job.output_tokens for job in jobs) < 2048
 
 
 def test_without_a_part_the_others_go_on(

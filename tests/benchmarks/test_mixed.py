@@ -6,18 +6,25 @@ from pathlib import Path
 import pytest
 
 from benchmarks import mixed
-from benchmarks.mixed import POLICIES, load, options_of
-from tgis.batcher.memory_model import Limits, MemoryModel
-from tgis.bench.simulate import TWO_CORES, Imagined, Job, Simulation, bimodal, lognormal
+from benchmarks.mixed import POLICIES, engine_options, load_timed_engine
+from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.bench.simulate import (
+    SMOLLM2_TWO_CORES,
+    SimulatedEngine,
+    Simulation,
+    TraceRequest,
+    bimodal_trace,
+    lognormal_trace,
+)
 
 
-def bounds(size: int) -> Limits:
-    return Limits(size, MemoryModel.of_tokens(1 << 30), 512, 0.2, padded=True)
+def bounds(size: int) -> BatchLimits:
+    return BatchLimits(size, MemoryModel.from_tokens(1 << 30), 512, 0.2, padded=True)
 
 
-def figures(policy: str, size: int, jobs: list[Job], clients: int) -> dict[str, float]:
-    outcome = Simulation(POLICIES[policy](bounds(size)), Imagined(TWO_CORES), jobs, clients).run()
-    assert policy != "plain" or outcome.admissions.queue_jumps == 0
+def figures(policy: str, size: int, jobs: list[TraceRequest], clients: int) -> dict[str, float]:
+    outcome = Simulation(POLICIES[policy](bounds(size)), SimulatedEngine(SMOLLM2_TWO_CORES), jobs, clients).run()
+    assert policy != "plain" or outcome.counters.queue_jumps == 0
     return outcome.summary()
 
 
@@ -25,14 +32,14 @@ def figures(policy: str, size: int, jobs: list[Job], clients: int) -> dict[str, 
 @pytest.mark.parametrize("clients", [4, 32, 64])
 @pytest.mark.parametrize("policy", ["unpadded", "plain"])
 def test_nothing_is_lost_against_plain_continuous_joining(policy: str, clients: int, size: int) -> None:
-    jobs = list(lognormal(300, 1.0, seed=1))
+    jobs = list(lognormal_trace(300, 1.0, seed=1))
     got, base = figures("default", size, jobs, clients), figures(policy, size, jobs, clients)
     assert got["tokens_per_second"] >= 0.98 * base["tokens_per_second"]
     assert got["prefill_padding"] <= 0.5 * base["prefill_padding"]
 
 
 def test_short_requests_do_not_pay_for_long_ones() -> None:
-    jobs = list(bimodal(600, 1.0, seed=1))
+    jobs = list(bimodal_trace(600, 1.0, seed=1))
     got, base = figures("default", 64, jobs, 64), figures("plain", 64, jobs, 64)
     assert got["tokens_per_second"] >= 1.3 * base["tokens_per_second"]
     assert got["ttft_p99_ms"] <= 0.5 * base["ttft_p99_ms"]
@@ -40,13 +47,13 @@ def test_short_requests_do_not_pay_for_long_ones() -> None:
 
 
 def test_a_real_engine_runs_every_request_to_its_end(glassllm_dir: Path) -> None:
-    machine, limits = load(options_of("hf_transformers", glassllm_dir, "float32", 4))
-    jobs = [Job(0.0, 3 + n % 7, 1 + n % 5) for n in range(12)]
+    machine, limits = load_timed_engine(engine_options("hf_transformers", glassllm_dir, "float32", 4))
+    jobs = [TraceRequest(0.0, 3 + n % 7, 1 + n % 5) for n in range(12)]
     for policy in POLICIES.values():
         outcome = Simulation(policy(limits), machine, jobs, clients=6).run()
-        assert outcome.tokens == sum(job.new for job in jobs)
-        assert len(outcome.first) == 12
-        assert 0 < min(outcome.first) <= outcome.seconds
+        assert outcome.tokens == sum(job.output_tokens for job in jobs)
+        assert len(outcome.ttft) == 12
+        assert 0 < min(outcome.ttft) <= outcome.seconds
 
 
 def test_the_command_prints_a_table_and_json(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from benchmarks.soak import books
-from benchmarks.soak.cases import Answer, answer_of, difference
-from benchmarks.soak.ledger import Ledger
-from benchmarks.soak.memory import trend
+from benchmarks.soak.cases import Answer, assemble_answer, difference
+from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.memory import compute_trend
 from tgis.errors import InvalidRequest
-from tgis.frontend.metrics import Failure, Kind, Metrics
-from tgis.frontend.request_log import Account
+from tgis.frontend.metrics import CallKind, FailureReason, Metrics
+from tgis.frontend.request_log import RequestLog
 from tgis.ipc.messages import StopReason
 from tgis.pb import generation_pb2 as pb
 
@@ -67,7 +67,7 @@ def message(count: int, text: str, *tokens: str, end: Any = pb.NOT_FINISHED) -> 
 
 def test_a_stream_becomes_an_answer() -> None:
     stream = [message(0, ""), message(1, "a", "A"), message(3, "bc", "B", "C"), message(4, "d", "D", end=pb.MAX_TOKENS)]
-    assert answer_of(stream) == Answer("abcd", ["A", "B", "C", "D"], pb.MAX_TOKENS, ["", "a", "a", "abc", "abcd"])
+    assert assemble_answer(stream) == Answer("abcd", ["A", "B", "C", "D"], pb.MAX_TOKENS, ["", "a", "a", "abc", "abcd"])
 
 
 @pytest.mark.parametrize(
@@ -80,42 +80,42 @@ def test_a_stream_becomes_an_answer() -> None:
 )
 def test_a_stream_that_breaks_the_rules_is_none(stream: list[pb.GenerationResponse]) -> None:
     with pytest.raises(ValueError, match=r"messages|tokens"):
-        answer_of(stream)
+        assemble_answer(stream)
 
 
 def metrics() -> Metrics:
-    return Metrics(max_sequence_length=128, max_new_tokens=64, max_batch_size=4, weight_limit=1000)
+    return Metrics(max_sequence_length=128, max_new_tokens=64, max_batch_size=4, token_capacity=1000)
 
 
-def succeed(server: Metrics, kind: Kind, reason: StopReason, tokens: int) -> None:
+def succeed(server: Metrics, kind: CallKind, reason: StopReason, tokens: int) -> None:
     times = {"duration": 1.0, "inference": 1.0, "decoding": 1.0}
     server.request_succeeded(kind, reason, input_tokens=3, generated_tokens=tokens, **times)
 
 
-def lived(server: Metrics, ledger: Ledger) -> None:
+def lived(server: Metrics, ledger: ClientLog) -> None:
     """A unary call, a refused batch, a stream that was left, and a batch that may not have arrived."""
-    for kind, inputs in ((Kind.SINGLE, 1), (Kind.BATCH, 3), (Kind.STREAM, 1), (Kind.BATCH, 2)):
+    for kind, inputs in ((CallKind.SINGLE, 1), (CallKind.BATCH, 3), (CallKind.STREAM, 1), (CallKind.BATCH, 2)):
         server.request_started(kind, inputs)
-    succeed(server, Kind.SINGLE, StopReason.EOS_TOKEN, 5)
-    server.request_failed(Failure.VALIDATION)
-    server.request_failed(Failure.CANCELLED)
-    server.request_failed(Failure.CANCELLED)
-    succeed(server, Kind.BATCH, StopReason.MAX_TOKENS, 7)
-    ledger.note_call("single", 1)
-    ledger.note_end("single", "EOS_TOKEN", 5)
-    ledger.note_refused("INVALID_ARGUMENT", "batch", 3)
-    ledger.note_call("stream", 1)
-    ledger.left["stream"] += 1
-    ledger.note_unsure("batch", 2)
+    succeed(server, CallKind.SINGLE, StopReason.EOS_TOKEN, 5)
+    server.request_failed(FailureReason.VALIDATION)
+    server.request_failed(FailureReason.CANCELLED)
+    server.request_failed(FailureReason.CANCELLED)
+    succeed(server, CallKind.BATCH, StopReason.MAX_TOKENS, 7)
+    ledger.record_call("single", 1)
+    ledger.record_end("single", "EOS_TOKEN", 5)
+    ledger.record_refused("INVALID_ARGUMENT", "batch", 3)
+    ledger.record_call("stream", 1)
+    ledger.abandoned["stream"] += 1
+    ledger.record_uncertain("batch", 2)
 
 
-def accounts(change: Callable[[Metrics, Ledger], object]) -> list[str]:
+def accounts(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
     """What is wrong after that life and one thing more."""
-    server, ledger = metrics(), Ledger()
-    before = books.read(server.scrape().decode())
+    server, ledger = metrics(), ClientLog()
+    before = books.parse_metrics(server.scrape().decode())
     lived(server, ledger)
     change(server, ledger)
-    return list(books.discrepancies(before, books.read(server.scrape().decode()), ledger))
+    return list(books.discrepancies(before, books.parse_metrics(server.scrape().decode()), ledger))
 
 
 def test_books_that_agree() -> None:
@@ -126,35 +126,38 @@ def test_books_that_agree() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda server, ledger: server.request_started(Kind.STREAM, 1), "stream calls"),
+        (lambda server, ledger: server.request_started(CallKind.STREAM, 1), "stream calls"),
         (lambda server, ledger: ledger.note_call("single", 0), "single calls"),
         (lambda server, ledger: ledger.note_call("batch", 3), "inputs"),
-        (lambda server, ledger: server.request_failed(Failure.CANCELLED), "ends of inputs"),
-        (lambda server, ledger: succeed(server, Kind.STREAM, StopReason.MAX_TOKENS, 1), "ends of inputs"),
-        (lambda server, ledger: succeed(server, Kind.SINGLE, StopReason.EOS_TOKEN, 1), "single inputs with EOS_TOKEN"),
-        (lambda server, ledger: server.request_failed(Failure.GENERATION), "failures of kind generate"),
-        (lambda server, ledger: server.request_failed(Failure.VALIDATION), "failures of kind validation"),
+        (lambda server, ledger: server.request_failed(FailureReason.CANCELLED), "ends of inputs"),
+        (lambda server, ledger: succeed(server, CallKind.STREAM, StopReason.MAX_TOKENS, 1), "ends of inputs"),
+        (
+            lambda server, ledger: succeed(server, CallKind.SINGLE, StopReason.EOS_TOKEN, 1),
+            "single inputs with EOS_TOKEN",
+        ),
+        (lambda server, ledger: server.request_failed(FailureReason.GENERATION), "failures of kind generate"),
+        (lambda server, ledger: server.request_failed(FailureReason.VALIDATION), "failures of kind validation"),
         (lambda server, ledger: ledger.note_end("stream", "MAX_TOKENS", 0), "expired inputs"),
         (lambda server, ledger: ledger.note_end("single", "MAX_TOKENS", 100), "tokens"),
     ],
 )
-def test_books_that_do_not(change: Callable[[Metrics, Ledger], object], what: str) -> None:
+def test_books_that_do_not(change: Callable[[Metrics, ClientLog], object], what: str) -> None:
     assert [text for text in accounts(change) if text.startswith(f"{what}: the server counted")]
 
 
 def test_a_call_that_is_cancelled_before_its_inputs_are_queued_has_its_ends_too() -> None:
     server = metrics()
-    with pytest.raises(asyncio.CancelledError), Account(Kind.BATCH, 3, server, log_text=False):
+    with pytest.raises(asyncio.CancelledError), RequestLog(CallKind.BATCH, 3, server, log_text=False):
         raise asyncio.CancelledError
-    with pytest.raises(InvalidRequest), Account(Kind.BATCH, 2, server, log_text=False):
+    with pytest.raises(InvalidRequest), RequestLog(CallKind.BATCH, 2, server, log_text=False):
         raise InvalidRequest("field", "is bad")
-    found = books.read(server.scrape().decode())
+    found = books.parse_metrics(server.scrape().decode())
     assert found["tgi_request_failure_total", "cancelled"] == 3
     assert found["tgi_request_failure_total", "validation"] == 1
 
 
 def grown(minutes: int, size: Callable[[float], float]) -> str:
-    return trend([(second, int(1e8 * size(second / 60))) for second in range(60 * minutes + 1)]).problem
+    return compute_trend([(second, int(1e8 * size(second / 60))) for second in range(60 * minutes + 1)]).problem
 
 
 def test_memory_that_levels_off() -> None:

@@ -195,7 +195,7 @@ def run_on_terminal(command: list[str]) -> tuple[str, str, str]:
 
 def test_safe_keeps_text() -> None:
     family = "\U0001f468\u200d\U0001f469"  # joined by a character that is not printable
-    assert client.safe(f"{family}\n\t\x07") == f"{family}\n\t\ufffd"
+    assert client.terminal_safe(f"{family}\n\t\x07") == f"{family}\n\t\ufffd"
 
 
 def test_tokenize(tgis: Tgis) -> None:

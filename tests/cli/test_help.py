@@ -10,8 +10,8 @@ import pytest
 import tgis
 from tgis import __main__, config
 from tgis.__main__ import COMMANDS
-from tgis.config import REFUSED, UNUSED, Config
-from tgis.utils.options import flag, options_of
+from tgis.config import IGNORED, UNSUPPORTED, Config
+from tgis.utils.options import declared_options, flag_name
 
 # Runs in a process of its own: commands, by name -> their help, and what was imported afterwards.
 PROBE = """
@@ -60,28 +60,28 @@ def test_help_lists_the_commands(helps: dict[str, str]) -> None:
 
 def test_help_of_serve_tells_all_of_every_option(helps: dict[str, str]) -> None:
     text = helps["serve --help"]
-    for row in options_of(Config):
-        _, _, entry = text.partition("Model:")[2].partition(f"{flag(row.name)} ")
+    for row in declared_options(Config):
+        _, _, entry = text.partition("Model:")[2].partition(f"{flag_name(row.name)} ")
         entry = " ".join(entry.split("\n  -")[0].split())
-        assert row.about in entry
+        assert row.help_text in entry
         assert f"[env: {', '.join(name.upper() for name in row.names)}]" in entry
-        assert (f"[default: {row.shown}]" if not row.required else "[required]") in entry
+        assert (f"[default: {row.shown_default}]" if not row.required else "[required]") in entry
 
 
 def test_help_of_serve_names_what_is_missing(helps: dict[str, str]) -> None:
     _, _, missing = helps["serve --help"].partition("not supported yet:")
-    for row in (*REFUSED, *UNUSED):
+    for row in (*UNSUPPORTED, *IGNORED):
         assert all(name.upper() in missing for name in row.names)
 
 
 def test_help_shows_the_true_defaults() -> None:
     got = config.parse(["--model-name", "m"], {}, "tgis serve")
-    for row in options_of(Config):
+    for row in declared_options(Config):
         value = getattr(got, row.name)
         if isinstance(value, bool):
-            assert row.shown == str(value).lower()
-        elif isinstance(value, int | float) and row.computed is None:
-            assert float(row.shown or "") == value
+            assert row.shown_default == str(value).lower()
+        elif isinstance(value, int | float) and row.default_factory is None:
+            assert float(row.shown_default or "") == value
 
 
 def test_help_imports_little() -> None:

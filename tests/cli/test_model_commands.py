@@ -11,8 +11,8 @@ from pathlib import Path
 import hub_stand_in
 import pytest
 import torch
-from harness import call, serving
-from hub_stand_in import TOKEN, Hub
+from harness import running_server, unary_request
+from hub_stand_in import TOKEN, FakeHub
 from limited_process import LIMITED
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ REPO = "org/name"
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
     """A hub with a model for the engine `fake`."""
     model = make_fake_model(tmp_path / "model")
     files = {path.name: path.read_bytes() for path in model.iterdir()}
@@ -39,7 +39,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def start(hub: Hub, tmp_path: Path) -> Start:
+def start(hub: FakeHub, tmp_path: Path) -> Start:
     """Starts a command where HF_HOME is empty at first."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -69,7 +69,7 @@ def run(start: Start) -> Run:
     return run
 
 
-def test_what_was_downloaded_is_served_by_its_name(hub: Hub, run: Run, tmp_path: Path) -> None:
+def test_what_was_downloaded_is_served_by_its_name(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     code, out, err = run("download-weights", REPO)
     path = Path(out.splitlines()[-1])
     assert (code, out) == (0, f"{path}\n")
@@ -80,22 +80,24 @@ def test_what_was_downloaded_is_served_by_its_name(hub: Hub, run: Run, tmp_path:
     assert path.parent == tmp_path / "hf" / "hub" / "models--org--name" / "snapshots"
     assert load_file(path / "model.safetensors")["w"].tolist() == list(range(500_000))
 
-    hub.asked.clear()
+    hub.requests.clear()
     where = tmp_path / "hf"
     with (
-        serving(tmp_path, Path(REPO), HF_HOME=where, HF_ENDPOINT=hub.endpoint, DEPLOYMENT_FRAMEWORK="fake") as server,
+        running_server(
+            tmp_path, Path(REPO), HF_HOME=where, HF_ENDPOINT=hub.endpoint, DEPLOYMENT_FRAMEWORK="fake"
+        ) as server,
         server.stub() as stub,
     ):
-        (response,) = stub.Generate(call("hello", 5), timeout=30).responses
+        (response,) = stub.Generate(unary_request("hello", 5), timeout=30).responses
     assert response.generated_token_count == 5
-    assert hub.asked == []
+    assert hub.requests == []
 
     code, again, err = run("download-weights", REPO)
     assert (code, again, err) == (0, out, f"{REPO} at commit {path.name[:12]}: all files are here\n")
-    assert [asked.path for asked in hub.asked] == [f"/api/models/{REPO}"]
+    assert [asked.path for asked in hub.requests] == [f"/api/models/{REPO}"]
 
 
-def test_the_cache_is_where_the_environment_says(hub: Hub, run: Run, tmp_path: Path) -> None:
+def test_the_cache_is_where_the_environment_says(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     for name in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE"):
         code, out, _ = run("download-weights", REPO, **{name: str(tmp_path / name)}, PORT="of the server alone")
         assert code == 0
@@ -105,7 +107,7 @@ def test_the_cache_is_where_the_environment_says(hub: Hub, run: Run, tmp_path: P
     assert (code, err) == (2, "tgis: HF_HUB_CACHE='/a' and TRANSFORMERS_CACHE='/b' must be the same\n")
 
 
-def test_tokens(hub: Hub, run: Run) -> None:
+def test_tokens(hub: FakeHub, run: Run) -> None:
     hub.repos[REPO].private = True
     code, out, err = run("download-weights", REPO)
     assert (code, out) == (1, "")
@@ -119,7 +121,7 @@ def test_tokens(hub: Hub, run: Run) -> None:
         assert TOKEN not in err
 
 
-def test_a_run_that_is_killed_goes_on_where_it_was(hub: Hub, run: Run, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_where_it_was(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     """Killed by the kernel at a byte of our choice: files may not become larger than that."""
     limit = 3_000_000
     code, _, _ = run("download-weights", REPO, limited=("SIG_DFL", limit))
@@ -127,7 +129,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(hub: Hub, run: Run, tmp_path:
     cache = tmp_path / "hf" / "hub"
     assert not list(cache.rglob("model.safetensors"))
     assert not list(cache.rglob("main"))
-    hub.asked.clear()
+    hub.requests.clear()
     code, out, err = run("download-weights", REPO)
     assert code == 0
     assert ("model.safetensors", limit) in hub.downloads()
@@ -135,7 +137,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(hub: Hub, run: Run, tmp_path:
     assert load_file(Path(out.strip()) / "model.safetensors")["w"].tolist() == list(range(500_000))
 
 
-def test_a_full_disk_is_told(hub: Hub, run: Run, tmp_path: Path) -> None:
+def test_a_full_disk_is_told(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     code, out, err = run("download-weights", REPO, limited=("SIG_IGN", 3_000_000))
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == (
@@ -144,7 +146,7 @@ def test_a_full_disk_is_told(hub: Hub, run: Run, tmp_path: Path) -> None:
     assert run("download-weights", REPO)[0] == 0
 
 
-def test_a_hub_that_is_away_is_no_harm_to_what_is_there(hub: Hub, run: Run) -> None:
+def test_a_hub_that_is_away_is_no_harm_to_what_is_there(hub: FakeHub, run: Run) -> None:
     code, out, err = run("download-weights", REPO, HF_HUB_OFFLINE="1")
     assert (code, out, err) == (1, "", "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
     _, path, _ = run("download-weights", REPO)
@@ -160,7 +162,7 @@ def test_a_hub_that_is_away_is_no_harm_to_what_is_there(hub: Hub, run: Run) -> N
 
 
 @pytest.fixture
-def old(hub: Hub, slow_gpt2: ModelFiles, tmp_path: Path) -> dict[str, torch.Tensor]:
+def old(hub: FakeHub, slow_gpt2: ModelFiles, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The hub's model has .bin weights and a tokenizer of the old kind; returns the weights."""
     hub.repos.clear()
     weights = {"wte.weight": torch.randn(260, 4), "h": torch.randn(4, 4)}
@@ -170,7 +172,7 @@ def old(hub: Hub, slow_gpt2: ModelFiles, tmp_path: Path) -> dict[str, torch.Tens
     return weights
 
 
-def test_an_old_model_is_converted(hub: Hub, run: Run, old: dict[str, torch.Tensor]) -> None:
+def test_an_old_model_is_converted(hub: FakeHub, run: Run, old: dict[str, torch.Tensor]) -> None:
     code, out, err = run("download-weights", REPO)
     assert code == 0, err
     path = Path(out.strip())
@@ -187,13 +189,13 @@ def test_an_old_model_is_converted(hub: Hub, run: Run, old: dict[str, torch.Tens
     assert (code, out) == (0, f"{path} has a tokenizer.json already: nothing to do\n")
 
     (path / "pytorch_model.bin").unlink()  # to save space: the next run does not fetch it again
-    hub.asked.clear()
+    hub.requests.clear()
     code, out, err = run("download-weights", REPO)
     assert (code, out.strip(), err.count("\n")) == (0, str(path), 1)
     assert hub.downloads() == []
 
 
-def test_an_old_model_is_left_alone_if_told_so(hub: Hub, run: Run, old: dict[str, torch.Tensor]) -> None:
+def test_an_old_model_is_left_alone_if_told_so(hub: FakeHub, run: Run, old: dict[str, torch.Tensor]) -> None:
     for option in (["--no-auto-convert"], ["--auto_convert", "false"]):
         assert run("download-weights", REPO, *option) == (
             1,
@@ -206,7 +208,7 @@ def test_an_old_model_is_left_alone_if_told_so(hub: Hub, run: Run, old: dict[str
     assert {file.name for file in path.iterdir()} == set(hub.repos[REPO].commits[path.name])
 
 
-def test_extensions(hub: Hub, run: Run) -> None:
+def test_extensions(hub: FakeHub, run: Run) -> None:
     code, out, _ = run("download-weights", REPO, "--extension", ".json")
     assert code == 0
     assert {path.name for path in Path(out.strip()).iterdir()} == {"config.json", "tokenizer.json"}
@@ -221,7 +223,7 @@ def test_extensions(hub: Hub, run: Run) -> None:
 
 
 def test_weights_that_cannot_be_converted_are_told(
-    hub: Hub, run: Run, old: dict[str, torch.Tensor], slow_gpt2: ModelFiles
+    hub: FakeHub, run: Run, old: dict[str, torch.Tensor], slow_gpt2: ModelFiles
 ) -> None:
     torch.save({"w": slow_gpt2.path}, slow_gpt2.path / "pytorch_model.bin")
     files = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
@@ -231,7 +233,7 @@ def test_weights_that_cannot_be_converted_are_told(
     assert err.splitlines()[-1].endswith("is broken, or holds more than tensors, which is never loaded")
 
 
-def test_two_at_once_download_once(hub: Hub, start: Start) -> None:
+def test_two_at_once_download_once(hub: FakeHub, start: Start) -> None:
     """The second waits while the first has half of the weights, and then finds all of them."""
     gate = hub.gates["model.safetensors"] = hub_stand_in.Gate()
     with start("download-weights", REPO) as first:
@@ -293,13 +295,13 @@ def test_the_names_of_tgis_and_the_adapter(
     assert __main__.model_files() == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: {script} COMMAND")
-    assert re.findall(r"^  (\S+)", out, re.MULTILINE) == list(__main__.MODEL_FILES)
+    assert re.findall(r"^  (\S+)", out, re.MULTILINE) == list(__main__.MODEL_FILE_COMMANDS)
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}", "serve", "m"])
     assert __main__.model_files() == 2
     assert capsys.readouterr().err == f"tgis: there is no command 'serve' (see {script} --help)\n"
 
 
-def test_a_terminal_has_a_bar(hub: Hub, run: Run, tmp_path: Path) -> None:
+def test_a_terminal_has_a_bar(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     """Also one that does not know how wide it is."""
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "tgis", "download-weights", REPO]

@@ -13,8 +13,18 @@ from tempfile import TemporaryDirectory
 
 import oracle
 import pytest
-from equality import EVERYTHING, OPTIONS, TEXT, Arrival, Comparison, forty_and_eight, generate, meet_all, stream
-from harness import Server, serving
+from equality import (
+    EVERYTHING,
+    OPTIONS,
+    TEXT_ONLY,
+    Comparison,
+    ScheduledRequest,
+    generate,
+    random_requests,
+    send_all,
+    stream,
+)
+from harness import Server, running_server
 from oracle import MAX_NEW_TOKENS, PROMPTS, Answer
 
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -70,7 +80,7 @@ def _serving(name: str, model: Path, cache: Path, request: pytest.FixtureRequest
     # one thread: beside other work, threads that wait for each other are ten times slower
     with (
         TemporaryDirectory() as log,
-        serving(Path(log), model, DTYPE="float32", NUM_THREADS=1) as server,
+        running_server(Path(log), model, DTYPE="float32", NUM_THREADS=1) as server,
         server.stub() as stub,
     ):
         yield Served(server, stub, answers, MAX_NEW_TOKENS[name])
@@ -103,7 +113,7 @@ def test_unary_alone(served: Served, prompt: str) -> None:
 )
 def test_stream_alone_equals_unary(served: Served, prompt: str) -> None:
     answer = served.answers[prompt]
-    for options in (TEXT, EVERYTHING):
+    for options in (TEXT_ONLY, EVERYTHING):
         (unary,) = generate(served.stub, [answer], served.max_new_tokens, options)
         streamed = stream(served.stub, answer, served.max_new_tokens, options)
         assert streamed.text == unary.text
@@ -117,9 +127,10 @@ def test_stream_alone_equals_unary(served: Served, prompt: str) -> None:
 def test_streams_together(served: Served) -> None:
     options = itertools.cycle(OPTIONS)
     arrivals = [
-        Arrival(0, answer, "stream", served.max_new_tokens, next(options)) for answer in served.answers.values()
+        ScheduledRequest(0, answer, "stream", served.max_new_tokens, next(options))
+        for answer in served.answers.values()
     ]
-    print(f"ended at a near tie: {meet_all(served.stub, arrivals)} of {len(arrivals)}")
+    print(f"ended at a near tie: {send_all(served.stub, arrivals)} of {len(arrivals)}")
 
 
 @pytest.mark.parametrize(
@@ -149,5 +160,5 @@ def test_batch_call(served: Served, prompts: str) -> None:
     indirect=["served"],
 )
 def test_overlapping(served: Served, seconds: float, max_new_tokens: tuple[int, int], seed: int) -> None:
-    arrivals = forty_and_eight(list(served.answers.values()), seed, seconds, max_new_tokens)
-    print(f"ended at a near tie: {meet_all(served.stub, arrivals)} of {len(arrivals)}")
+    arrivals = random_requests(list(served.answers.values()), seed, seconds, max_new_tokens)
+    print(f"ended at a near tie: {send_all(served.stub, arrivals)} of {len(arrivals)}")

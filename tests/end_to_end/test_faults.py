@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import Server, call, environment, serving, stream_of
+from harness import Server, as_stream_request, running_server, server_environment, unary_request
 
 from tgis.models.fake import make_fake_model
 
@@ -26,7 +26,7 @@ def start(tmp_path: Path, steps: dict[str, Any] | None = None, **options: object
     log = tmp_path / "termination"
     log.touch()
     settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache", "TERMINATION_LOG": log}
-    return serving(tmp_path, model, **(settings | options))
+    return running_server(tmp_path, model, **(settings | options))
 
 
 def open_calls(server: Server, count: int, channels: list[grpc.Channel]) -> list["Call"]:
@@ -53,10 +53,10 @@ class Call:
         from tgis.pb import generation_pb2_grpc as pb_grpc
 
         stub = pb_grpc.GenerationServiceStub(channel)
-        request = call("never ending story ", 1000)
+        request = unary_request("never ending story ", 1000)
         try:
             if streamed:
-                for _ in stub.GenerateStream(stream_of(request)):
+                for _ in stub.GenerateStream(as_stream_request(request)):
                     pass
             else:
                 stub.Generate(request)
@@ -122,19 +122,19 @@ def test_an_idle_engine_is_not_stuck(tmp_path: Path) -> None:
         time.sleep(1.5)
         assert server.get("/health") == (200, "")
         with server.stub() as stub:
-            assert stub.Generate(call("abc", 3)).responses[0].text == "abc"
+            assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
 
 
 def test_sigterm_lets_calls_finish_and_exits_zero(tmp_path: Path) -> None:
     with start(tmp_path, {"step_seconds": 0.01}) as server, server.stub() as stub:
-        future = stub.Generate.future(call("abc", 150))
-        stream = stub.GenerateStream(stream_of(call("abc", 150)))
+        future = stub.Generate.future(unary_request("abc", 150))
+        stream = stub.GenerateStream(as_stream_request(unary_request("abc", 150)))
         next(stream), next(stream)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         code, body = server.get("/health")
         assert (code, "shutting down" in body) == (503, True)
-        assert refused(lambda: stub.Generate(call("late", 3), timeout=5))
+        assert refused(lambda: stub.Generate(unary_request("late", 3), timeout=5))
         assert len(future.result().responses[0].text) == 150
         assert sum(len(part.text) for part in stream) >= 145
         assert server.process.wait(20) == 0
@@ -155,8 +155,8 @@ def test_the_grace_has_an_end(tmp_path: Path) -> None:
 
 def test_a_request_that_breaks_steps_is_tried_twice_alone_and_then_refused(tmp_path: Path) -> None:
     with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
-        assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.INTERNAL
-        assert stub.Generate(call("abc", 3)).responses[0].text == "abc"
+        assert refused(lambda: stub.Generate(unary_request("!"))) is grpc.StatusCode.INTERNAL
+        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
         assert server.get("/health") == (200, "")
         assert 'tgi_batch_inference_failure{method="prefill",reason="error"} 2.0' in server.get("/metrics")[1]
 
@@ -164,8 +164,8 @@ def test_a_request_that_breaks_steps_is_tried_twice_alone_and_then_refused(tmp_p
 def test_a_request_that_breaks_steps_leaves_its_neighbours_alone(tmp_path: Path) -> None:
     with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
         texts = [f"number {n} " for n in range(8)]
-        calls = [stub.Generate.future(call(text, 40)) for text in texts]
-        assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.INTERNAL
+        calls = [stub.Generate.future(unary_request(text, 40)) for text in texts]
+        assert refused(lambda: stub.Generate(unary_request("!"))) is grpc.StatusCode.INTERNAL
         for text, future in zip(texts, calls, strict=True):
             assert future.result().responses[0].text == (text * 40)[:40]
 
@@ -175,10 +175,10 @@ def test_lack_of_memory_is_nobodys_error(tmp_path: Path, kind: dict[str, Any]) -
     steps = {"memory_tokens": 150, "step_seconds": 0.002}
     with start(tmp_path, steps | kind) as server, server.stub() as stub:
         texts = [f"request number {n} " for n in range(8)]  # of 17 tokens: with 40 more, two fit
-        calls = [stub.GenerateStream(stream_of(call(text, 40, time_limit_millis=0))) for text in texts]
+        calls = [stub.GenerateStream(as_stream_request(unary_request(text, 40, time_limit_millis=0))) for text in texts]
         for text, stream in zip(texts, calls, strict=True):
             assert "".join(part.text for part in stream) == (text * 40)[:40]
-        assert refused(lambda: stub.Generate(call("x" * 120, 40))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused(lambda: stub.Generate(unary_request("x" * 120, 40))) is grpc.StatusCode.RESOURCE_EXHAUSTED
         metrics = server.get("/metrics")[1]
         (limit,) = [line for line in metrics.splitlines() if line.startswith("tgi_batch_context_limit ")]
         assert float(limit.split()[1]) < 300
@@ -187,29 +187,29 @@ def test_lack_of_memory_is_nobodys_error(tmp_path: Path, kind: dict[str, Any]) -
 def test_waiting_tokens_are_bounded(tmp_path: Path) -> None:
     options = {"MAX_QUEUED_TOKENS": 30, "MAX_BATCH_SIZE": 1}
     with start(tmp_path, SLOW, **options) as server, server.stub() as stub:
-        running = stub.Generate.future(call("a" * 25, 60))
+        running = stub.Generate.future(unary_request("a" * 25, 60))
         time.sleep(0.5)
-        waiting = stub.Generate.future(call("b" * 20, 2))
+        waiting = stub.Generate.future(unary_request("b" * 20, 2))
         time.sleep(0.2)
-        assert refused(lambda: stub.Generate(call("c" * 11, 2))) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(stub.Generate.future(call("d" * 10, 2)).result().responses) == 1
+        assert refused(lambda: stub.Generate(unary_request("c" * 11, 2))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(stub.Generate.future(unary_request("d" * 10, 2)).result().responses) == 1
         assert running.result()
         assert waiting.result()
         assert 'tgi_request_failure{err="conc_limit"} 1.0' in server.get("/metrics")[1]
-        assert stub.Generate(call("e" * 31, 2))  # nothing waits: it need not either
+        assert stub.Generate(unary_request("e" * 31, 2))  # nothing waits: it need not either
 
 
 def test_what_can_never_run_is_refused_at_once(tmp_path: Path) -> None:
     with start(tmp_path, {"largest": 60}) as server, server.stub() as stub:
-        assert len(stub.Generate(call("a" * 50, 10)).responses[0].text) == 10
+        assert len(stub.Generate(unary_request("a" * 50, 10)).responses[0].text) == 10
         with pytest.raises(grpc.RpcError, match=r"new tokens .61. are more than fit into memory .60.") as caught:
-            stub.Generate(call("a" * 50, 11))
+            stub.Generate(unary_request("a" * 50, 11))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_an_engine_that_cannot_go_on_ends_the_process(tmp_path: Path) -> None:
     with start(tmp_path, {"fatal_token": 0}) as server, server.stub() as stub:
-        assert refused(lambda: stub.Generate(call("!"))) is grpc.StatusCode.UNAVAILABLE
+        assert refused(lambda: stub.Generate(unary_request("!"))) is grpc.StatusCode.UNAVAILABLE
         assert server.process.wait(20) == 1
     assert "the token that ends this engine" in (tmp_path / "termination").read_text()
 
@@ -246,7 +246,9 @@ def run(**options: object) -> tuple[int, str]:
     """Exit code and stderr of a server that should not start."""
     command = [sys.executable, "-m", "tgis", "serve"]
     settings = {"GRPC_PORT": 0, "PORT": 0} | options
-    done = subprocess.run(command, env=environment(**settings), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=server_environment(**settings), capture_output=True, text=True, timeout=60, check=False
+    )
     return done.returncode, done.stderr
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
-from harness import Server, call, serving
+from harness import Server, running_server, unary_request
 
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
@@ -47,7 +47,7 @@ class Attack:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("fuzz")
     model = make_fake_model(directory / "model", max_sequence_length=256)
-    with serving(
+    with running_server(
         directory, model, DEPLOYMENT_FRAMEWORK="fake", MAX_NEW_TOKENS=64, MAX_CONCURRENT_REQUESTS=INPUTS
     ) as running:
         yield running
@@ -69,13 +69,13 @@ def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks
 
 def _normal(server: Server) -> pb.BatchedGenerationResponse:
     with server.stub() as stub:
-        answer: pb.BatchedGenerationResponse = stub.Generate(call("The Queen", 20), timeout=LIMIT)
+        answer: pb.BatchedGenerationResponse = stub.Generate(unary_request("The Queen", 20), timeout=LIMIT)
     return answer
 
 
 def _permits_are_free(server: Server) -> bool:
     """Whether a call fits that needs all of them; a few may still be on their way back."""
-    request = call("a", 1)
+    request = unary_request("a", 1)
     request.requests.extend(request.requests[:1] * (INPUTS - 1))
     with server.stub() as stub:
         for _ in range(100):

@@ -14,7 +14,7 @@ import pytest
 from golden_cases import Case, Json, cases, expected_answers, servers
 from golden_compare import differences
 from golden_model import write_prompts
-from harness import serving
+from harness import running_server
 from repository import REPOSITORY
 
 from tgis.pb import generation_pb2 as pb
@@ -36,7 +36,7 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if spec.prompts:
         write_prompts(spec.prompts, model, directory / "prompts")
         options["PREFIX_STORE_PATH"] = directory / "prompts"
-    with serving(directory, model, **options) as server:
+    with running_server(directory, model, **options) as server:
         found = asyncio.run(golden_runner.run(server.target, [case for case in cases() if case.server == name], SEED))
         status, _ = server.get("/metrics")
         assert status == 200
@@ -88,7 +88,7 @@ STREAM = pb.SingleGenerationRequest(
 
 def test_a_good_stream_keeps_the_protocol() -> None:
     assert golden_protocol.violations(STREAM, _stream()) == []
-    joined = golden_protocol.joined(_stream())
+    joined = golden_protocol.join_stream(_stream())
     assert (joined.text, joined.generated_token_count, len(joined.tokens)) == ("inaaa", 3, 3)
 
 

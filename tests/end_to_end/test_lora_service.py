@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import tuning
-from harness import Server, serving, stream_of
+from harness import Server, as_stream_request, running_server
 from lora_files import BROKEN_LORA
 from prompt_files import matrix, tgis, write
 from transformers import AutoTokenizer
@@ -45,7 +45,7 @@ def server(
         "DTYPE": "float32",
         "NUM_THREADS": 1,
     }
-    with serving(directory, glassllm_dir, **options) as running:
+    with running_server(directory, glassllm_dir, **options) as running:
         yield running
 
 
@@ -85,7 +85,7 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
 ) -> None:
     """All of them at once, beside inputs without any; unary, and as streams."""
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
-    texts = {tuple(tokenizer(text).input_ids): text for text in tuning.COURSES["glassllm-lora"].inputs}
+    texts = {tuple(tokenizer(text).input_ids): text for text in tuning.TUNING_PLANS["glassllm-lora"].inputs}
 
     rng, copies = random.Random(1), itertools.cycle(range(COPIES))
     wanted = rng.sample(4 * tuned.trained.continuations, 4 * len(tuned.trained.continuations))
@@ -93,7 +93,7 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
 
     def ask(one: Continuation, name: str) -> tuple[list[str], list[str]]:
         request = call(texts[tuple(one.tokens)], name or None)
-        stream = stub.GenerateStream(stream_of(request), timeout=60)
+        stream = stub.GenerateStream(as_stream_request(request), timeout=60)
         return tokens_of(stub, request), [token.text for message in stream for token in message.tokens]
 
     with ThreadPoolExecutor(16) as pool:
@@ -107,7 +107,7 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
 def test_broken_adapters_have_clear_errors_and_disturb_nothing(server: Server, stub: Stub, store: Path) -> None:
     request = call("The Queen", "queen", 100)
     undisturbed = tokens_of(stub, request)
-    running = stub.GenerateStream(stream_of(request), timeout=60)
+    running = stub.GenerateStream(as_stream_request(request), timeout=60)
     exact = 0
     for at, (files, text) in enumerate(BROKEN_LORA.values()):
         write(store / f"broken/{at}", files)
@@ -142,7 +142,7 @@ def test_a_replaced_adapter_is_used_at_once(stub: Stub, store: Path) -> None:
     request = call("The Hatter", "changing")
     first = tokens_of(stub, request)
     shutil.copytree(store / "mouse", store / "new")
-    running = [stub.GenerateStream(stream_of(request), timeout=60) for _ in range(8)]
+    running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(8)]
     for one in running:
         next(one)  # it has its adapter
     shutil.rmtree(store / "changing")

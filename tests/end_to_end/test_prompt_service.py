@@ -14,7 +14,7 @@ import grpc
 import pytest
 import torch
 import tuning
-from harness import Server, serving, stream_of
+from harness import Server, as_stream_request, running_server
 from prompt_files import BROKEN, CAPACITY, KEY, matrix, peft, tgis, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from tuning import Tuned
@@ -49,7 +49,7 @@ def server(store: Path, glassllm_dir: Path, tmp_path_factory: pytest.TempPathFac
         "DTYPE": "float32",
         "NUM_THREADS": 1,
     }
-    with serving(tmp_path_factory.mktemp("server"), glassllm_dir, **options) as running:
+    with running_server(tmp_path_factory.mktemp("server"), glassllm_dir, **options) as running:
         yield running
 
 
@@ -89,9 +89,9 @@ def test_trained_prompts_give_what_peft_generates(stub: Stub, tuned: Tuned, glas
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
 
     def ask(one: tuning.Continuation) -> tuple[list[str], list[str]]:
-        text = next(text for text in tuning.COURSES["glassllm"].inputs if tokenizer(text).input_ids == one.tokens)
+        text = next(text for text in tuning.TUNING_PLANS["glassllm"].inputs if tokenizer(text).input_ids == one.tokens)
         request = call(text, one.prompt or None, tuning.MAX_NEW_TOKENS, generated_tokens=True)
-        stream = stub.GenerateStream(stream_of(request), timeout=60)
+        stream = stub.GenerateStream(as_stream_request(request), timeout=60)
         streamed = [token.text for message in stream for token in message.tokens]
         return tokens_of(stub, request), streamed
 
@@ -168,7 +168,7 @@ def test_broken_prompts_have_clear_errors_and_disturb_nothing(server: Server, st
     before = metric(server, "tgi_prompt_load_failure")
     request = call("The Queen", "queen", 100, generated_tokens=True)
     undisturbed = tokens_of(stub, request)
-    running = stub.GenerateStream(stream_of(request), timeout=60)
+    running = stub.GenerateStream(as_stream_request(request), timeout=60)
     cases = {name: text for name, (_, text) in BROKEN.items() if str(CAPACITY) not in text and "from 1 to" not in text}
     exact = 0
     for at, name in enumerate(cases):
@@ -219,7 +219,7 @@ def test_a_prompt_stays_good_for_the_requests_that_have_it(stub: Stub, store: Pa
     shutil.copytree(store / "queen", store / "leaving")
     request = call("The Hatter", "leaving", 60, generated_tokens=True)
     expected = tokens_of(stub, request)
-    running = [stub.GenerateStream(stream_of(request), timeout=60) for _ in range(80)]  # 64 run at a time
+    running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(80)]  # 64 run at a time
     for one in running:
         next(one)  # when the first message has come, the prompt was found
     shutil.rmtree(store / "leaving")

@@ -5,11 +5,11 @@ import torch
 from batches import engine_options
 from step_failures import Failing, Outcome, check, requests, run
 
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.engines.padded.causal_lm import CausalModel
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.kv_cache import PaddedLayer
-from tgis.engines.padded.seq2seq_lm import Seq2SeqModel
+from tgis.engines.padded.kv_cache import PaddedCacheLayer
+from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.errors import OutOfMemory, StartError
 
 
@@ -27,8 +27,8 @@ def alone(engine: PaddedEngine) -> Outcome:
 
 
 def network_of(engine: PaddedEngine) -> torch.nn.Module:
-    assert isinstance(engine._model, CausalModel | Seq2SeqModel)
-    return engine._model.network
+    assert isinstance(engine._model, CausalLM | Seq2SeqLM)
+    return engine._model.model
 
 
 LACK, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
@@ -41,15 +41,15 @@ def test_a_pass_that_fails_changes_nobodys_result(
     network = network_of(engine)
     monkeypatch.setattr(network, "forward", Failing(network.forward, error, calls))
     check(run(engine, requests()), alone)
-    assert engine._rows == []
+    assert engine._seqs == []
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])
 def test_a_cache_that_cannot_grow_changes_nobodys_result(
     engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    moved = Failing(PaddedLayer._moved, torch.OutOfMemoryError("none left"), {call})
-    monkeypatch.setattr(PaddedLayer, "_moved", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
+    moved = Failing(PaddedCacheLayer._reallocated, torch.OutOfMemoryError("none left"), {call})
+    monkeypatch.setattr(PaddedCacheLayer, "_moved", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
     check(run(engine, requests()), alone)
     assert moved.count >= call
 
@@ -59,12 +59,12 @@ def test_a_lost_device_is_fatal(engine: PaddedEngine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(network, "forward", Failing(network.forward, torch.AcceleratorError("device-side assert"), {1}))
     row = Sequence(requests()[0], 0.0)
     with pytest.raises(StartError, match="device is lost"):
-        engine.step(Plan.whole([row]))
+        engine.step(StepPlan.compute_all([row]))
     engine.release([row])
 
 
 def test_rows_that_were_lost_are_asked_for_again(engine: PaddedEngine) -> None:
     row = Sequence(requests()[0], 0.0)
-    row.computed, row.tokens = len(row.tokens), [*row.tokens, 7]
+    row.num_computed_tokens, row.tokens = len(row.tokens), [*row.tokens, 7]
     with pytest.raises(OutOfMemory, match="lost"):
-        engine.step(Plan.whole([row]))
+        engine.step(StepPlan.compute_all([row]))

@@ -13,17 +13,17 @@ from batches import engine_options, limits
 from repository import REPOSITORY
 from tiny_models import (
     ARCHITECTURES,
+    DECODER_START,
     ENCODER_DECODERS,
     EOS,
-    FURTHER,
-    FURTHER_ENCODER_DECODERS,
-    SMALL,
-    START,
+    MORE_ARCHITECTURES,
+    REFUSED_ENCODER_DECODERS,
     T5_LIKE,
-    VOCABULARY,
+    TOKEN_IDS,
+    VOCAB_SIZE,
+    generate_all,
     make_config,
     make_model,
-    run,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
@@ -31,13 +31,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_SEQ_TO_SEQ,
 )
 
-from tgis.batcher.memory_model import Limits
+from tgis.batcher.memory_model import BatchLimits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 NEW_TOKENS = 12
 NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
@@ -55,7 +55,7 @@ class Reference:
         """Those that choose the token after the prompt, and after each of the others: [1 + tokens, V]."""
         with torch.no_grad():
             if self.encoder_decoder:
-                outputs = torch.tensor([[START, *tokens]])
+                outputs = torch.tensor([[DECODER_START, *tokens]])
                 return self.model(torch.tensor([prompt]), decoder_input_ids=outputs).logits[0].float()
             return self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :].float()
 
@@ -107,20 +107,20 @@ def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path)
     check(directory, PagedEngine(options), bounds)
 
 
-def check(directory: Path, engine: Engine, bounds: Limits) -> None:
+def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:
     """Prompts that come at random times get what transformers gives each alone."""
     reference = Reference(directory)
     rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(12)]
     prompts += [prompts[-1][:9] + prompts[0][:9], prompts[-1] + prompts[0]]
-    requests = [Request(n, p, NEW_TOKENS, False, Sampling(), Details()) for n, p in enumerate(prompts)]
-    generated = run(engine, bounds, requests, rng)
+    requests = [Request(n, p, NEW_TOKENS, False, SamplingParams(), LogprobOptions()) for n, p in enumerate(prompts)]
+    generated = generate_all(engine, bounds, requests, rng)
     clear = [assert_greedy(reference, prompt, tokens) for prompt, tokens in zip(prompts, generated, strict=True)]
     assert sum(clear) > 0.8 * sum(map(len, generated))
     assert_context_matters(reference, prompts, generated)
 
 
-@pytest.mark.parametrize("name", [*FURTHER, *FURTHER_ENCODER_DECODERS])
+@pytest.mark.parametrize("name", [*MORE_ARCHITECTURES, *REFUSED_ENCODER_DECODERS])
 def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
     engine, why = TABLE[class_name(name)]
     options = engine_options(make_model(name, tmp_path), 6, threads=1)
@@ -136,7 +136,7 @@ def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
 
 
 def test_the_table_lists_what_was_tried() -> None:
-    tried = [*ARCHITECTURES, *FURTHER, *ENCODER_DECODERS, *FURTHER_ENCODER_DECODERS]
+    tried = [*ARCHITECTURES, *MORE_ARCHITECTURES, *ENCODER_DECODERS, *REFUSED_ENCODER_DECODERS]
     assert TABLE.keys() == {class_name(name) for name in tried}
 
 
@@ -150,7 +150,7 @@ def test_layers_that_keep_their_windows_to_themselves_are_not_paged_for_longer_t
 
 
 def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:
-    config = transformers.T5Config(**SMALL | {"bos_token_id": None}, **T5_LIKE)
+    config = transformers.T5Config(**TOKEN_IDS | {"bos_token_id": None}, **T5_LIKE)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(StartError, match="decoder_start_token_id of an encoder-decoder must be one token, not None"):
         PaddedEngine(engine_options(tmp_path, 6, threads=1))

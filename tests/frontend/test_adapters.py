@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import asynchronous
+from harness import run_async
 
 from tgis import config, server
 from tgis.errors import InvalidRequest, OptionError
-from tgis.frontend.adapters import Adapters
+from tgis.frontend.adapters import AdapterResolver
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.prompt_lookups import PromptLookups
-from tgis.frontend.validation import Limits
-from tgis.ipc.adapters import LookupPrompt, Prefix, PromptInfo, PromptOptions, PromptProblem
+from tgis.frontend.prompt_lookups import AdapterQueries
+from tgis.frontend.validation import RequestLimits
+from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions, ResolveAdapter
 from tgis.ipc.messages import Cancel
 
 
 class Engine:
     """Answers every lookup alike."""
 
-    def __init__(self, answer: PromptInfo | None) -> None:
+    def __init__(self, answer: AdapterResolved | None) -> None:
         self.answer = answer
         self.open: list[str] = []
 
     @asynccontextmanager
-    async def prompt(self, prompt_id: str) -> AsyncIterator[PromptInfo | None]:
+    async def prompt(self, prompt_id: str) -> AsyncIterator[AdapterResolved | None]:
         self.open.append(prompt_id)
         try:
             yield self.answer
@@ -35,10 +35,10 @@ class Engine:
             self.open.remove(prompt_id)
 
 
-def made(answer: PromptInfo | None, refusal: str | None = None) -> tuple[Adapters, Engine, Metrics]:
+def made(answer: AdapterResolved | None, refusal: str | None = None) -> tuple[AdapterResolver, Engine, Metrics]:
     engine: Any = Engine(answer)
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
-    return Adapters(engine, metrics, refusal), engine, metrics
+    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
+    return AdapterResolver(engine, metrics, refusal), engine, metrics
 
 
 def counted(metrics: Metrics) -> tuple[str, str]:
@@ -49,57 +49,57 @@ def counted(metrics: Metrics) -> tuple[str, str]:
     return failed, loaded
 
 
-@asynchronous
+@run_async
 async def test_no_id_asks_nobody() -> None:
     adapters, _, metrics = made(None, refusal="no adapter store was configured")
-    async with adapters.resolved(None) as prefix:
+    async with adapters.acquire(None) as prefix:
         assert prefix is None
     assert counted(metrics) == ("0.0", "0.0")
 
 
-@asynchronous
+@run_async
 async def test_what_is_found_is_kept_until_the_call_ends() -> None:
-    adapters, engine, metrics = made(PromptInfo(7, length=5, decoder_length=2, version=3, loaded=True))
-    async with adapters.resolved(("adapter_id", "a/b")) as prefix:
-        assert prefix == Prefix("a/b", 5, 2, 7, 3)
+    adapters, engine, metrics = made(AdapterResolved(7, length=5, decoder_length=2, version=3, loaded=True))
+    async with adapters.acquire(("adapter_id", "a/b")) as prefix:
+        assert prefix == AdapterRef("a/b", 5, 2, 7, 3)
         assert engine.open == ["a/b"]
     assert engine.open == []
     assert counted(metrics) == ("0.0", "1.0")
-    engine.answer = PromptInfo(8, length=5, version=3)
-    async with adapters.resolved(("prefix_id", "a/b")):
+    engine.answer = AdapterResolved(8, length=5, version=3)
+    async with adapters.acquire(("prefix_id", "a/b")):
         pass
     assert counted(metrics) == ("0.0", "1.0")
 
 
-CASES: dict[str, tuple[str, PromptInfo | None, str]] = {
+CASES: dict[str, tuple[str, AdapterResolved | None, str]] = {
     "prefix not found": (
         "prefix_id",
-        PromptInfo(1, problem=PromptProblem.NOT_FOUND, reason="directory does not exist"),
+        AdapterResolved(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
         "can't retrieve prompt prefix with id 'x': prefix id \"x\" not found",
     ),
     "adapter not found": (
         "adapter_id",
-        PromptInfo(1, problem=PromptProblem.NOT_FOUND, reason="directory does not exist"),
+        AdapterResolved(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
         "can't retrieve adapter with id 'x': directory does not exist",
     ),
     "bad prefix": (
         "prefix_id",
-        PromptInfo(1, problem=PromptProblem.BAD_ID, reason="the id leads out of the store"),
+        AdapterResolved(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
         "can't retrieve prompt prefix with id 'x': the id leads out of the store",
     ),
     "bad adapter": (
         "adapter_id",
-        PromptInfo(1, problem=PromptProblem.BAD_ID, reason="the id leads out of the store"),
+        AdapterResolved(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
         "Invalid adapter id 'x', must contain only alphanumeric, _ and - and /",
     ),
     "unsupported prefix": (
         "prefix_id",
-        PromptInfo(1, problem=PromptProblem.UNSUPPORTED, reason="LORA"),
+        AdapterResolved(1, problem=AdapterProblem.UNSUPPORTED, reason="LORA"),
         "adapter type LORA is not currently supported",
     ),
     "broken adapter": (
         "adapter_id",
-        PromptInfo(1, problem=PromptProblem.BROKEN, reason="decoder.pt is damaged"),
+        AdapterResolved(1, problem=AdapterProblem.BROKEN, reason="decoder.pt is damaged"),
         "can't retrieve adapter with id 'x': decoder.pt is damaged",
     ),
     "slow": ("prefix_id", None, "can't retrieve prompt prefix with id 'x': it could not be loaded in time"),
@@ -110,11 +110,11 @@ CASES: dict[str, tuple[str, PromptInfo | None, str]] = {
 def test_what_is_not_to_be_had_is_said_in_the_words_of_tgis(case: str) -> None:
     field, answer, text = CASES[case]
 
-    @asynchronous
+    @run_async
     async def ask() -> None:
         adapters, engine, metrics = made(answer)
         with pytest.raises(InvalidRequest) as caught:
-            async with adapters.resolved((field, "x")):
+            async with adapters.acquire((field, "x")):
                 pass
         assert (str(caught.value), caught.value.field) == (text, field)
         assert counted(metrics) == ("1.0", "0.0")
@@ -123,46 +123,46 @@ def test_what_is_not_to_be_had_is_said_in_the_words_of_tgis(case: str) -> None:
     ask()
 
 
-@asynchronous
+@run_async
 async def test_without_a_store_every_id_is_refused() -> None:
     adapters, _, metrics = made(None, refusal="FakeEngine takes no soft prompts")
     with pytest.raises(InvalidRequest, match="prefix_id supplied but FakeEngine takes no soft prompts"):
-        async with adapters.resolved(("prefix_id", "x")):
+        async with adapters.acquire(("prefix_id", "x")):
             pass
     assert counted(metrics) == ("1.0", "0.0")
 
 
-@asynchronous
+@run_async
 async def test_a_lookup_that_takes_too_long_is_given_up_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     monkeypatch.setattr("tgis.frontend.prompt_lookups.PATIENCE_SECONDS", 0.01)
-    lookups = PromptLookups(sent.append)
-    async with lookups.found(5, "x") as info:
+    lookups = AdapterQueries(sent.append)
+    async with lookups.acquire(5, "x") as info:
         assert info is None
-    assert sent == [LookupPrompt(5, "x"), Cancel([5])]
-    lookups.answer(PromptInfo(5, length=3))  # late, for nobody
+    assert sent == [ResolveAdapter(5, "x"), Cancel([5])]
+    lookups.resolve(AdapterResolved(5, length=3))  # late, for nobody
 
 
-@asynchronous
+@run_async
 async def test_answers_to_lookups_are_no_sign_of_progress() -> None:
     """An engine whose steps hang still looks at files, in other threads."""
     client = EngineClient()
     before = client._last_progress
-    client.receive(PromptInfo(1, length=3))
+    client.handle(AdapterResolved(1, length=3))
     assert client._last_progress == before
 
 
-def options(store: Path | None, length: int, **environ: str) -> PromptOptions | None:
+def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:
     """What the engine is told, for sequences of `length` tokens."""
     path = {"PREFIX_STORE_PATH": str(store)} if store else {}
     parsed = config.parse([], {"MODEL_NAME": "m", **path, **environ}, "tgis serve")
-    return server._prompt_options(parsed, Limits(length, 1, include_stop_sequence=True))
+    return server._prompt_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
 
 
 def test_prompts_may_take_half_of_a_sequence_unless_an_option_says_otherwise(tmp_path: Path) -> None:
     assert options(None, 101, MAX_PROMPT_PREFIX_LENGTH="200") is None
-    assert options(tmp_path, 101) == PromptOptions(str(tmp_path), 512 << 20, 51)
-    assert options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="100", PROMPT_CACHE_SIZE_MB="3") == PromptOptions(
+    assert options(tmp_path, 101) == AdapterStoreOptions(str(tmp_path), 512 << 20, 51)
+    assert options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="100", PROMPT_CACHE_SIZE_MB="3") == AdapterStoreOptions(
         str(tmp_path), 3 << 20, 100
     )
     with pytest.raises(OptionError, match="MAX_PROMPT_PREFIX_LENGTH=101 must be at most 100"):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 from batches import EOS, engine_options, limits, request
-from harness import asynchronous
+from harness import run_async
 from scraped_metrics import value
 
 from tgis.batcher.batcher import Batcher
-from tgis.engine_core.main import Worker
+from tgis.engine_core.main import EngineCore
 from tgis.engines.fake import FakeEngine
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
@@ -18,7 +18,7 @@ from tgis.ipc.messages import Cancel, Request, Shutdown, Step, StepStats, StopRe
 from tgis.models.fake import make_fake_model
 
 if TYPE_CHECKING:
-    from tgis.ipc.channel import Link
+    from tgis.ipc.channel import Channel
 
 Turn = list[Submit | Cancel]
 
@@ -65,7 +65,7 @@ class Script:
 
     def send(self, message: object) -> None:
         if isinstance(message, Step) and message.stats:
-            self._metrics.step(message.stats, 0.0)
+            self._metrics.step_succeeded(message.stats, 0.0)
             now = [value(self._metrics, name, **labels) for name, labels in SAMPLES]
             self.stats.append(message.stats)
             self.seen.append(After(*now[:3], *(new - old for new, old in zip(now[3:], self._sums[3:], strict=True))))
@@ -74,12 +74,12 @@ class Script:
 
 def run(directory: Path, turns: list[Turn], **kind: Any) -> Script:
     """A worker with the engine that repeats its prompts, through these turns."""
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
+    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
     script = Script(turns, metrics)
     memory_tokens = kind.pop("memory_tokens", None)
     steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
     engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4, None))
-    Worker(cast("Link", script), engine, Batcher(limits(**kind), {EOS})).run()
+    EngineCore(cast("Channel", script), engine, Batcher(limits(**kind), {EOS})).run()
     return script
 
 
@@ -138,7 +138,7 @@ def test_a_request_with_a_place_in_the_batch_is_not_in_the_queue(tmp_path: Path)
         After(3, 50 + 3 + 9, 4 + 3 + 4, prefilled=2, prompt_tokens=2 + 2, left_the_queue=3),
         After(3, 50 + 4 + 9, 4 + 2 + 4, prefilled=2, decoded=1, prompt_tokens=2 + 1, concatenated=1),
     ]
-    assert [stats.joined for stats in script.stats] == [[1, 2, 3], []]
+    assert [stats.first_scheduled for stats in script.stats] == [[1, 2, 3], []]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_new_row_beside_one_that_ends_in_the_same_step_is_a_concatenation(tmp_
 
 
 def test_rows_that_fail_in_a_step_were_in_it(tmp_path: Path) -> None:
-    poisoned = Request(1, [77, 77], 5, False, request(1).sampling, request(1).details)
+    poisoned = Request(1, [77, 77], 5, False, request(1).sampling_params, request(1).logprob_options)
     script = run(tmp_path, [[submit(poisoned, request(2, 3, 4))], [submit(request(3, 3, 9))]], padded=True)
     assert script.seen[0] == After(1, 4, 3, prefilled=2, prompt_tokens=2 * 3, left_the_queue=2)
     assert script.seen[1] == After(1, 5, 2, decoded=1)
@@ -174,14 +174,14 @@ def test_rows_that_fail_in_a_step_were_in_it(tmp_path: Path) -> None:
 def test_waiting_is_counted_from_the_call_also_during_a_long_step(tmp_path: Path) -> None:
     now = time.monotonic()
     script = run(tmp_path, [[Submit([request(1)], now - 500)], [], [Submit([request(2)], now - 200)]])
-    assert [int(seconds) // 100 for stats in script.stats for seconds in stats.queued_for] == [5, 2]
+    assert [int(seconds) // 100 for stats in script.stats for seconds in stats.queue_durations] == [5, 2]
 
 
 def test_rows_of_a_failed_step_wait_again(tmp_path: Path) -> None:
     """The third step of two rows runs out of memory; then one of them is computed again alone."""
     turns: list[Turn] = [[submit(*[request(n, 3, 9) for n in range(4)])], [], [], []]
     script = run(tmp_path, turns, padded=False, max_batch_size=2, memory_tokens=9)
-    assert [stats.returned for stats in script.stats] == [0, 0, 1]  # the other two have never run
+    assert [stats.num_requeued for stats in script.stats] == [0, 0, 1]  # the other two have never run
     assert script.seen[-1] == After(1, 6, 6, prefilled=1, prompt_tokens=5)
 
 
@@ -195,7 +195,7 @@ def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, in
         assert plan is not None
         batcher.commit(plan, [7] * len(plan.sampled), now)
         now += 0.5
-        new = batcher.take_admissions()
+        new = batcher.take_counters()
         counts = (new.queue_jumps, new.granular_additions, new.prefill_weight_exceeded, new.prefill_padding_exceeded)
         total = [old + more for old, more in zip(total, counts, strict=True)]
     return total[0], total[1], total[2], total[3]
@@ -232,9 +232,9 @@ class Gone:
         assert data
 
 
-@asynchronous
+@run_async
 async def test_the_queue_changes_with_arrivals_cancels_joins_and_ends() -> None:
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
+    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
     client = EngineClient()
     client.observer = metrics
     client._transport = cast("Any", Gone())
@@ -245,15 +245,15 @@ async def test_the_queue_changes_with_arrivals_cancels_joins_and_ends() -> None:
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
         return Step(ids, [7] * len(ids), [*ends], [], {}, stats)
 
-    with client.submitted([request(n, 10 + n) for n in range(5)], eager=True) as inboxes:
+    with client.submit([request(n, 10 + n) for n in range(5)], eager=True) as inboxes:
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)
         client.close(inboxes[4])
         assert queue() == (4, 46)
-        client.receive(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([0, 1])))
+        client.handle(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([0, 1])))
         assert queue() == (2, 25)
-        client.receive(step([2], [StopReason.TIME_LIMIT], None))
+        client.handle(step([2], [StopReason.TIME_LIMIT], None))
         assert queue() == (1, 13)
-        client.receive(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([], returned=1)))
+        client.handle(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([], returned=1)))
         assert queue() == (2, 13)
     assert queue() == (0, 0)
 

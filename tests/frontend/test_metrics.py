@@ -9,8 +9,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import Series, samples, value
 
-from tgis.frontend.metrics import Failure, Kind, Metrics
-from tgis.ipc.messages import Admissions, FailureKind, StepStats, StopReason
+from tgis.frontend.metrics import CallKind, FailureReason, Metrics
+from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats, StopReason
 
 # What dashboards are built on. name: labels with their values
 COUNTERS = {
@@ -77,7 +77,7 @@ def metrics() -> Metrics:
 
 
 def make_metrics() -> Metrics:
-    return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, weight_limit=1000)
+    return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
 
 
 def changed(metrics: Metrics) -> dict[str, float]:
@@ -142,14 +142,14 @@ def test_the_process_is_there_too(metrics: Metrics) -> None:
 
 
 def test_two_are_independent_and_the_global_registry_stays_untouched(metrics: Metrics) -> None:
-    metrics.request_started(Kind.SINGLE, 1)
+    metrics.request_started(CallKind.SINGLE, 1)
     assert changed(make_metrics()) == {}
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tgi_")]
 
 
 def test_counters_and_their_twins_agree(metrics: Metrics) -> None:
-    metrics.request_started(Kind.BATCH, 3)
-    metrics.request_failed(Failure.CANCELLED, 2)
+    metrics.request_started(CallKind.BATCH, 3)
+    metrics.request_failed(FailureReason.CANCELLED, 2)
     metrics.step_failed(FailureKind.OUT_OF_MEMORY, prefill=True)
     found = samples(metrics)
     for name in COUNTERS:
@@ -160,12 +160,12 @@ def test_counters_and_their_twins_agree(metrics: Metrics) -> None:
 
 
 def test_a_request_that_ends_well(metrics: Metrics) -> None:
-    metrics.request_started(Kind.STREAM, 1)
+    metrics.request_started(CallKind.STREAM, 1)
     metrics.input_tokenized(200)
     metrics.request_validated([90], 20, 0.25)
     metrics.first_token(0.5)
     metrics.request_succeeded(
-        Kind.STREAM,
+        CallKind.STREAM,
         StopReason.EOS_TOKEN,
         input_tokens=90,
         generated_tokens=5,
@@ -205,7 +205,7 @@ def test_a_request_that_ends_well(metrics: Metrics) -> None:
 @pytest.mark.parametrize("generated", [0, 1])
 def test_a_request_without_a_second_token_has_no_time_per_output_token(metrics: Metrics, generated: int) -> None:
     metrics.request_succeeded(
-        Kind.SINGLE,
+        CallKind.SINGLE,
         StopReason.TIME_LIMIT,
         input_tokens=1,
         generated_tokens=generated,
@@ -232,37 +232,37 @@ def test_each_input_of_a_batch_is_observed(metrics: Metrics) -> None:
 
 PREFILL = StepStats(
     prefill=True,
-    prefilled=2,
-    decoded=0,
-    prompt_tokens=70,
+    num_prefills=2,
+    num_decodes=0,
+    prefill_tokens=70,
     duration=0.5,
-    forward=0.25,
-    running=5,
-    context=250,
-    remaining=40,
+    forward_duration=0.25,
+    num_running=5,
+    context_tokens=250,
+    remaining_tokens=40,
     concatenated=True,
-    returned=1,
-    queued_for=[1.0, 2.0],
+    num_requeued=1,
+    queue_durations=[1.0, 2.0],
 )
 DECODE = StepStats(
     prefill=False,
-    prefilled=0,
-    decoded=3,
-    prompt_tokens=0,
+    num_prefills=0,
+    num_decodes=3,
+    prefill_tokens=0,
     duration=0.5,
-    forward=0.25,
-    running=3,
-    context=250,
-    remaining=27,
+    forward_duration=0.25,
+    num_running=3,
+    context_tokens=250,
+    remaining_tokens=27,
     concatenated=False,
-    returned=0,
-    queued_for=[],
+    num_requeued=0,
+    queue_durations=[],
 )
 
 
 def test_a_prefill(metrics: Metrics) -> None:
-    metrics.queued(2)
-    metrics.step(PREFILL, 0.125)
+    metrics.set_queued(2)
+    metrics.step_succeeded(PREFILL, 0.125)
     assert changed(metrics) == {
         "tgi_batch_inference_count prefill": 1,
         "tgi_batch_inference_success prefill": 1,
@@ -288,7 +288,7 @@ def test_a_prefill(metrics: Metrics) -> None:
 
 
 def test_a_pass_that_mixes_chunks_of_prompts_and_decode_is_one_prefill(metrics: Metrics) -> None:
-    metrics.step(msgspec.structs.replace(PREFILL, decoded=3), 0.125)
+    metrics.step_succeeded(msgspec.structs.replace(PREFILL, decoded=3), 0.125)
     for name in ("count", "success", "duration_count", "batch_size_count"):
         labels = {"makeup": "single_only"} if "duration" in name else {}
         assert value(metrics, f"tgi_batch_inference_{name}", method="prefill", **labels) == 1
@@ -307,32 +307,32 @@ def gauges(metrics: Metrics) -> list[float]:
 
 def test_gauges_follow_steps_and_fall_to_zero_when_nothing_is_left(metrics: Metrics) -> None:
     assert GAUGE_NAMES[0:2] == ["tgi_batch_current_size", "tgi_batch_input_tokens"]
-    metrics.step(DECODE, 0.0)
+    metrics.step_succeeded(DECODE, 0.0)
     assert gauges(metrics) == [3, 250, 27, 0.25, 0]
     assert value(metrics, "tgi_batch_inference_success", method="next_token") == 1
-    metrics.step(msgspec.structs.replace(DECODE, running=0, context=0, remaining=0), 0.0)
+    metrics.step_succeeded(msgspec.structs.replace(DECODE, running=0, context=0, remaining=0), 0.0)
     assert gauges(metrics) == [0, 0, 0, 0, 0]
-    metrics.step(PREFILL, 0.0)
-    metrics.idle()
+    metrics.step_succeeded(PREFILL, 0.0)
+    metrics.engine_idle()
     assert gauges(metrics) == [0, 0, 0, 0, 0]
 
 
 def test_the_queue_is_what_has_never_run_and_what_waits_again(metrics: Metrics) -> None:
-    metrics.queued(4)
+    metrics.set_queued(4)
     assert value(metrics, "tgi_queue_size") == 4  # without a step: the engine may be busy for long
-    metrics.step(msgspec.structs.replace(DECODE, returned=2), 0.0)
+    metrics.step_succeeded(msgspec.structs.replace(DECODE, returned=2), 0.0)
     assert value(metrics, "tgi_queue_size") == 6
-    metrics.queued(1)
+    metrics.set_queued(1)
     assert value(metrics, "tgi_queue_size") == 3
-    metrics.step(DECODE, 0.0)
+    metrics.step_succeeded(DECODE, 0.0)
     assert value(metrics, "tgi_queue_size") == 1
 
 
 def test_how_rows_joined_and_what_room_there_is(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
-        stats = msgspec.structs.replace(PREFILL, admissions=Admissions(1, 2, 3, 4), weight_limit=900)
-        metrics.step(stats, 0.0)
+        stats = msgspec.structs.replace(PREFILL, admissions=AdmissionCounters(1, 2, 3, 4), weight_limit=900)
+        metrics.step_succeeded(stats, 0.0)
     assert value(metrics, "tgi_batch_context_limit") == 900
     assert value(metrics, "tgi_queue_jump") == 2
     assert value(metrics, "tgi_granular_batch_addition") == 4

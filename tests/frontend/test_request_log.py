@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import Server, call, serving, stream_of
+from harness import Server, as_stream_request, running_server, unary_request
 
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
@@ -19,7 +19,7 @@ SECRET = "my-password-is-swordfish and it is long"
 def start(directory: Path, **options: object) -> Any:
     model = make_fake_model(directory / "model", step_seconds=0.01)
     settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": directory / "cache", "JSON_OUTPUT": "true"}
-    return serving(directory, model, **(settings | options))
+    return running_server(directory, model, **(settings | options))
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +58,13 @@ def test_each_input_has_one_line(server: Server) -> None:
 
 def test_the_correlation_id_comes_back(server: Server) -> None:
     with server.stub() as stub:
-        _, done = stub.Generate.with_call(call("abc", 3), metadata=metadata("unary-id"))
+        _, done = stub.Generate.with_call(unary_request("abc", 3), metadata=metadata("unary-id"))
         assert ("x-correlation-id", "unary-id") in [tuple(entry) for entry in done.trailing_metadata()]
-        stream = stub.GenerateStream(stream_of(call("abc", 3)), metadata=metadata("stream-id"))
+        stream = stub.GenerateStream(as_stream_request(unary_request("abc", 3)), metadata=metadata("stream-id"))
         list(stream)
         assert dict(stream.trailing_metadata())["x-correlation-id"] == "stream-id"
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Generate(call("abc", 99999), metadata=metadata("failed-id"))
+            stub.Generate(unary_request("abc", 99999), metadata=metadata("failed-id"))
         error: Any = caught.value
         assert dict(error.trailing_metadata())["x-correlation-id"] == "failed-id"
     (line,) = lines(server, "failed-id", 1)
@@ -73,7 +73,7 @@ def test_the_correlation_id_comes_back(server: Server) -> None:
 
 def test_a_cancelled_stream_has_its_line_too(server: Server) -> None:
     with server.stub() as stub:
-        stream = stub.GenerateStream(stream_of(call("abc", 500)), metadata=metadata("cancelled-id"))
+        stream = stub.GenerateStream(as_stream_request(unary_request("abc", 500)), metadata=metadata("cancelled-id"))
         next(stream), next(stream)
         stream.cancel()
         (line,) = lines(server, "cancelled-id", 1)
@@ -83,7 +83,7 @@ def test_a_cancelled_stream_has_its_line_too(server: Server) -> None:
 
 def test_no_text_and_no_credentials_are_logged(server: Server) -> None:
     with server.stub() as stub:
-        stub.Generate(call(SECRET, 60, stop_sequences=["zzz"]), metadata=metadata("secret-id"))
+        stub.Generate(unary_request(SECRET, 60, stop_sequences=["zzz"]), metadata=metadata("secret-id"))
     lines(server, "secret-id", 1)
     log = server.log.read_text()
     assert "swordfish" not in log
@@ -94,7 +94,7 @@ def test_no_text_and_no_credentials_are_logged(server: Server) -> None:
 def test_text_is_logged_cut_when_it_is_asked_for(tmp_path: Path) -> None:
     with start(tmp_path, LOG_TEXT="true") as server:
         with server.stub() as stub:
-            stub.Generate(call(SECRET, 60), metadata=metadata("open-id"))
+            stub.Generate(unary_request(SECRET, 60), metadata=metadata("open-id"))
         (line,) = lines(server, "open-id", 1)
     assert line["input"] == SECRET[:32]
     assert line["output"] == SECRET[:32]

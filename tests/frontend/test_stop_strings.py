@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_zoo import SAMPLES
 
-from tgis.frontend.stop_strings import MAX_CLUSTER, TextAssembler
+from tgis.frontend.stop_strings import MAX_GRAPHEME_LENGTH, StopStringMatcher
 
 ALPHABET = ["a", "b", "\n", "\r", "é", "你", "😀", "\u0301", "\u200d", "🇩", "🇫", "\u1112", "\u1161"]
 CLUSTERS = regex.compile(r"\X")
@@ -38,13 +38,13 @@ def assemble(
     pieces: list[str], stops: list[str], include: bool, hold: bool, minimum: int = 0
 ) -> tuple[list[str], str | None]:
     """What is passed on after each token and at the end, and the matched stop sequence."""
-    assembler = TextAssembler(stops, include_stop_sequence=include, hold_cluster=hold)
+    assembler = StopStringMatcher(stops, include_stop_sequence=include, hold_last_grapheme=hold)
     deltas = []
     for count, piece in enumerate(pieces, 1):
         deltas.append(assembler.add(piece, may_stop=count >= minimum))
         if assembler.matched is not None:
             break
-    return [*deltas, assembler.finish()], assembler.matched
+    return [*deltas, assembler.flush()], assembler.matched
 
 
 def begun(output: str, stops: list[str]) -> int:
@@ -71,7 +71,7 @@ def test_equals_naive_search_in_any_script(pieces: list[str], stops: list[str], 
 @given(wild_tokens, wild_stop_sequences, st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_holds_back_no_more_than_it_must(pieces: list[str], stops: list[str], include: bool, hold: bool) -> None:
-    assembler = TextAssembler(stops, include_stop_sequence=include, hold_cluster=hold)
+    assembler = StopStringMatcher(stops, include_stop_sequence=include, hold_last_grapheme=hold)
     output = emitted = ""
     for piece in pieces:
         output += piece
@@ -153,15 +153,15 @@ def test_stop_that_begins_before_the_minimum_is_matched() -> None:
 
 
 def test_stop_at_the_last_allowed_token_is_not_trimmed() -> None:
-    assembler = TextAssembler(["stop"], include_stop_sequence=False, hold_cluster=True)
-    deltas = [assembler.add("x st", may_stop=True), assembler.add("op", may_stop=False), assembler.finish()]
+    assembler = StopStringMatcher(["stop"], include_stop_sequence=False, hold_last_grapheme=True)
+    deltas = [assembler.add("x st", may_stop=True), assembler.add("op", may_stop=False), assembler.flush()]
     assert ("".join(deltas), assembler.matched) == ("x stop", None)
 
 
 @pytest.mark.parametrize("mark", ["\u0301", "\u200d", "\U000e0067"])
 def test_endless_cluster_is_not_held_for_ever(mark: str) -> None:
-    assembler = TextAssembler(["zz"], include_stop_sequence=False, hold_cluster=True)
+    assembler = StopStringMatcher(["zz"], include_stop_sequence=False, hold_last_grapheme=True)
     emitted = assembler.add("e", may_stop=True)
     for count in range(2, 2000):
         emitted += assembler.add(mark, may_stop=True)
-        assert count - len(emitted) <= MAX_CLUSTER
+        assert count - len(emitted) <= MAX_GRAPHEME_LENGTH

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer import Encoded, Tokenizer
+from tgis.frontend.tokenizer import Encoding, Tokenizer
 
 Families = Callable[[str], tuple[Backend, Tokenizer]]
 
@@ -33,7 +33,7 @@ def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Famil
     return load
 
 
-def encode(tokenizer: Tokenizer, *texts: str, offsets: bool = False) -> list[Encoded]:
+def encode(tokenizer: Tokenizer, *texts: str, offsets: bool = False) -> list[Encoding]:
     return asyncio.run(tokenizer.encode(texts, offsets=offsets))
 
 
@@ -83,7 +83,7 @@ def test_many_calls_at_once(families: Families) -> None:
     backend, tokenizer = families("gpt2")
     texts = [f"{number} {sample}" for number in range(40) for sample in zoo.SAMPLES]
 
-    async def run() -> list[list[Encoded]]:
+    async def run() -> list[list[Encoding]]:
         return await asyncio.gather(*(tokenizer.encode([text]) for text in texts))
 
     assert [one.ids for (one,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
@@ -136,8 +136,8 @@ def test_special_token_after_a_text_is_no_bos(tmp_path: Path) -> None:
 
 def test_truncation_for_tokenize_is_slicing(families: Families) -> None:
     encoded = encode(families("byte_fallback")[1], "The first", offsets=True)[0]
-    assert encoded.last(2) == Encoded(encoded.ids[-2:], encoded.offsets[-2:])
-    assert encoded.last(0) == encoded.last(1000) == encoded
+    assert encoded.keep_last(2) == Encoding(encoded.ids[-2:], encoded.offsets[-2:])
+    assert encoded.keep_last(0) == encoded.keep_last(1000) == encoded
 
 
 def test_token_texts_are_raw_vocabulary(families: Families) -> None:
@@ -149,7 +149,7 @@ def test_token_texts_are_raw_vocabulary(families: Families) -> None:
 
 def test_bare_ids_have_no_special_tokens(families: Families) -> None:
     backend, tokenizer = families("byte_fallback")
-    assert tokenizer.encode_bare("The") == backend.encode("The").ids[1:]
+    assert tokenizer.encode_without_special_tokens("The") == backend.encode("The").ids[1:]
 
 
 def test_unknown_word_without_unknown_token_is_the_callers_error(tmp_path: Path) -> None:

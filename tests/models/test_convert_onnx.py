@@ -12,7 +12,7 @@ from tgis import __main__
 from tgis.errors import StartError
 from tgis.models.fake import make_fake_model
 from tgis.models.onnx import export, optimum_packages
-from tgis.models.onnx.export import _older
+from tgis.models.onnx.export import _to_transformers_4
 
 
 @pytest.fixture
@@ -99,19 +99,19 @@ def test_an_export_that_fails_leaves_nothing(model: Path, tmp_path: Path, capsys
 
 def test_rotary_settings_get_the_names_that_they_had() -> None:
     plain = {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "hidden_size": 8}
-    assert _older(plain) == {"rope_theta": 1e5, "rope_scaling": None, "hidden_size": 8}
+    assert _to_transformers_4(plain) == {"rope_theta": 1e5, "rope_scaling": None, "hidden_size": 8}
     scaled = {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "llama3", "factor": 8.0}
-    assert _older({"text_config": {"rope_parameters": scaled}}) == {
+    assert _to_transformers_4({"text_config": {"rope_parameters": scaled}}) == {
         "text_config": {
             "rope_theta": 5e5,
             "partial_rotary_factor": 0.25,
             "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
         }
     }
-    assert _older({"rope_theta": 1e4}) == {"rope_theta": 1e4}
+    assert _to_transformers_4({"rope_theta": 1e4}) == {"rope_theta": 1e4}
     layers = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(StartError, match="rope_parameters that differ between layers"):
-        _older({"rope_parameters": layers})
+        _to_transformers_4({"rope_parameters": layers})
 
 
 def test_every_requirement_is_pinned_and_the_script_needs_no_tgis() -> None:

@@ -289,12 +289,12 @@ class TestRefused:
     def test_what_is_compared(self, tmp_path: Path) -> None:
         tensors = {"w": torch.ones(3), "v": torch.tensor(float("nan"))}
         save_file(tensors, tmp_path / "m.safetensors")
-        convert_weights.compare(tmp_path / "m.safetensors", tensors)
+        convert_weights.verify(tmp_path / "m.safetensors", tensors)
         for other in (torch.tensor([1.0, 1.0, 1.0000001]), torch.ones(3, dtype=torch.float64), torch.ones(3, 1)):
             with pytest.raises(StartError, match="tensor 'w' is not what was written"):
-                convert_weights.compare(tmp_path / "m.safetensors", tensors | {"w": other})
+                convert_weights.verify(tmp_path / "m.safetensors", tensors | {"w": other})
         with pytest.raises(StartError, match="has other tensors than were written"):
-            convert_weights.compare(tmp_path / "m.safetensors", tensors | {"u": torch.ones(1)})
+            convert_weights.verify(tmp_path / "m.safetensors", tensors | {"u": torch.ones(1)})
 
 
 # Runs a command whose files may have so many bytes only; what happens to one that wants more is up to the signal.
@@ -314,7 +314,7 @@ class TestInterrupted:
 
         def limited(command: list[str], seconds: float | None, *, show: bool) -> str | None:
             assert command[:2] == [sys.executable, "-m"]
-            return CHILD([command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds, show=show)
+            return CHILD([command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds, show_output=show)
 
         files = sorted(path.iterdir())
         with monkeypatch.context() as patch:

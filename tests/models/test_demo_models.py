@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from tgis.errors import StartError
 from tgis.models.demo import fetch
 from tgis.models.demo.__main__ import main
-from tgis.models.files import eos_ids, find_model, find_weights, is_encoder_decoder, max_sequence_length
+from tgis.models.files import eos_token_ids, find_model, find_weights, is_encoder_decoder, max_sequence_length
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ class TestSmollm2:
     def test_facts(self, smollm2_dir: Path) -> None:
         model = find_model(str(smollm2_dir), None, None)
         assert max_sequence_length(model.config) == 8192
-        assert eos_ids(model, smollm2_dir) == (2,)
+        assert eos_token_ids(model, smollm2_dir) == (2,)
         assert find_weights(smollm2_dir) == (smollm2_dir / "model.safetensors",)
 
     def test_it_knows_the_capital_of_france(self, smollm2_dir: Path) -> None:
@@ -239,7 +239,7 @@ class TestDetransliterator:
         model = find_model(str(detransliterator_dir), None, None)
         assert is_encoder_decoder(model.config)
         assert max_sequence_length(model.config) == 1024
-        assert eos_ids(model, detransliterator_dir) == (2,)
+        assert eos_token_ids(model, detransliterator_dir) == (2,)
 
     def test_names(self, detransliterator_dir: Path) -> None:
         """The example of the package's README, and a line of its test data."""
@@ -267,6 +267,6 @@ def test_titles(titles_dir: Path) -> None:
     model = find_model(str(titles_dir), None, None)
     assert is_encoder_decoder(model.config)
     assert max_sequence_length(model.config) == 512
-    assert eos_ids(model, titles_dir) == (1,)
+    assert eos_token_ids(model, titles_dir) == (1,)
     for text, start in zip(translate(titles_dir, list(beginnings)), beginnings.values(), strict=True):
         assert text.startswith(start)

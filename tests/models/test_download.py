@@ -10,7 +10,7 @@ from pathlib import Path
 import hub_stand_in
 import huggingface_hub
 import pytest
-from hub_stand_in import TOKEN, Hub
+from hub_stand_in import TOKEN, FakeHub
 from huggingface_hub import HfApi, snapshot_download
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,38 +38,38 @@ Bring = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def stand_in() -> Iterator[Hub]:
+def stand_in() -> Iterator[FakeHub]:
     with hub_stand_in.running() as running, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(downloading, "MAX_WAIT_SECONDS", 0.0)
+        patch.setattr(downloading, "MAX_BACKOFF_SECONDS", 0.0)
         yield running
 
 
 @pytest.fixture
-def hub(stand_in: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+def hub(stand_in: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     """With one model; nobody is logged in."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    fresh = Hub(stand_in.endpoint, stand_in.storage)
+    fresh = FakeHub(stand_in.endpoint, stand_in.storage)
     vars(stand_in).update(vars(fresh))
     stand_in.add(REPO, FILES)
     return stand_in
 
 
 @pytest.fixture
-def bring(hub: Hub, tmp_path: Path) -> Bring:
+def bring(hub: FakeHub, tmp_path: Path) -> Bring:
     """Look up and download, as `tgis download-weights` does."""
 
     def run(revision: str | None = None, token: str | None = None, cache: Path = tmp_path / "hub") -> Path:
         api = client(hub, token)
-        listing = lookup.look_up(api, REPO, revision)
-        files = lookup.wanted(listing, (".safetensors", *lookup.ABOUT_THE_MODEL))
+        listing = lookup.fetch_listing(api, REPO, revision)
+        files = lookup.select_files(listing, (".safetensors", *lookup.CONFIG_EXTENSIONS))
         return download(api, listing, files, revision, cache)
 
     return run
 
 
-def client(hub: Hub, token: str | None = None) -> HfApi:
+def client(hub: FakeHub, token: str | None = None) -> HfApi:
     return HfApi(endpoint=hub.endpoint, token=token)
 
 
@@ -89,7 +89,7 @@ def tree(cache: Path) -> dict[str, bytes | str]:
 class TestWhole:
     @pytest.mark.parametrize("revision", [None, "main", "refs/pr/1", "v1.0", "commit"])
     def test_the_cache_is_as_the_library_makes_it(
-        self, hub: Hub, bring: Bring, tmp_path: Path, revision: str | None
+        self, hub: FakeHub, bring: Bring, tmp_path: Path, revision: str | None
     ) -> None:
         commit = hub.add(REPO, FILES, "refs/pr/1")
         assert hub.add(REPO, FILES, "v1.0") == commit
@@ -107,15 +107,15 @@ class TestWhole:
         )
         assert Path(found) == path
 
-    def test_what_the_library_brought_is_not_fetched_again(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
+    def test_what_the_library_brought_is_not_fetched_again(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         oracle = Path(snapshot_download(REPO, endpoint=hub.endpoint, cache_dir=tmp_path / "hub", allow_patterns=WANTED))
-        hub.asked.clear()
+        hub.requests.clear()
         assert bring() == oracle
-        assert [asked.path for asked in hub.asked] == [f"/api/models/{REPO}"]
+        assert [asked.path for asked in hub.requests] == [f"/api/models/{REPO}"]
 
-    def test_a_new_revision_fetches_what_is_new(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
+    def test_a_new_revision_fetches_what_is_new(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         old = bring()
-        hub.asked.clear()
+        hub.requests.clear()
         hub.add(REPO, FILES | {"config.json": b'{"model_type": "llama"}'})
         new = bring()
         assert hub.downloads() == [("config.json", 0)]
@@ -123,14 +123,14 @@ class TestWhole:
         assert find_model(REPO, old.name, str(tmp_path / "hub")).config == {"model_type": "gpt2"}
         assert new != old
 
-    def test_the_same_content_comes_once(self, hub: Hub, bring: Bring) -> None:
+    def test_the_same_content_comes_once(self, hub: FakeHub, bring: Bring) -> None:
         hub.add(REPO, {"a.safetensors": WEIGHTS, "b.safetensors": WEIGHTS})
         path = bring()
         assert len(hub.downloads()) == 1
         assert (path / "a.safetensors").read_bytes() == (path / "b.safetensors").read_bytes() == WEIGHTS
 
     def test_a_file_system_without_links(
-        self, hub: Hub, bring: Bring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, hub: FakeHub, bring: Bring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         def refuse(*_: object, **__: object) -> None:
             raise OSError(errno.EPERM, "Operation not permitted")
@@ -139,21 +139,21 @@ class TestWhole:
         path = bring()
         assert {file.name: file.read_bytes() for file in path.iterdir()} == {name: FILES[name] for name in WANTED}
         assert not any(file.is_symlink() for file in path.iterdir())
-        hub.asked.clear()
+        hub.requests.clear()
         assert bring() == path
         assert hub.downloads() == []
 
-    def test_a_file_that_somebody_cut_is_fetched_again(self, hub: Hub, bring: Bring) -> None:
+    def test_a_file_that_somebody_cut_is_fetched_again(self, hub: FakeHub, bring: Bring) -> None:
         (bring() / "model.safetensors").resolve().write_bytes(WEIGHTS[:-1])
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
 
-    def test_a_complete_cache_may_be_read_only(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
+    def test_a_complete_cache_may_be_read_only(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         path = bring()
         before = {file: file.lstat().st_mtime_ns for file in tmp_path.rglob("*")}
         assert bring() == path
         assert {file: file.lstat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
-    def test_names_that_would_lead_elsewhere_are_left_out(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
+    def test_names_that_would_lead_elsewhere_are_left_out(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         names = ["../a.json", "..", "/etc/b.json", "c\0.json", "d\n.json", "", "sub/../e.json"]
         hub.add(REPO, dict.fromkeys(names, b"{}") | {"config.json": b"{}"})
         assert [file.name for file in bring().iterdir()] == ["config.json"]
@@ -161,9 +161,9 @@ class TestWhole:
 
 class TestCut:
     @pytest.mark.parametrize("resets", [False, True])
-    def test_it_goes_on_where_it_was_cut(self, hub: Hub, bring: Bring, resets: bool) -> None:
+    def test_it_goes_on_where_it_was_cut(self, hub: FakeHub, bring: Bring, resets: bool) -> None:
         hub.resets = resets
-        hub.cuts["model.safetensors"] = [1, 1_500_000, 0, 100_000]
+        hub.truncations["model.safetensors"] = [1, 1_500_000, 0, 100_000]
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
         starts = [first for name, first in hub.downloads() if name == "model.safetensors"]
         assert len(starts) == 5
@@ -171,20 +171,20 @@ class TestCut:
         if not resets:  # a reset may take with it what was not read yet
             assert starts == [0, 1, 1_500_001, 1_500_001, 1_600_001]
 
-    def test_the_next_run_goes_on(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
-        hub.cuts["model.safetensors"] = [2_000_000] + [0] * downloading.ATTEMPTS
+    def test_the_next_run_goes_on(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+        hub.truncations["model.safetensors"] = [2_000_000] + [0] * downloading.MAX_ATTEMPTS
         with pytest.raises(StartError, match=f"^cannot reach {hub.endpoint}: peer closed connection"):
             bring()
         assert not list((tmp_path / "hub").rglob("model.safetensors"))
         with pytest.raises(StartError, match="is not in the cache"):
             find_model(REPO, None, str(tmp_path / "hub"))
-        hub.asked.clear()
+        hub.requests.clear()
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
         assert ("model.safetensors", 2_000_000) in hub.downloads()
         assert not list((tmp_path / "hub").rglob("*.incomplete"))
 
-    def test_a_new_commit_leaves_nothing_of_the_one_before(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
-        hub.cuts["model.safetensors"] = [2_000_000] + [0] * downloading.ATTEMPTS
+    def test_a_new_commit_leaves_nothing_of_the_one_before(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+        hub.truncations["model.safetensors"] = [2_000_000] + [0] * downloading.MAX_ATTEMPTS
         with pytest.raises(StartError):
             bring()
         assert list((tmp_path / "hub").rglob("*.incomplete"))
@@ -192,32 +192,32 @@ class TestCut:
         assert (bring() / "model.safetensors").read_bytes() == b"another"
         assert not list((tmp_path / "hub").rglob("*.incomplete"))
 
-    def test_a_server_without_ranges(self, hub: Hub, bring: Bring) -> None:
+    def test_a_server_without_ranges(self, hub: FakeHub, bring: Bring) -> None:
         hub.ranges = False
-        hub.cuts["model.safetensors"] = [2_000_000, 1_000_000]
+        hub.truncations["model.safetensors"] = [2_000_000, 1_000_000]
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
 
-    def test_a_server_that_is_busy(self, hub: Hub, bring: Bring) -> None:
+    def test_a_server_that_is_busy(self, hub: FakeHub, bring: Bring) -> None:
         hub.statuses["model.safetensors"] = [503, 429, 500]
         hub.statuses["config.json"] = [504]
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
 
-    def test_a_server_that_stays_busy(self, hub: Hub, bring: Bring) -> None:
-        hub.statuses["model.safetensors"] = [503] * downloading.ATTEMPTS
+    def test_a_server_that_stays_busy(self, hub: FakeHub, bring: Bring) -> None:
+        hub.statuses["model.safetensors"] = [503] * downloading.MAX_ATTEMPTS
         with pytest.raises(StartError, match=f"^{hub.endpoint} answers 503$"):
             bring()
 
     @settings(max_examples=20, deadline=None)
     @given(size=st.integers(0, 300), cuts=st.lists(st.integers(0, 120), max_size=4), earlier=st.integers(0, 400))
     def test_any_cuts(
-        self, stand_in: Hub, tmp_path_factory: pytest.TempPathFactory, size: int, cuts: list[int], earlier: int
+        self, stand_in: FakeHub, tmp_path_factory: pytest.TempPathFactory, size: int, cuts: list[int], earlier: int
     ) -> None:
         """Also with a rest of an earlier run, though it be of something else: then the second run is right."""
         content, cache = WEIGHTS[:size], tmp_path_factory.mktemp("cache")
         stand_in.add("org/cut", {"w.safetensors": content})
-        stand_in.cuts["w.safetensors"] = list(cuts)
-        listing = lookup.look_up(client(stand_in), "org/cut", None)
-        partial = cache / "models--org--cut" / "blobs" / f"{listing.files[0].key}.tgis.incomplete"
+        stand_in.truncations["w.safetensors"] = list(cuts)
+        listing = lookup.fetch_listing(client(stand_in), "org/cut", None)
+        partial = cache / "models--org--cut" / "blobs" / f"{listing.files[0].digest}.tgis.incomplete"
         partial.parent.mkdir(parents=True)
         partial.write_bytes(b"\0" * earlier)
         for _ in range(2):
@@ -228,44 +228,48 @@ class TestCut:
 
 class TestRefused:
     @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-    def test_a_wrong_hash(self, hub: Hub, bring: Bring, tmp_path: Path, name: str) -> None:
+    def test_a_wrong_hash(self, hub: FakeHub, bring: Bring, tmp_path: Path, name: str) -> None:
         content = FILES[name]
-        hub.instead[name] = content[:-2] + b"??"
+        hub.overrides[name] = content[:-2] + b"??"
         with pytest.raises(StartError, match=rf"^{name} came with hash \w+, not \w+: it was thrown away"):
             bring()
-        key = next(sibling.key for sibling in lookup.look_up(client(hub), REPO, None).files if sibling.name == name)
+        key = next(
+            sibling.digest for sibling in lookup.fetch_listing(client(hub), REPO, None).files if sibling.name == name
+        )
         assert not list((tmp_path / "hub").rglob(f"{key}*"))
         assert not list((tmp_path / "hub").rglob("config.json"))
         with pytest.raises(StartError, match="is not in the cache"):
             find_model(REPO, None, str(tmp_path / "hub"))
-        hub.instead.clear()
+        hub.overrides.clear()
         assert (bring() / name).read_bytes() == content
 
     def test_an_old_revision_is_served_until_the_new_one_is_complete(
-        self, hub: Hub, bring: Bring, tmp_path: Path
+        self, hub: FakeHub, bring: Bring, tmp_path: Path
     ) -> None:
         old = bring()
         hub.add(REPO, FILES | {"model.safetensors": WEIGHTS + b"!", "config.json": b'{"new": 1}'})
-        hub.instead["model.safetensors"] = WEIGHTS + b"?"
+        hub.overrides["model.safetensors"] = WEIGHTS + b"?"
         with pytest.raises(StartError, match="came with hash"):
             bring()
         assert find_model(REPO, None, str(tmp_path / "hub")).path == old
 
-    def test_a_file_that_is_shorter_than_listed(self, hub: Hub, bring: Bring) -> None:
-        hub.instead["model.safetensors"] = WEIGHTS[:1000]
+    def test_a_file_that_is_shorter_than_listed(self, hub: FakeHub, bring: Bring) -> None:
+        hub.overrides["model.safetensors"] = WEIGHTS[:1000]
         with pytest.raises(StartError, match=f"^{REPO}: {hub.endpoint} answers 416"):
             bring()
-        hub.instead.clear()
+        hub.overrides.clear()
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
         assert [first for name, first in hub.downloads() if name == "model.safetensors"] == [0, 1000, 0]
 
-    def test_a_file_that_does_not_end(self, hub: Hub, bring: Bring) -> None:
-        hub.instead["model.safetensors"] = WEIGHTS + b"more" * 1_000_000
+    def test_a_file_that_does_not_end(self, hub: FakeHub, bring: Bring) -> None:
+        hub.overrides["model.safetensors"] = WEIGHTS + b"more" * 1_000_000
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
 
-    def test_a_disk_that_becomes_full(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
+    def test_a_disk_that_becomes_full(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         """The kernel's own full device stands where the file would grow."""
-        key = next(file.key for file in lookup.look_up(client(hub), REPO, None).files if file.size == len(WEIGHTS))
+        key = next(
+            file.digest for file in lookup.fetch_listing(client(hub), REPO, None).files if file.size == len(WEIGHTS)
+        )
         partial = tmp_path / "hub" / "models--org--name" / "blobs" / f"{key}.tgis.incomplete"
         partial.parent.mkdir(parents=True)
         partial.symlink_to("/dev/full")
@@ -275,7 +279,7 @@ class TestRefused:
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
 
     def test_a_disk_with_too_little_space(
-        self, hub: Hub, bring: Bring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, hub: FakeHub, bring: Bring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3_000_000))
@@ -291,7 +295,9 @@ class TestRefused:
             bring(cache=tmp_path / "file")
 
     @pytest.mark.parametrize("revision", ["../../x", "/etc/x"])
-    def test_a_revision_that_would_lead_elsewhere(self, hub: Hub, bring: Bring, tmp_path: Path, revision: str) -> None:
+    def test_a_revision_that_would_lead_elsewhere(
+        self, hub: FakeHub, bring: Bring, tmp_path: Path, revision: str
+    ) -> None:
         hub.add(REPO, FILES, revision)
         with pytest.raises(StartError, match="is no name of a revision"):
             bring(revision)
@@ -299,54 +305,54 @@ class TestRefused:
 
 
 class TestLookUp:
-    def fails(self, hub: Hub, repo: str = REPO, revision: str | None = None, token: str | None = None) -> str:
+    def fails(self, hub: FakeHub, repo: str = REPO, revision: str | None = None, token: str | None = None) -> str:
         with pytest.raises(StartError) as caught:
-            lookup.look_up(client(hub, token), repo, revision)
+            lookup.fetch_listing(client(hub, token), repo, revision)
         message = str(caught.value)
         assert "\n" not in message
         assert (token or TOKEN) not in message
         return message
 
-    def test_no_such_model(self, hub: Hub) -> None:
+    def test_no_such_model(self, hub: FakeHub) -> None:
         for token in (None, TOKEN):
             message = self.fails(hub, "org/other", token=token)
             assert message.startswith(f"{hub.endpoint} has no model org/other, or a private one")
 
-    def test_a_private_model(self, hub: Hub) -> None:
+    def test_a_private_model(self, hub: FakeHub) -> None:
         hub.add("org/private", FILES, private=True)
         assert "needs a token in HF_TOKEN or --token" in self.fails(hub, "org/private")
-        assert lookup.look_up(client(hub, TOKEN), "org/private", None).files
+        assert lookup.fetch_listing(client(hub, TOKEN), "org/private", None).files
 
-    def test_a_token_from_the_environment(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_token_from_the_environment(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.add("org/private", FILES, private=True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        assert lookup.look_up(client(hub), "org/private", None).files
+        assert lookup.fetch_listing(client(hub), "org/private", None).files
 
-    def test_a_token_that_is_none(self, hub: Hub) -> None:
+    def test_a_token_that_is_none(self, hub: FakeHub) -> None:
         assert self.fails(hub, token="hf_wrong").endswith("answers 401: Invalid credentials in Authorization header")
 
-    def test_no_such_revision(self, hub: Hub) -> None:
+    def test_no_such_revision(self, hub: FakeHub) -> None:
         assert self.fails(hub, revision="v2") == f"{REPO} has no revision 'v2'"
 
     @pytest.mark.parametrize("name", ["", "a/b/c", "a b", "-a/b", "a" * 200, "..", "a\nb", "http://x/y"])
-    def test_no_name_of_a_model(self, hub: Hub, name: str) -> None:
+    def test_no_name_of_a_model(self, hub: FakeHub, name: str) -> None:
         assert "is no name of a model on the hub" in self.fails(hub, name)
-        assert hub.asked == []
+        assert hub.requests == []
 
-    def test_offline(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_offline(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(lookup.Unreachable, match=r"^HF_HUB_OFFLINE is set: nothing is downloaded$"):
-            lookup.look_up(client(hub), REPO, None)
-        assert hub.asked == []
+        with pytest.raises(lookup.HubUnreachable, match=r"^HF_HUB_OFFLINE is set: nothing is downloaded$"):
+            lookup.fetch_listing(client(hub), REPO, None)
+        assert hub.requests == []
 
-    def test_no_hub(self, hub: Hub) -> None:
-        with pytest.raises(lookup.Unreachable, match=r"^cannot reach http://localhost:1: .*Connection refused"):
-            lookup.look_up(HfApi(endpoint="http://localhost:1"), REPO, None)
+    def test_no_hub(self, hub: FakeHub) -> None:
+        with pytest.raises(lookup.HubUnreachable, match=r"^cannot reach http://localhost:1: .*Connection refused"):
+            lookup.fetch_listing(HfApi(endpoint="http://localhost:1"), REPO, None)
 
-    def test_a_hub_with_a_fault(self, hub: Hub) -> None:
+    def test_a_hub_with_a_fault(self, hub: FakeHub) -> None:
         hub.statuses["api"] = [500]
-        with pytest.raises(lookup.Unreachable, match=f"^{hub.endpoint} answers 500$"):
-            lookup.look_up(client(hub), REPO, None)
+        with pytest.raises(lookup.HubUnreachable, match=f"^{hub.endpoint} answers 500$"):
+            lookup.fetch_listing(client(hub), REPO, None)
 
     @pytest.mark.parametrize(
         "answer",
@@ -363,11 +369,11 @@ class TestLookUp:
             % (b"a" * 40, b"b" * 40),
         ],
     )
-    def test_an_answer_without_sense(self, hub: Hub, answer: bytes) -> None:
-        hub.instead["api"] = answer
+    def test_an_answer_without_sense(self, hub: FakeHub, answer: bytes) -> None:
+        hub.overrides["api"] = answer
         assert self.fails(hub).startswith(f"{hub.endpoint} does not answer as a hub does: ")
 
-    def test_a_gated_model_is_listed_and_not_brought(self, hub: Hub, bring: Bring, tmp_path: Path) -> None:
+    def test_a_gated_model_is_listed_and_not_brought(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         hub.repos.clear()
         hub.add(REPO, FILES, gated=True)
         with pytest.raises(StartError, match=f"^access to {REPO} is granted by its owners") as caught:
@@ -375,17 +381,20 @@ class TestLookUp:
         assert "\n" not in str(caught.value)
         assert (bring(token=TOKEN) / "model.safetensors").read_bytes() == WEIGHTS
 
-    def test_the_token_is_for_the_hub_alone(self, hub: Hub, bring: Bring) -> None:
-        hub.cuts["model.safetensors"] = [5]
+    def test_the_token_is_for_the_hub_alone(self, hub: FakeHub, bring: Bring) -> None:
+        hub.truncations["model.safetensors"] = [5]
         bring(token=TOKEN)
-        to_hub = [asked for asked in hub.asked if "signature" not in asked.path and not asked.path.startswith("/x/")]
+        to_hub = [asked for asked in hub.requests if "signature" not in asked.path and not asked.path.startswith("/x/")]
         assert {asked.headers.get("authorization") for asked in to_hub} == {f"Bearer {TOKEN}"}
-        to_storage = [asked for asked in hub.asked if asked.path.startswith("/x/")]
+        to_storage = [asked for asked in hub.requests if asked.path.startswith("/x/")]
         assert len(to_storage) == 3
         assert not any("authorization" in asked.headers for asked in to_storage)
 
     def test_wanted(self) -> None:
         names = ["a.safetensors", "training_args.bin", "args.json", "a.bin", "vocab.txt", "source.spm", "a.h5"]
         listing = Listing(REPO, "0" * 40, tuple(lookup.HubFile(name, 1, "0" * 40) for name in names))
-        assert [file.name for file in lookup.wanted(listing, (".bin", ".json"))] == ["a.bin"]
-        assert [file.name for file in lookup.wanted(listing, lookup.ABOUT_THE_MODEL)] == ["vocab.txt", "source.spm"]
+        assert [file.name for file in lookup.select_files(listing, (".bin", ".json"))] == ["a.bin"]
+        assert [file.name for file in lookup.select_files(listing, lookup.CONFIG_EXTENSIONS)] == [
+            "vocab.txt",
+            "source.spm",
+        ]

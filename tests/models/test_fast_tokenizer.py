@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from tgis.errors import StartError
 from tgis.models.convert.fast_tokenizer import add_tokenizer, ensure_tokenizer
-from tgis.models.files import ModelFiles, eos_ids, find_model
+from tgis.models.files import ModelFiles, eos_token_ids, find_model
 from tgis.utils import child_process
 
 
@@ -26,7 +26,7 @@ class TestOfAServer:
         assert list((tmp_path / "tokenizers").iterdir()) == [first]
         tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
         assert tokenizer.encode("hello").tokens == ["hell", "o"]
-        assert eos_ids(slow_gpt2, first) == (256 + 3,)  # after the bytes and the merges
+        assert eos_token_ids(slow_gpt2, first) == (256 + 3,)  # after the bytes and the merges
 
         monkeypatch.setattr(child_process, "run", lambda command, seconds: "not again")
         assert ensure_tokenizer(slow_gpt2, tmp_path) == first

@@ -16,7 +16,7 @@ from model_directories import write_model
 
 from tgis.errors import StartError
 from tgis.models import files
-from tgis.models.files import ModelFiles, eos_ids, find_model, find_weights
+from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights
 from tgis.utils import child_process
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -230,14 +230,14 @@ class TestFacts:
     def test_eos_ids(
         self, tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]
     ) -> None:
-        assert eos_ids(ModelFiles(tmp_path, config, generation), tmp_path) == expected
+        assert eos_token_ids(ModelFiles(tmp_path, config, generation), tmp_path) == expected
 
     @pytest.mark.parametrize("value", ["2", 2.0, True, [1, None], [[2]], {"id": 2}])
     def test_eos_ids_of_the_wrong_type(self, tmp_path: Path, value: object) -> None:
         with pytest.raises(StartError, match=r"^config\.json: eos_token_id must be an integer or a list"):
-            eos_ids(ModelFiles(tmp_path, {"eos_token_id": value}, {}), tmp_path)
+            eos_token_ids(ModelFiles(tmp_path, {"eos_token_id": value}, {}), tmp_path)
         with pytest.raises(StartError, match=r"^generation_config\.json: eos_token_id must be"):
-            eos_ids(ModelFiles(tmp_path, {}, {"eos_token_id": value}), tmp_path)
+            eos_token_ids(ModelFiles(tmp_path, {}, {"eos_token_id": value}), tmp_path)
 
     @pytest.mark.parametrize(
         ("written", "expected"),
@@ -255,7 +255,7 @@ class TestFacts:
     )
     def test_eos_of_the_tokenizer(self, tmp_path: Path, written: dict[str, Any], expected: tuple[int, ...]) -> None:
         model = find_model(str(write_model(tmp_path, **written)), None, None)
-        assert eos_ids(model, tmp_path) == expected
+        assert eos_token_ids(model, tmp_path) == expected
 
     @given(config=st.dictionaries(KEYS, JSON | st.dictionaries(KEYS, JSON)))
     def test_any_json_gives_facts_or_one_clear_error(self, config: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ class TestFacts:
         with contextlib.suppress(StartError):
             assert files.is_encoder_decoder(config) in (True, False)
         with contextlib.suppress(StartError):
-            ids = eos_ids(ModelFiles(Path("/none"), config, config), Path("/none"))
+            ids = eos_token_ids(ModelFiles(Path("/none"), config, config), Path("/none"))
             assert all(type(entry) is int and entry >= 0 for entry in ids)
 
 
@@ -275,7 +275,7 @@ class TestChild:
         assert self.run("pass") is None
         assert self.run("raise ValueError('first\\nlast\\n\\n')") == "last"
         assert self.run("raise SystemExit(3)") == "exit code 3"
-        assert len(self.run("raise ValueError('x' * 10000)") or "") == child_process.MAX_REASON
+        assert len(self.run("raise ValueError('x' * 10000)") or "") == child_process.MAX_REASON_LENGTH
         assert self.run("import time; time.sleep(60)", seconds=0.1) == "not done after 0 s"
 
 

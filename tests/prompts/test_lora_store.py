@@ -11,15 +11,15 @@ import torch
 from lora_files import BROKEN_LORA, LINEARS, RANK, UP, Q, config, key, lora, lora_bin, matrices
 from prompt_files import CONFIG, SAFETENSORS, matrix, tgis, write
 
-from tgis.errors import PromptError
-from tgis.ipc.adapters import LookupPrompt, PromptInfo, PromptOptions, PromptProblem
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem, AdapterResolved, AdapterStoreOptions, ResolveAdapter
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.lora import LoraAdapter
-from tgis.prompts.resolver import Lookups
-from tgis.prompts.store import PromptStore
-from tgis.prompts.tensor_file import Target
+from tgis.prompts.resolver import AdapterResolver
+from tgis.prompts.store import AdapterStore
+from tgis.prompts.tensor_file import TargetModel
 
-TARGET = Target(16, 8, torch.float32, torch.device("cpu"), linears=LINEARS)
+TARGET = TargetModel(16, 8, torch.float32, torch.device("cpu"), lora_targets=LINEARS)
 CAPACITY = 256 << 10
 BYTES = 4 * RANK * sum(map(sum, LINEARS.values()))  # of an adapter
 
@@ -32,22 +32,22 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(root: Path) -> PromptStore:
-    return PromptStore(str(root), CAPACITY, TARGET)
+def store(root: Path) -> AdapterStore:
+    return AdapterStore(str(root), CAPACITY, TARGET)
 
 
-def adapter(store: PromptStore, name: str) -> LoraAdapter:
-    found = store.find(name).prompt
+def adapter(store: AdapterStore, name: str) -> LoraAdapter:
+    found = store.find(name).adapter
     assert isinstance(found, LoraAdapter)
     return found
 
 
 def delta(one: LoraAdapter, layer: str) -> torch.Tensor:
     """What is added to the layer's weight, [outputs, inputs]."""
-    return (one.layers[layer].down.T @ one.layers[layer].up).T
+    return (one.layers[layer].lora_a.T @ one.layers[layer].lora_b).T
 
 
-def test_an_adapter_is_its_matrices_scaled(store: PromptStore) -> None:
+def test_an_adapter_is_its_matrices_scaled(store: AdapterStore) -> None:
     found, tensors = adapter(store, "good"), matrices()
     assert (found.length, found.decoder_length, found.rank, set(found.layers)) == (0, 0, RANK, set(LINEARS))
     for layer in LINEARS:
@@ -69,7 +69,7 @@ def test_an_adapter_is_its_matrices_scaled(store: PromptStore) -> None:
     ],
 )
 def test_the_config_says_how_strong_it_is(
-    store: PromptStore, root: Path, values: dict[str, Any], scales: tuple[float, float]
+    store: AdapterStore, root: Path, values: dict[str, Any], scales: tuple[float, float]
 ) -> None:
     write(root / "other", lora(**values))
     found, tensors = adapter(store, "other"), matrices()
@@ -78,86 +78,86 @@ def test_the_config_says_how_strong_it_is(
         torch.testing.assert_close(delta(found, layer), scale * product)
 
 
-def test_layers_may_have_different_ranks_and_files_other_formats_and_types(store: PromptStore, root: Path) -> None:
+def test_layers_may_have_different_ranks_and_files_other_formats_and_types(store: AdapterStore, root: Path) -> None:
     tensors = matrices(2, (Q,)) | matrices(7, (UP,))
     half = {name: torch.nn.Parameter(tensor.half()) for name, tensor in tensors.items()}
     write(root / "other", lora_bin(half) | {CONFIG: config(r=2, rank_pattern={"up_proj": 7})})
     found = adapter(store, "other")
     assert (found.rank, set(found.layers)) == (7, {Q, UP})
-    tensor = found.layers[UP].down
+    tensor = found.layers[UP].lora_a
     assert (tensor.dtype, tensor.requires_grad) == (torch.float32, False)
     assert torch.equal(tensor, half[key(UP, "A")].float())
 
 
 @pytest.mark.parametrize("case", BROKEN_LORA)
-def test_a_broken_adapter_has_a_clear_error_and_disturbs_nothing(store: PromptStore, root: Path, case: str) -> None:
+def test_a_broken_adapter_has_a_clear_error_and_disturbs_nothing(store: AdapterStore, root: Path, case: str) -> None:
     files, text = BROKEN_LORA[case]
-    good = store.find("good").prompt
+    good = store.find("good").adapter
     write(root / "broken", files)
     for _ in range(2):
-        with pytest.raises(PromptError) as caught:
+        with pytest.raises(AdapterError) as caught:
             store.find("broken")
         assert text in str(caught.value)
-        assert caught.value.problem == PromptProblem.BROKEN
+        assert caught.value.problem == AdapterProblem.BROKEN
         assert len(str(caught.value)) < 250
         assert str(caught.value).isprintable()
-    assert store.find("good").prompt is good
+    assert store.find("good").adapter is good
 
 
-def test_only_what_is_inside_the_store_is_read(store: PromptStore, root: Path, tmp_path: Path) -> None:
+def test_only_what_is_inside_the_store_is_read(store: AdapterStore, root: Path, tmp_path: Path) -> None:
     write(tmp_path / "secret", lora())
     write(root / "link", {CONFIG: config()})
     (root / "link" / SAFETENSORS).symlink_to(tmp_path / "secret" / SAFETENSORS)
-    with pytest.raises(PromptError, match=r"adapter_model\.safetensors leads out of the store"):
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors leads out of the store"):
         store.find("link")
     write(root / "large", {CONFIG: config(), SAFETENSORS: bytes(CAPACITY + 1)})
-    with pytest.raises(PromptError, match=f"has {CAPACITY + 1} bytes, at most {CAPACITY} are allowed"):
+    with pytest.raises(AdapterError, match=f"has {CAPACITY + 1} bytes, at most {CAPACITY} are allowed"):
         store.find("large")
 
 
 def test_an_adapter_larger_than_the_cache_is_refused(root: Path) -> None:
     write(root / "half", lora({name: tensor.half() for name, tensor in matrices(64).items()}, r=64))
-    store = PromptStore(str(root), 12 * BYTES, TARGET)
-    with pytest.raises(PromptError, match=f"it takes {16 * BYTES} bytes, the cache has {12 * BYTES}"):
+    store = AdapterStore(str(root), 12 * BYTES, TARGET)
+    with pytest.raises(AdapterError, match=f"it takes {16 * BYTES} bytes, the cache has {12 * BYTES}"):
         store.find("half")
 
 
 def test_an_engine_that_takes_no_adapters_says_so(root: Path) -> None:
     info = EngineInfo("M", "cpu", "float32", 100, False, False, 8, 100, 100, embedding_size=16)
-    store = PromptStore.for_engine(PromptOptions(str(root), CAPACITY, 8), info)
+    store = AdapterStore.for_engine(AdapterStoreOptions(str(root), CAPACITY, 8), info)
     write(root / "soft", tgis(matrix()))
-    assert store.find("soft").prompt.length == 4
-    with pytest.raises(PromptError, match="this server takes no LoRA adapters: none does whose NUM_SHARD is above 1"):
+    assert store.find("soft").adapter.length == 4
+    with pytest.raises(AdapterError, match="this server takes no LoRA adapters: none does whose NUM_SHARD is above 1"):
         store.find("good")
 
 
 def test_a_model_that_takes_no_soft_prompts_may_take_adapters(root: Path) -> None:
-    info = EngineInfo("M", "cpu", "float32", 100, False, False, 8, 100, 100, linears=LINEARS)
-    assert info.takes_adapters
-    store = PromptStore.for_engine(PromptOptions(str(root), CAPACITY, 8), info)
+    info = EngineInfo("M", "cpu", "float32", 100, False, False, 8, 100, 100, lora_targets=LINEARS)
+    assert info.supports_adapters
+    store = AdapterStore.for_engine(AdapterStoreOptions(str(root), CAPACITY, 8), info)
     write(root / "soft", tgis(matrix()))
     assert adapter(store, "good").rank == RANK
-    with pytest.raises(PromptError, match="it is a soft prompt, which this model does not take"):
+    with pytest.raises(AdapterError, match="it is a soft prompt, which this model does not take"):
         store.find("soft")
 
 
 def test_the_least_recently_used_leave_and_a_change_is_seen(root: Path) -> None:
     for name in "abc":
         write(root / name, lora(matrices(seed=ord(name))))
-    store = PromptStore(str(root), 2 * BYTES + 6 * 512, TARGET)
-    a, b = store.find("a").prompt, store.find("b").prompt
-    assert store.find("a").prompt is a
+    store = AdapterStore(str(root), 2 * BYTES + 6 * 512, TARGET)
+    a, b = store.find("a").adapter, store.find("b").adapter
+    assert store.find("a").adapter is a
     store.find("c")
-    assert store.find("a").prompt is a
+    assert store.find("a").adapter is a
     assert store.find("b").loaded
     write(root / "new", lora(matrices(seed=9)))
     (root / "new" / SAFETENSORS).replace(root / "b" / SAFETENSORS)
     changed = adapter(store, "b")
     assert changed.version not in (a.version, b.version)
-    torch.testing.assert_close(changed.layers[Q].down, matrices(seed=9)[key(Q, "A")])
+    torch.testing.assert_close(changed.layers[Q].lora_a, matrices(seed=9)[key(Q, "A")])
 
 
-def test_concurrent_first_lookups_read_the_file_once(store: PromptStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_first_lookups_read_the_file_once(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     loads, answers, all_told = [], [], threading.Semaphore(0)
     load = safetensors.torch.load
 
@@ -165,14 +165,14 @@ def test_concurrent_first_lookups_read_the_file_once(store: PromptStore, monkeyp
         loads.append(len(data))
         return load(data)
 
-    def told(info: PromptInfo) -> None:
+    def told(info: AdapterResolved) -> None:
         answers.append(info)
         all_told.release()
 
     monkeypatch.setattr("tgis.prompts.tensor_file.safetensors.torch.load", counted)
-    lookups = Lookups(store, told)
+    lookups = AdapterResolver(store, told)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: lookups.ask(LookupPrompt(number, "good")), range(64)))
+        list(pool.map(lambda number: lookups.resolve(ResolveAdapter(number, "good")), range(64)))
     for _ in range(64):
         assert all_told.acquire(timeout=10)
     assert len(loads) == 1

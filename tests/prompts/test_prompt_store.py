@@ -30,14 +30,14 @@ from prompt_files import (
     write,
 )
 
-from tgis.errors import PromptError
-from tgis.ipc.adapters import LookupPrompt, Prefix, PromptInfo, PromptProblem
-from tgis.prompts.cache import PromptCache
-from tgis.prompts.resolver import Found, Lookups
-from tgis.prompts.store import PromptStore
-from tgis.prompts.tensor_file import SoftPrompt, Target
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
+from tgis.prompts.cache import AdapterCache
+from tgis.prompts.resolver import AdapterResolver, StoreResult
+from tgis.prompts.store import AdapterStore
+from tgis.prompts.tensor_file import SoftPrompt, TargetModel
 
-TARGET = Target(WIDTH, MOST, torch.float32, torch.device("cpu"))
+TARGET = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -48,24 +48,24 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(root: Path) -> PromptStore:
-    return PromptStore(str(root), CAPACITY, TARGET)
+def store(root: Path) -> AdapterStore:
+    return AdapterStore(str(root), CAPACITY, TARGET)
 
 
-def embeddings(found: Found) -> torch.Tensor:
-    assert isinstance(found.prompt, SoftPrompt)
-    assert found.prompt.decoder is not None
-    return found.prompt.decoder
+def embeddings(found: StoreResult) -> torch.Tensor:
+    assert isinstance(found.adapter, SoftPrompt)
+    assert found.adapter.decoder is not None
+    return found.adapter.decoder
 
 
-def test_a_prompt_of_tgis(store: PromptStore) -> None:
+def test_a_prompt_of_tgis(store: AdapterStore) -> None:
     found = store.find("good")
     assert found.loaded
     assert torch.equal(embeddings(found), matrix())
-    assert found.prompt.length == 4
+    assert found.adapter.length == 4
 
 
-def test_what_tgis_has_in_its_own_store_can_be_read(store: PromptStore, root: Path) -> None:
+def test_what_tgis_has_in_its_own_store_can_be_read(store: AdapterStore, root: Path) -> None:
     """Parameters, views into larger tensors, nested ids, an encoder's part that a decoder-only model ignores."""
     write(root / "nested" / "path_1", tgis(torch.nn.Parameter(matrix(16)[8:])))
     write(root / "nested" / "path_1", {ENCODER: pt(matrix(3, 7))})
@@ -76,13 +76,13 @@ def test_what_tgis_has_in_its_own_store_can_be_read(store: PromptStore, root: Pa
 
 
 @pytest.mark.parametrize("name", ["säge-1", "a/b/c", "_", "0"])
-def test_ids_may_have_letters_of_any_script(store: PromptStore, root: Path, name: str) -> None:
+def test_ids_may_have_letters_of_any_script(store: AdapterStore, root: Path, name: str) -> None:
     write(root / name, tgis(matrix()))
-    assert store.find(name).prompt.length == 4
+    assert store.find(name).adapter.length == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_numbers_are_converted_to_the_models_type(store: PromptStore, root: Path, dtype: torch.dtype) -> None:
+def test_numbers_are_converted_to_the_models_type(store: AdapterStore, root: Path, dtype: torch.dtype) -> None:
     write(root / "other", tgis(matrix().to(dtype)))
     prompt = embeddings(store.find("other"))
     assert prompt.dtype == torch.float32
@@ -91,14 +91,14 @@ def test_numbers_are_converted_to_the_models_type(store: PromptStore, root: Path
 
 def test_what_peft_saves_can_be_read(glassllm_dir: Path, cache_dir: Path) -> None:
     trained = tuning.tuned("glassllm", glassllm_dir, cache_dir)
-    target = Target(128, 64, torch.float32, torch.device("cpu"))
-    store = PromptStore(str(trained.store), 1 << 20, target)
-    for name, lesson in tuning.COURSES["glassllm"].lessons.items():
+    target = TargetModel(128, 64, torch.float32, torch.device("cpu"))
+    store = AdapterStore(str(trained.store), 1 << 20, target)
+    for name, lesson in tuning.TUNING_PLANS["glassllm"].tasks.items():
         assert (trained.store / name / f"adapter_model.{lesson.file}").exists()
-        assert store.find(name).prompt.length == lesson.length
+        assert store.find(name).adapter.length == lesson.length
 
 
-def test_the_layout_of_peft_needs_no_config_and_comes_before_that_of_tgis(store: PromptStore, root: Path) -> None:
+def test_the_layout_of_peft_needs_no_config_and_comes_before_that_of_tgis(store: AdapterStore, root: Path) -> None:
     directory = root / "all"
     write(directory, tgis(matrix(seed=1)))
     write(directory, {BIN: pt({KEY: matrix(seed=2)})})
@@ -109,28 +109,28 @@ def test_the_layout_of_peft_needs_no_config_and_comes_before_that_of_tgis(store:
     assert torch.equal(embeddings(store.find("all")), matrix(seed=3))
 
 
-def refused(store: PromptStore, name: str) -> PromptError:
-    with pytest.raises(PromptError) as caught:
+def refused(store: AdapterStore, name: str) -> AdapterError:
+    with pytest.raises(AdapterError) as caught:
         store.find(name)
     return caught.value
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_prompt_has_a_clear_error_and_disturbs_nothing(store: PromptStore, root: Path, case: str) -> None:
+def test_a_broken_prompt_has_a_clear_error_and_disturbs_nothing(store: AdapterStore, root: Path, case: str) -> None:
     files, text = BROKEN[case]
     good = store.find("good")
     write(root / "broken", files)
     for _ in range(2):  # failures are not remembered, but looked at again
         error = refused(store, "broken")
         assert text in str(error)
-        assert error.problem == PromptProblem.BROKEN
+        assert error.problem == AdapterProblem.BROKEN
         assert len(str(error)) < 200
         assert str(root) not in str(error)
-    assert store.find("good") == Found(good.prompt, loaded=False)
+    assert store.find("good") == StoreResult(good.adapter, loaded=False)
     assert not Path(EXECUTED).exists()
 
 
-def test_only_regular_files_inside_the_store_are_opened(store: PromptStore, root: Path, tmp_path: Path) -> None:
+def test_only_regular_files_inside_the_store_are_opened(store: AdapterStore, root: Path, tmp_path: Path) -> None:
     write(tmp_path / "secret", tgis(matrix()))
     write(root / "link", {})
     (root / "link" / DECODER).symlink_to(tmp_path / "secret" / DECODER)
@@ -143,60 +143,60 @@ def test_only_regular_files_inside_the_store_are_opened(store: PromptStore, root
 
 
 @pytest.mark.parametrize("kind", ["ADALORA", "PREFIX_TUNING", "IA3"])
-def test_other_adapters_are_named(store: PromptStore, root: Path, kind: str) -> None:
+def test_other_adapters_are_named(store: AdapterStore, root: Path, kind: str) -> None:
     write(root / "other", peft({KEY: matrix()}, peft_type=kind))
     error = refused(store, "other")
-    assert (error.problem, str(error)) == (PromptProblem.UNSUPPORTED, kind)
+    assert (error.problem, str(error)) == (AdapterProblem.UNSUPPORTED, kind)
 
 
 BAD_IDS = ["", ".", "..", "../secret", "good/../good", "a.b", "a b", "a\nb", "a\x00b", "good\n", "/", "x" * 513, "🐫"]
 
 
 @pytest.mark.parametrize("name", [*BAD_IDS, "/etc"])
-def test_ids_that_are_none(store: PromptStore, name: str) -> None:
-    assert refused(store, name).problem == PromptProblem.BAD_ID
+def test_ids_that_are_none(store: AdapterStore, name: str) -> None:
+    assert refused(store, name).problem == AdapterProblem.BAD_ID
 
 
-def test_nothing_outside_the_store_can_be_named(store: PromptStore, root: Path, tmp_path: Path) -> None:
+def test_nothing_outside_the_store_can_be_named(store: AdapterStore, root: Path, tmp_path: Path) -> None:
     """Not by an absolute path, by a link, or by a sibling whose name begins like the store's."""
     for name in ("secret", "store-2"):
         write(tmp_path / name, tgis(matrix()))
         (root / name).symlink_to(tmp_path / name)
     for name in (f"{tmp_path}/secret", f"{root}-2", "secret", "store-2"):
-        assert refused(store, name).problem == PromptProblem.BAD_ID
+        assert refused(store, name).problem == AdapterProblem.BAD_ID
 
 
 def test_links_inside_the_store_are_followed(root: Path, tmp_path: Path) -> None:
     """As a volume of Kubernetes has them; the store itself may be one."""
     (root / "alias").symlink_to(root / "good")
     (tmp_path / "mounted").symlink_to(root)
-    store = PromptStore(str(tmp_path / "mounted"), CAPACITY, TARGET)
-    assert store.find("alias").prompt is store.find("good").prompt
+    store = AdapterStore(str(tmp_path / "mounted"), CAPACITY, TARGET)
+    assert store.find("alias").adapter is store.find("good").adapter
 
 
 @pytest.mark.parametrize("name", ["absent", "good/absent", "nested", "x" * 512, "x/" * 200])
-def test_what_is_not_there_is_not_found(store: PromptStore, root: Path, name: str) -> None:
+def test_what_is_not_there_is_not_found(store: AdapterStore, root: Path, name: str) -> None:
     write(root / "nested" / "deep", tgis(matrix()))
     write(root / "nested", {"README": b"hello"})
-    assert refused(store, name).problem == PromptProblem.NOT_FOUND
+    assert refused(store, name).problem == AdapterProblem.NOT_FOUND
 
 
-def test_hits_are_the_same_object_and_a_change_of_any_file_is_seen(store: PromptStore, root: Path) -> None:
-    first = store.find("good").prompt
-    assert store.find("good") == Found(first, loaded=False)
-    assert store.find("good//").prompt is first
+def test_hits_are_the_same_object_and_a_change_of_any_file_is_seen(store: AdapterStore, root: Path) -> None:
+    first = store.find("good").adapter
+    assert store.find("good") == StoreResult(first, loaded=False)
+    assert store.find("good//").adapter is first
     replace(root / "good", DECODER, pt(matrix(seed=1)))
     second = store.find("good")
     assert second.loaded
     assert torch.equal(embeddings(second), matrix(seed=1))
     write(root / "good", peft({KEY: matrix(6)}))
-    third = store.find("good").prompt
+    third = store.find("good").adapter
     assert third.length == 6
-    assert len({first.version, second.prompt.version, third.version}) == 3
+    assert len({first.version, second.adapter.version, third.version}) == 3
     (root / "good" / DECODER).unlink()
     assert store.find("good").loaded  # nothing else is known than that something has changed
     (root / "good" / SAFETENSORS).unlink()
-    assert refused(store, "good").problem == PromptProblem.BROKEN
+    assert refused(store, "good").problem == AdapterProblem.BROKEN
 
 
 def replace(directory: Path, name: str, data: bytes) -> None:
@@ -205,19 +205,19 @@ def replace(directory: Path, name: str, data: bytes) -> None:
     (directory / "new").replace(directory / name)
 
 
-def test_a_failed_load_leaves_the_cache_as_it_is(store: PromptStore, root: Path) -> None:
-    first = store.find("good").prompt
+def test_a_failed_load_leaves_the_cache_as_it_is(store: AdapterStore, root: Path) -> None:
+    first = store.find("good").adapter
     os.rename(root / "good" / DECODER, root / "kept")
     write(root / "good", tgis(matrix()[0]))
     refused(store, "good")
     os.rename(root / "kept", root / "good" / DECODER)
-    assert store.find("good") == Found(first, loaded=False)
+    assert store.find("good") == StoreResult(first, loaded=False)
 
 
 def test_what_does_not_fit_into_the_cache_is_refused(root: Path) -> None:
     write(root / "wide", tgis(matrix(8, 512).half()))
-    target = Target(512, MOST, torch.float64, torch.device("cpu"))
-    store = PromptStore(str(root), 16 << 10, target)
+    target = TargetModel(512, MOST, torch.float64, torch.device("cpu"))
+    store = AdapterStore(str(root), 16 << 10, target)
     assert "takes 32768 bytes, the cache has 16384" in str(refused(store, "wide"))
 
 
@@ -228,7 +228,7 @@ def test_sizes_are_what_torch_allocates() -> None:
 
 
 def test_the_least_recently_used_leave_first() -> None:
-    cache: PromptCache[str] = PromptCache(1024)
+    cache: AdapterCache[str] = AdapterCache(1024)
     for name in "ab":
         assert cache.put(name, (), name, 512) == name
     assert cache.get("a", ()) == "a"
@@ -239,7 +239,7 @@ def test_the_least_recently_used_leave_first() -> None:
 
 
 def test_of_two_that_load_the_same_the_first_wins() -> None:
-    cache: PromptCache[str] = PromptCache(1024)
+    cache: AdapterCache[str] = AdapterCache(1024)
     assert cache.put("a", (None,), "first", 512) == "first"
     assert cache.put("a", (None,), "second", 512) == "first"
     assert cache.put("a", ((1, 2, 3),), "third", 1024) == "third"
@@ -248,7 +248,7 @@ def test_of_two_that_load_the_same_the_first_wins() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 10), st.booleans()), max_size=60))
 def test_the_cache_keeps_what_a_simple_one_keeps(actions: list[tuple[str, int, bool]]) -> None:
-    cache: PromptCache[int] = PromptCache(20)
+    cache: AdapterCache[int] = AdapterCache(20)
     kept: list[tuple[str, int]] = []  # oldest use first
     for name, size, put in actions:
         old = [entry for entry in kept if entry[0] == name]
@@ -272,30 +272,30 @@ class SlowStore:
         self.finds: list[str] = []
         self.loaded = False
 
-    def find(self, prompt_id: str) -> Found:
+    def find(self, prompt_id: str) -> StoreResult:
         self.finds.append(prompt_id)
         self.begun.release()
         self.may_end.acquire(timeout=10)
         if prompt_id == "bug":
             raise ZeroDivisionError
         if prompt_id == "none":
-            raise PromptError(PromptProblem.NOT_FOUND, "directory does not exist")
+            raise AdapterError(AdapterProblem.NOT_FOUND, "directory does not exist")
         loaded, self.loaded = not self.loaded, True
-        return Found(SoftPrompt(1, matrix()), loaded)
+        return StoreResult(SoftPrompt(1, matrix()), loaded)
 
 
 class Answers:
     """What lookups send, in the order in which it comes."""
 
     def __init__(self) -> None:
-        self._sent: list[PromptInfo] = []
+        self._sent: list[AdapterResolved] = []
         self._one = threading.Semaphore(0)
 
-    def __call__(self, info: PromptInfo) -> None:
+    def __call__(self, info: AdapterResolved) -> None:
         self._sent.append(info)
         self._one.release()
 
-    def wait(self, count: int) -> list[PromptInfo]:
+    def wait(self, count: int) -> list[AdapterResolved]:
         for _ in range(count):
             assert self._one.acquire(timeout=10)
         taken, self._sent = self._sent[:count], self._sent[count:]
@@ -304,23 +304,23 @@ class Answers:
 
 def test_concurrent_lookups_of_one_id_load_once_and_hold_up_no_other() -> None:
     store, answers = SlowStore(), Answers()
-    lookups = Lookups(store, answers)
+    lookups = AdapterResolver(store, answers)
     for number in range(50):
-        lookups.ask(LookupPrompt(number, "slow"))
-    lookups.ask(LookupPrompt(50, "other"))
+        lookups.resolve(ResolveAdapter(number, "slow"))
+    lookups.resolve(ResolveAdapter(50, "other"))
     assert store.begun.acquire(timeout=10)
     assert store.begun.acquire(timeout=10)
     assert sorted(store.finds) == ["other", "slow"]
     for _ in range(3):
         store.may_end.release()
     infos = answers.wait(51)
-    assert {info.number for info in infos} == set(range(51))
+    assert {info.lookup_id for info in infos} == set(range(51))
     assert all(info.length == 4 and info.problem is None for info in infos)
     assert sum(info.loaded for info in infos) == 1
     assert sorted(store.finds) == ["other", "slow", "slow"]  # one more look for those that came during the first
 
 
-def test_concurrent_lookups_read_the_files_once(store: PromptStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_lookups_read_the_files_once(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Any] = []
     load = torch.load
 
@@ -330,70 +330,70 @@ def test_concurrent_lookups_read_the_files_once(store: PromptStore, monkeypatch:
 
     monkeypatch.setattr(torch, "load", counted)
     answers = Answers()
-    lookups = Lookups(store, answers)
+    lookups = AdapterResolver(store, answers)
     for number in range(40):
-        lookups.ask(LookupPrompt(number, "good"))
+        lookups.resolve(ResolveAdapter(number, "good"))
     infos = answers.wait(40)
     assert all(info.length == 4 for info in infos)
     assert len(loads) == sum(info.loaded for info in infos) == 1
-    prompts = {id(lookups.prompt(Prefix("good", 4, 0, number, 1))) for number in range(40)}
+    prompts = {id(lookups.adapter(AdapterRef("good", 4, 0, number, 1))) for number in range(40)}
     assert len(prompts) == 1
 
 
 def test_what_a_lookup_has_found_stays_whatever_becomes_of_the_store(root: Path) -> None:
     for name in "abcdefghi":
         write(root / name, tgis(matrix(seed=ord(name))))
-    store, answers = PromptStore(str(root), 8 * 512, TARGET), Answers()
-    lookups = Lookups(store, answers)
+    store, answers = AdapterStore(str(root), 8 * 512, TARGET), Answers()
+    lookups = AdapterResolver(store, answers)
     for number, name in enumerate("abcdefghi"):
-        lookups.ask(LookupPrompt(number, name))
+        lookups.resolve(ResolveAdapter(number, name))
         assert answers.wait(1)[0].loaded
     write(root / "a", tgis(matrix(2)))
-    lookups.ask(LookupPrompt(9, "a"))
+    lookups.resolve(ResolveAdapter(9, "a"))
     assert answers.wait(1)[0].loaded
-    held = lookups.prompt(Prefix("a", 4, 0, lookup=0, version=1))
-    assert torch.equal(embeddings(Found(held, loaded=False)), matrix(seed=ord("a")))
-    assert lookups.prompt(Prefix("a", 2, 0, lookup=9, version=2)).length == 2
-    lookups.cancel(range(20))
-    assert lookups._kept == {}
+    held = lookups.adapter(AdapterRef("a", 4, 0, lookup_id=0, version=1))
+    assert torch.equal(embeddings(StoreResult(held, loaded=False)), matrix(seed=ord("a")))
+    assert lookups.adapter(AdapterRef("a", 2, 0, lookup_id=9, version=2)).length == 2
+    lookups.release(range(20))
+    assert lookups._resolved == {}
 
 
 def test_a_lookup_cancelled_while_it_loads_keeps_nothing() -> None:
     store, answers = SlowStore(), Answers()
-    lookups = Lookups(store, answers)
-    lookups.ask(LookupPrompt(7, "slow"))
+    lookups = AdapterResolver(store, answers)
+    lookups.resolve(ResolveAdapter(7, "slow"))
     assert store.begun.acquire(timeout=10)
-    lookups.cancel([7])
+    lookups.release([7])
     store.may_end.release()
     answers.wait(1)
-    assert lookups._kept == {}
+    assert lookups._resolved == {}
 
 
 @pytest.mark.parametrize(
     ("name", "problem", "reason"),
     [
-        ("none", PromptProblem.NOT_FOUND, "directory does not exist"),
-        ("bug", PromptProblem.BROKEN, "internal error: ZeroDivisionError"),
+        ("none", AdapterProblem.NOT_FOUND, "directory does not exist"),
+        ("bug", AdapterProblem.BROKEN, "internal error: ZeroDivisionError"),
     ],
 )
-def test_every_lookup_is_answered(name: str, problem: PromptProblem, reason: str) -> None:
+def test_every_lookup_is_answered(name: str, problem: AdapterProblem, reason: str) -> None:
     store, answers = SlowStore(), Answers()
-    lookups = Lookups(store, answers)
+    lookups = AdapterResolver(store, answers)
     for number in (1, 2, 3):
-        lookups.ask(LookupPrompt(number, name))
+        lookups.resolve(ResolveAdapter(number, name))
         store.may_end.release()
     infos = answers.wait(3)
-    assert {info.number for info in infos} == {1, 2, 3}
+    assert {info.lookup_id for info in infos} == {1, 2, 3}
     assert {(info.problem, info.reason) for info in infos} == {(problem, reason)}
-    lookups.cancel([1, 2, 3])
-    assert (lookups._kept, lookups._waiting) == ({}, {})
+    lookups.release([1, 2, 3])
+    assert (lookups._resolved, lookups._pending) == ({}, {})
 
 
 @pytest.fixture
-def seq2seq(root: Path) -> PromptStore:
+def seq2seq(root: Path) -> AdapterStore:
     """The same store for an encoder-decoder."""
-    target = Target(WIDTH, MOST, torch.float32, torch.device("cpu"), encoder_decoder=True)
-    return PromptStore(str(root), CAPACITY, target)
+    target = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"), encoder_decoder=True)
+    return AdapterStore(str(root), CAPACITY, target)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def seq2seq(root: Path) -> PromptStore:
     ids=["decoder", "encoder", "both", "peft", "peft of one part"],
 )
 def test_prompts_of_an_encoder_decoder(
-    seq2seq: PromptStore,
+    seq2seq: AdapterStore,
     root: Path,
     files: Files,
     encoder: torch.Tensor | None,
@@ -421,7 +421,7 @@ def test_prompts_of_an_encoder_decoder(
     length: int,
 ) -> None:
     write(root / "prompt", files)
-    prompt = seq2seq.find("prompt").prompt
+    prompt = seq2seq.find("prompt").adapter
     assert isinstance(prompt, SoftPrompt)
     for part, wanted in ((prompt.encoder, encoder), (prompt.decoder, decoder)):
         assert (part is None) == (wanted is None)
@@ -453,6 +453,6 @@ SAYS_TASK = "adapter_config.json must say task_type SEQ_2_SEQ_LM, for this is an
         ),
     ],
 )
-def test_what_an_encoder_decoder_cannot_use(seq2seq: PromptStore, root: Path, files: Files, text: str) -> None:
+def test_what_an_encoder_decoder_cannot_use(seq2seq: AdapterStore, root: Path, files: Files, text: str) -> None:
     write(root / "prompt", files)
     assert text in str(refused(seq2seq, "prompt"))

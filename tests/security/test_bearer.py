@@ -8,12 +8,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Server, call, serving, stream_of
+from harness import Server, as_stream_request, running_server, unary_request
 
 from tgis.errors import StartError
 from tgis.models.fake import make_fake_model
-from tgis.security.bearer import Tokens
-from tgis.utils.file_watch import CHECK_SECONDS
+from tgis.security.bearer import TokenFile
+from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ def server(directory: Path) -> Iterator[Server]:
     (directory / "tokens").write_text("# for tests\nfirst-token\n\n  second-token  \n")
     model = make_fake_model(directory / "model")
     options = {"CACHE_DIR": str(directory / "cache"), "AUTH_TOKEN_PATH": str(directory / "tokens")}
-    with serving(directory, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    with running_server(directory, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 
 
 def text(server: Server, authorization: str | None, prompt: str = "abc") -> str:
     metadata = [("authorization", authorization)] if authorization is not None else []
     with server.stub() as stub:
-        return str(stub.Generate(call(prompt, 3), metadata=metadata, timeout=10).responses[0].text)
+        return str(stub.Generate(unary_request(prompt, 3), metadata=metadata, timeout=10).responses[0].text)
 
 
 @pytest.mark.parametrize("authorization", ["Bearer first-token", "bearer second-token"])
@@ -53,7 +53,7 @@ def test_anything_else_does_not(server: Server, authorization: str | None) -> No
 
 def test_streams_and_reflection_are_guarded_and_health_is_not(server: Server) -> None:
     with server.stub() as stub, pytest.raises(grpc.RpcError) as caught:
-        list(stub.GenerateStream(stream_of(call("abc", 3)), timeout=10))
+        list(stub.GenerateStream(as_stream_request(unary_request("abc", 3)), timeout=10))
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     with grpc.insecure_channel(server.target) as channel:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -72,22 +72,22 @@ def test_no_token_reaches_the_log(server: Server) -> None:
 def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("old")
-    tokens = Tokens(path)
-    assert tokens.accept("old")
+    tokens = TokenFile(path)
+    assert tokens.accepts("old")
     path.write_text("newer\n")
-    time.sleep(CHECK_SECONDS * 1.1)
-    assert tokens.accept("newer")
-    assert not tokens.accept("old")
+    time.sleep(CHECK_INTERVAL_SECONDS * 1.1)
+    assert tokens.accepts("newer")
+    assert not tokens.accepts("old")
     path.write_text("# nothing any more, by mistake\n")
-    time.sleep(CHECK_SECONDS * 1.1)
-    assert tokens.accept("newer")
+    time.sleep(CHECK_INTERVAL_SECONDS * 1.1)
+    assert tokens.accepts("newer")
 
 
 @pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe", b"x" * (1 << 21)])
 def test_a_file_without_tokens_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokens").write_bytes(content)
     with pytest.raises(StartError, match=r"AUTH_TOKEN_PATH .*tokens: "):
-        Tokens(tmp_path / "tokens")
+        TokenFile(tmp_path / "tokens")
 
 
 def saved(server: Server) -> float:
@@ -101,7 +101,7 @@ def test_cached_prefixes_are_not_shared_between_identities(tmp_path: Path) -> No
     (tmp_path / "tokens").write_text("first\nsecond\n")
     model = make_fake_model(tmp_path / "model", block_size=4)
     options = {"CACHE_DIR": str(tmp_path / "cache"), "AUTH_TOKEN_PATH": str(tmp_path / "tokens")}
-    with serving(tmp_path, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
+    with running_server(tmp_path, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
         hits = []
         for token in ("first", "second", "first", "second"):
             text(server, f"Bearer {token}", "abcdefghi" * 2)

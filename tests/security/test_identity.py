@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tgis.security.identity import identity_of
+from tgis.security.identity import caller_identity
 
 
 @dataclass
@@ -18,13 +18,13 @@ class Context:
 
 
 def test_callers_without_a_proof_are_alike() -> None:
-    assert identity_of(Context(), tokens=True) == b""
-    assert identity_of(Context("anything"), tokens=False) == b""
+    assert caller_identity(Context(), bearer_auth=True) == b""
+    assert caller_identity(Context("anything"), bearer_auth=False) == b""
 
 
 def test_every_proof_counts() -> None:
     callers = [Context("a"), Context("b"), Context("", (b"a",)), Context("", (b"a", b"b")), Context("a", (b"b",))]
-    found = [identity_of(caller, tokens=True) for caller in callers]
+    found = [caller_identity(caller, bearer_auth=True) for caller in callers]
     assert len(set(found)) == len(callers)
     assert b"" not in found
-    assert found == [identity_of(caller, tokens=True) for caller in callers]
+    assert found == [caller_identity(caller, bearer_auth=True) for caller in callers]

@@ -13,12 +13,12 @@ import grpc
 import pytest
 from certificates import Pair, make_pair
 from cryptography import x509
-from harness import asynchronous
+from harness import run_async
 
-from tgis.api.grpc.server import Listener, ListenerOptions
+from tgis.api.grpc.server import GrpcServer, GrpcServerOptions
 from tgis.errors import StartError
 from tgis.security.tls import Certificates, TlsFiles
-from tgis.utils.file_watch import CHECK_SECONDS
+from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ async def echo(request: bytes, _context: object) -> bytes:
 async def serving(files: TlsFiles) -> AsyncIterator[int]:
     method = grpc.unary_unary_rpc_method_handler(echo)
     handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": method})
-    listener = Listener([handler], ListenerOptions("127.0.0.1", 0, 1 << 20, 64, 60.0, files))
+    listener = GrpcServer([handler], GrpcServerOptions("127.0.0.1", 0, 1 << 20, 64, 60.0, files))
     port = listener.bind()
     await listener.start()
     try:
@@ -125,7 +125,7 @@ async def until_shown(port: int, authority: Pair, serial: int) -> None:
         await asyncio.sleep(0.05)
 
 
-@asynchronous
+@run_async
 async def test_a_call_over_tls_and_none_without(secret: Secret) -> None:
     async with serving(secret.files()) as port:
         assert await call_once(port, secret.authority) is grpc.StatusCode.OK
@@ -135,7 +135,7 @@ async def test_a_call_over_tls_and_none_without(secret: Secret) -> None:
         assert await call_once(port, secret.authority) is grpc.StatusCode.OK
 
 
-@asynchronous
+@run_async
 async def test_mutual_tls_wants_a_client_of_its_authority(secret: Secret) -> None:
     async with serving(secret.files(mutual=True)) as port:
         stranger = make_pair(make_pair())
@@ -148,7 +148,7 @@ async def test_mutual_tls_wants_a_client_of_its_authority(secret: Secret) -> Non
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-@asynchronous
+@run_async
 async def test_a_swapped_certificate_is_shown_to_new_connections(secret: Secret, mutual: bool) -> None:
     client = make_pair(secret.authority)
     old = secret.pair.certificate.serial_number
@@ -165,7 +165,7 @@ async def test_a_swapped_certificate_is_shown_to_new_connections(secret: Secret,
             assert await call_once(port, secret.authority) is grpc.StatusCode.UNAVAILABLE
 
 
-@asynchronous
+@run_async
 async def test_a_broken_swap_keeps_the_old_certificate_until_it_is_mended(
     secret: Secret, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,7 +190,7 @@ class Clock:
         return self.now
 
     def next_check(self) -> None:
-        self.now += CHECK_SECONDS
+        self.now += CHECK_INTERVAL_SECONDS
 
 
 def test_files_are_looked_at_once_a_second_and_read_once_a_change(secret: Secret) -> None:
@@ -199,9 +199,9 @@ def test_files_are_looked_at_once_a_second_and_read_once_a_change(secret: Secret
     clock.next_check()
     assert certificates.fetch() is None  # nothing has changed
     secret.renew()
-    clock.now += CHECK_SECONDS / 2
+    clock.now += CHECK_INTERVAL_SECONDS / 2
     assert certificates.fetch() is None  # too early to look
-    clock.now += CHECK_SECONDS / 2
+    clock.now += CHECK_INTERVAL_SECONDS / 2
     assert certificates.fetch() is not None
     clock.next_check()
     assert certificates.fetch() is None

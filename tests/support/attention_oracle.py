@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def attend(
+def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

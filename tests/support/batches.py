@@ -5,22 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import Limits, MemoryModel
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.ipc.messages import Details, EngineOptions, Request, Sampling
+from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
 
 EOS = 99
 
 
-def limits(weight: int = 1000, **changes: Any) -> Limits:
+def limits(weight: int = 1000, **changes: Any) -> BatchLimits:
     values: dict[str, Any] = {
         "max_batch_size": 4,
-        "memory": MemoryModel.of_tokens(weight),
+        "memory": MemoryModel.from_tokens(weight),
         "prefill_tokens": 64,
         "padded": True,
         "max_waiting_tokens": 0,
     }
-    return Limits(**(values | changes))
+    return BatchLimits(**(values | changes))
 
 
 def engine_options(model: Path, max_batch_size: int, threads: int | None) -> EngineOptions:
@@ -36,7 +36,7 @@ def engine_options(model: Path, max_batch_size: int, threads: int | None) -> Eng
         max_waiting_tokens=0,
         batch_safety_margin=20,
         cuda_memory_fraction=1.0,
-        threads=threads,
+        num_threads=threads,
         log_level="info",
         json_output=False,
     )
@@ -51,28 +51,28 @@ def request(
     deadline: float | None = None,
     min_new: int = 0,
 ) -> Request:
-    sampling = Sampling(min_new_tokens=min_new)
+    sampling = SamplingParams(min_new_tokens=min_new)
     tokens = list(range(1, length + 1))
-    return Request(request_id, tokens, max_new, capped, sampling, Details(), deadline)
+    return Request(request_id, tokens, max_new, capped, sampling, LogprobOptions(), deadline)
 
 
 def ids(rows: Iterable[Sequence]) -> list[int]:
     return [row.id for row in rows]
 
 
-def planned(batcher: Batcher, now: float = 0.0) -> Plan:
+def next_plan(batcher: Batcher, now: float = 0.0) -> StepPlan:
     plan = batcher.plan(now)
     assert plan is not None
     return plan
 
 
-def run_one(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[Plan, list[Sequence]]:
-    plan = planned(batcher, now)
+def run_step(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[StepPlan, list[Sequence]]:
+    plan = next_plan(batcher, now)
     return plan, batcher.commit(plan, [token] * len(plan.sampled), now)
 
 
-def next_prefill(batcher: Batcher) -> Plan:
+def next_prefill(batcher: Batcher) -> StepPlan:
     """The next plan that is a prefill, after the steps before it."""
-    while not (plan := planned(batcher)).prefill:
+    while not (plan := next_plan(batcher)).has_prefill:
         batcher.commit(plan, [7] * len(plan.sampled), 0.0)
     return plan

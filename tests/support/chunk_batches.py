@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 
 import torch
-from attention_oracle import attend
+from attention_oracle import reference_attention
 from torch import Tensor
 
-from tgis.engines.paged.attention import Rules
-from tgis.engines.paged.batch import Chunk, FlatBatch
+from tgis.engines.paged.attention import AttentionParams
+from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 
 BLOCK = 16
 
 
 @dataclass
-class Chunks:
+class ChunkedBatch:
     batch: FlatBatch
     q: Tensor
     k: Tensor
@@ -21,12 +21,12 @@ class Chunks:
     layer: tuple[Tensor, Tensor]
     contexts: list[tuple[Tensor, Tensor]]  # by chunk: all its keys and values
 
-    def expected(self, rules: Rules) -> Tensor:
+    def expected(self, rules: AttentionParams) -> Tensor:
         """The oracle's output [tokens, H, E], without that of the single rows."""
         assert rules.softcap is rules.sinks is None
         return torch.cat(
             [
-                attend(self.q[chunk.tokens], k, v, scale=rules.scale, window=rules.window)
+                reference_attention(self.q[chunk.tokens], k, v, scale=rules.scale, window=rules.window)
                 for chunk, (k, v) in zip(self.batch.chunks, self.contexts, strict=True)
             ]
         )
@@ -34,7 +34,7 @@ class Chunks:
 
 def chunk_batch(
     rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: str = "cpu"
-) -> Chunks:
+) -> ChunkedBatch:
     """Of (tokens before, new tokens) by row, after two single rows that are not looked at."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-(before + count) // BLOCK) for before, count in rows]
@@ -48,7 +48,7 @@ def chunk_batch(
     layer = random(sum(widths) + 3, BLOCK, kv_heads, size), random(sum(widths) + 3, BLOCK, kv_heads, size)
     chunks, contexts, start = [], [], 2
     for (before, count), blocks in zip(rows, numbers, strict=True):
-        chunks.append(Chunk(slice(start, start + count), before, blocks))
+        chunks.append(PrefillChunk(slice(start, start + count), before, blocks))
         places = torch.arange(before, before + count, device=device)
         for stored, new in zip(layer, (k, v), strict=True):
             stored[blocks[places // BLOCK], places % BLOCK] = new[start : start + count]
@@ -58,4 +58,4 @@ def chunk_batch(
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     lengths = torch.ones(2, dtype=torch.int64, device=device)
     batch = FlatBatch(nothing, nothing, nothing, lengths[:, None], lengths, chunks, nothing, [])
-    return Chunks(batch, q, k, v, layer, contexts)
+    return ChunkedBatch(batch, q, k, v, layer, contexts)

@@ -12,16 +12,16 @@ from batches import engine_options, limits
 from tuning import Continuation
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import Limits
+from tgis.batcher.memory_model import BatchLimits
 from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.frontend import validation
-from tgis.frontend.validation import Parameters, make_request, validate
-from tgis.ipc.adapters import Prefix
-from tgis.ipc.messages import Details, Request, TokenFacts
-from tgis.prompts.loader import Adapter
-from tgis.prompts.store import PromptStore
+from tgis.frontend.validation import RawParams, make_request, validate
+from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.messages import LogprobOptions, Request, TokenLogprobs
+from tgis.prompts.loader import LoadedAdapter
+from tgis.prompts.store import AdapterStore
 
 PLACEHOLDER = 0
 NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
@@ -39,71 +39,73 @@ BOUNDS = {
 
 
 @dataclass
-class Setup:
+class EngineSetup:
     """An engine, and how it is driven."""
 
     engine: Engine
-    bounds: Limits
+    bounds: BatchLimits
     ids: Iterator[int] = field(default_factory=itertools.count)  # no request has that of another
 
 
-def made(kind: str, model: Path) -> Setup:
+def make_setup(kind: str, model: Path) -> EngineSetup:
     engine = ENGINES[kind](engine_options(model, 16, threads=1))
     engine.warm_up()
-    return Setup(engine, BOUNDS[kind])
+    return EngineSetup(engine, BOUNDS[kind])
 
 
 @dataclass(frozen=True)
-class Job:
+class AdapterRequest:
     """An input with a prompt or adapter, or none."""
 
     tokens: list[int]
-    prompt: Adapter | None
+    prompt: LoadedAdapter | None
     new: int
-    details: Details = field(default_factory=Details)
+    details: LogprobOptions = field(default_factory=LogprobOptions)
     penalty: float = 1.0
 
     def request(self, number: int) -> Request:
         """As the front end makes it."""
-        asked = Parameters(max_new_tokens=self.new, details=self.details, repetition_penalty=self.penalty)
-        most = validation.Limits(256, 100, include_stop_sequence=True, placeholder=PLACEHOLDER)
+        asked = RawParams(max_new_tokens=self.new, logprob_options=self.details, repetition_penalty=self.penalty)
+        most = validation.RequestLimits(256, 100, include_stop_sequence=True, placeholder_id=PLACEHOLDER)
         prompt = self.prompt
-        prefix = Prefix("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
+        prefix = AdapterRef("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
         return make_request(number, self.tokens, prefix, validate(asked, most), most, "text")
 
 
-def run(setup: Setup, jobs: list[Job], seed: int = 0, eos: int = 3) -> tuple[list[list[int]], list[list[TokenFacts]]]:
+def generate_all(
+    setup: EngineSetup, jobs: list[AdapterRequest], seed: int = 0, eos: int = 3
+) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
     """What the engine generates when jobs come at random times, and the facts of their inputs."""
     rng, batcher = random.Random(seed), Batcher(setup.bounds, eos_ids=[eos])
     ids = [next(setup.ids) for _ in jobs]
     waiting = list(zip(ids, jobs, strict=True))
     done: dict[int, list[int]] = {}
-    inputs: dict[int, list[TokenFacts]] = {}
+    inputs: dict[int, list[TokenLogprobs]] = {}
     while len(done) < len(jobs):
         while waiting and (batcher.idle or rng.random() < 0.5):
             number, job = waiting.pop(0)
             (row,) = batcher.submit([job.request(number)], 0.0)
-            row.prefix = job.prompt
+            row.adapter = job.prompt
         plan = batcher.plan(0.0)
         assert plan is not None
         setup.engine.release(plan.preempted)
         result = setup.engine.step(plan)
-        inputs |= result.inputs
+        inputs |= result.prompt_logprobs
         ended = batcher.commit(plan, result.tokens, 0.0)
         setup.engine.release(ended)
         done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
     return [done[n] for n in ids], [inputs.get(n, []) for n in ids]
 
 
-def found(store: PromptStore, continuation: Continuation) -> Adapter | None:
+def find_adapter(store: AdapterStore, continuation: Continuation) -> LoadedAdapter | None:
     if not continuation.prompt:
         return None
-    prompt = store.find(continuation.prompt).prompt
-    assert isinstance(prompt, Adapter)
+    prompt = store.find(continuation.prompt).adapter
+    assert isinstance(prompt, LoadedAdapter)
     return prompt
 
 
-def settled(continuations: list[Continuation]) -> list[Continuation]:
+def without_near_ties(continuations: list[Continuation]) -> list[Continuation]:
     assert all(min(one.gaps) > NEAR_TIE for one in continuations), "let tuning.py train something else"
     return continuations
 

@@ -109,7 +109,7 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-def stranger() -> int | None:
+def unprivileged_uid() -> int | None:
     """A user id that owns nothing, if this process may take it and it can reach this Python."""
     reachable = all(parent.stat().st_mode & 0o001 for parent in Path(sys.base_prefix).resolve().parents)
     return 54321 if os.geteuid() == 0 and reachable else None

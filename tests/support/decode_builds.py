@@ -14,7 +14,7 @@ from triton.runtime import driver
 from tgis.engines.kernels.cuda import paged_decode as module
 
 
-class Chip:
+class FakeTritonDriver:
     """Triton's driver, as far as compiling needs it."""
 
     def __init__(self, capability: int) -> None:
@@ -30,7 +30,7 @@ class Chip:
         return GPUTarget("cuda", self._capability, 32)
 
 
-class Compiled:
+class CompileOnlyKernel:
     """Stands for a kernel; what would launch it compiles it only."""
 
     def __init__(self, kernel: Any) -> None:
@@ -45,12 +45,12 @@ class Compiled:
 
 
 def build(case: Case, capability: int) -> tuple[int, int, int]:
-    driver.set_active(Chip(capability))
-    kernels = module._attend, module._combine
-    module._attend, module._combine = attend, _ = [Compiled(kernel) for kernel in kernels]
+    driver.set_active(FakeTritonDriver(capability))
+    kernels = module._split_attention, module._combine_splits
+    module._split_attention, module._combine_splits = attend, _ = [CompileOnlyKernel(kernel) for kernel in kernels]
     tensors, rules = inputs(case, "cpu")
-    module.decode_attention(*tensors, **rules, processors=case.processors)
-    module._attend, module._combine = kernels
+    module.paged_decode(*tensors, **rules, num_sms=case.processors)
+    module._split_attention, module._combine_splits = kernels
     code = attend.binary.asm["ptx"]
     copies, products = (len(re.findall(word, code)) for word in ("cp.async.cg.shared", "mma.*sync"))
     return attend.binary.metadata.shared, copies, products

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_oracle import attend
+from attention_oracle import reference_attention
 from torch import Tensor
 
 
@@ -112,7 +112,7 @@ def expected(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: T
         if length:
             blocks = tables[row, : -(-length // keys.shape[1])].long()
             k, v = (states[blocks].flatten(0, 1)[:length] for states in (keys, values))
-            output[row] = attend(q[row : row + 1], k, v, **rules)[0]
+            output[row] = reference_attention(q[row : row + 1], k, v, **rules)[0]
     return output
 
 
@@ -126,9 +126,9 @@ def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments
 
 def main() -> None:
     """Interpret the kernels."""
-    from tgis.engines.kernels.cuda.paged_decode import decode_attention
+    from tgis.engines.kernels.cuda.paged_decode import paged_decode
 
-    errors = {name: error(case, "cpu", decode_attention, processors=case.processors) for name, case in CASES.items()}
+    errors = {name: error(case, "cpu", paged_decode, processors=case.processors) for name, case in CASES.items()}
     print(json.dumps(errors))
 
 

@@ -9,18 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import regex
-from oracle import NEAR_TIE, TOLERANCE, Answer, Place
+from oracle import NEAR_TIE, TOLERANCE, Answer, OracleToken
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
-TEXT = pb.ResponseOptions()
-TOKENS = pb.ResponseOptions(generated_tokens=True)
-INPUTS = pb.ResponseOptions(input_tokens=True, token_logprobs=True)
+TEXT_ONLY = pb.ResponseOptions()
+OUTPUT_TOKENS = pb.ResponseOptions(generated_tokens=True)
+INPUT_TOKENS = pb.ResponseOptions(input_tokens=True, token_logprobs=True)
 EVERYTHING = pb.ResponseOptions(
     input_tokens=True, generated_tokens=True, token_logprobs=True, token_ranks=True, top_n_tokens=5
 )
-OPTIONS = (TEXT, TOKENS, INPUTS, EVERYTHING)
+OPTIONS = (TEXT_ONLY, OUTPUT_TOKENS, INPUT_TOKENS, EVERYTHING)
 TIMEOUT = 120
 TOKEN_TOLERANCE = 1e-4  # of the tokens themselves; of candidates, which are less likely, the oracle's own
 
@@ -38,7 +38,7 @@ class Comparison:
         assert got.seed == 0
         assert got.stop_sequence == ""
         self._check_inputs(got.input_tokens)
-        agreed = self._agreed(got)
+        agreed = self._num_matching_tokens(got)
         for token, place in zip(got.tokens[:agreed], self.expected, strict=False):
             self._check_token(token, place)
         if agreed < len(self.expected):
@@ -55,24 +55,24 @@ class Comparison:
             return reason
         return "MAX_TOKENS"
 
-    def _agreed(self, got: pb.GenerationResponse) -> int:
+    def _num_matching_tokens(self, got: pb.GenerationResponse) -> int:
         """The number of tokens before the first near tie that fell otherwise."""
         if not self.options.generated_tokens:
             assert not got.tokens
-            return self._agreed_by_text(got.text)
+            return self._num_matching_by_text(got.text)
         assert len(got.tokens) == got.generated_token_count
         for step, (token, place) in enumerate(zip(got.tokens, self.expected, strict=False)):
             if token.text != place.token:
-                assert step in self.answer.open_steps(), f"{token.text!r}, not {place.token!r}, at {step}"
+                assert step in self.answer.near_tie_steps(), f"{token.text!r}, not {place.token!r}, at {step}"
                 assert token.text in {text for text, logprob in place.top if logprob > place.top[0][1] - NEAR_TIE}
                 return step
         assert len(got.tokens) == len(self.expected)
         return len(self.expected)
 
-    def _agreed_by_text(self, text: str) -> int:
+    def _num_matching_by_text(self, text: str) -> int:
         if text == self.answer.texts[len(self.expected)]:
             return len(self.expected)
-        near_ties = {step for step in self.answer.open_steps() if step < len(self.expected)}
+        near_ties = {step for step in self.answer.near_tie_steps() if step < len(self.expected)}
         assert near_ties, f"{text!r}, not {self.answer.texts[len(self.expected)]!r}"
         return min(near_ties)
 
@@ -82,14 +82,14 @@ class Comparison:
             return
         first, *rest = tokens
         assert [first.text, *(token.text for token in rest)] == self.answer.input_tokens
-        predicted = rest[: len(self.answer.input_places)]  # none of an encoder's
+        predicted = rest[: len(self.answer.input_logprobs)]  # none of an encoder's
         for token in (first, *rest[len(predicted) :]):
             assert math.isnan(token.logprob) == self.options.token_logprobs
             assert (token.rank, len(token.top_tokens)) == (0, 0)
-        for token, place in zip(predicted, self.answer.input_places, strict=True):
+        for token, place in zip(predicted, self.answer.input_logprobs, strict=True):
             self._check_token(token, place)
 
-    def _check_token(self, token: pb.TokenInfo, place: Place) -> None:
+    def _check_token(self, token: pb.TokenInfo, place: OracleToken) -> None:
         assert token.text == place.token
         logprob = place.logprob if self.options.token_logprobs else 0
         assert abs(token.logprob - logprob) <= TOKEN_TOLERANCE, (token.text, token.logprob, logprob)
@@ -101,7 +101,7 @@ class Comparison:
             assert not token.top_tokens
 
 
-def _check_candidates(token: pb.TokenInfo, place: Place, count: int) -> None:
+def _check_candidates(token: pb.TokenInfo, place: OracleToken, count: int) -> None:
     """The best `count`, best first; where the oracle's differ by less than the tolerance, any of them."""
     wider, got = dict(place.top), {top.text: top.logprob for top in token.top_tokens}
     logprobs = list(got.values())
@@ -114,7 +114,7 @@ def _check_candidates(token: pb.TokenInfo, place: Place, count: int) -> None:
         assert abs(logprob - wider[text]) <= TOLERANCE, (text, logprob, wider[text])
 
 
-def joined(messages: list[pb.GenerationResponse], options: pb.ResponseOptions) -> pb.GenerationResponse:
+def join_stream(messages: list[pb.GenerationResponse], options: pb.ResponseOptions) -> pb.GenerationResponse:
     """A stream's messages as the unary answer that they amount to; their order and shape are checked."""
     first, *rest = messages
     assert first == pb.GenerationResponse(input_token_count=first.input_token_count)
@@ -170,10 +170,10 @@ def stream(
     stub: pb_grpc.GenerationServiceStub, answer: Answer, max_new_tokens: int, options: pb.ResponseOptions
 ) -> pb.GenerationResponse:
     """The messages of a stream, joined."""
-    return joined(list(stub.GenerateStream(_single(answer, max_new_tokens, options), timeout=TIMEOUT)), options)
+    return join_stream(list(stub.GenerateStream(_single(answer, max_new_tokens, options), timeout=TIMEOUT)), options)
 
 
-def leave(stub: pb_grpc.GenerationServiceStub, answer: Answer, messages: int) -> None:
+def cancel_stream(stub: pb_grpc.GenerationServiceStub, answer: Answer, messages: int) -> None:
     """Open a stream, and cancel it after some messages."""
     call = stub.GenerateStream(_single(answer, 32, EVERYTHING), timeout=TIMEOUT)
     for _ in itertools.islice(call, messages):
@@ -192,43 +192,45 @@ def _parameters(max_new_tokens: int, options: pb.ResponseOptions) -> pb.Paramete
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ScheduledRequest:
     """A request that is to come `delay` seconds after the first."""
 
     delay: float
     answer: Answer
-    way: str  # unary, stream or leave
+    mode: str  # unary, stream or leave
     max_new_tokens: int
     options: pb.ResponseOptions
 
     def __str__(self) -> str:
         prompt, options = self.answer.prompt[:40], str(self.options).split()
-        return f"{self.way} at {self.delay:.2f} s of {prompt!r}, {self.max_new_tokens} tokens, {options}"
+        return f"{self.mode} at {self.delay:.2f} s of {prompt!r}, {self.max_new_tokens} tokens, {options}"
 
-    def meet(self, stub: pb_grpc.GenerationServiceStub, start: float) -> bool:
+    def send_and_check(self, stub: pb_grpc.GenerationServiceStub, start: float) -> bool:
         """Send it, and check what comes; whether all could be compared."""
         time.sleep(max(0.0, start + self.delay - time.monotonic()))
-        if self.way == "leave":
-            leave(stub, self.answer, 3)
+        if self.mode == "leave":
+            cancel_stream(stub, self.answer, 3)
             return True
-        if self.way == "stream":
+        if self.mode == "stream":
             got = stream(stub, self.answer, self.max_new_tokens, self.options)
         else:
             (got,) = generate(stub, [self.answer], self.max_new_tokens, self.options)
         return Comparison(self.answer, self.max_new_tokens, self.options).check(got)
 
 
-def forty_and_eight(answers: list[Answer], seed: int, seconds: float, max_new_tokens: tuple[int, int]) -> list[Arrival]:
+def random_requests(
+    answers: list[Answer], seed: int, seconds: float, max_new_tokens: tuple[int, int]
+) -> list[ScheduledRequest]:
     """Forty requests at random times, and eight that leave before their end; every answer at least once."""
     draw = random.Random(seed)
     chosen = [*answers, *draw.choices(answers, k=48)][:48]
     draw.shuffle(chosen)
     ways = ["leave"] * 8 + ["unary", "stream"] * 20
     return [
-        Arrival(
+        ScheduledRequest(
             delay=draw.uniform(0, seconds),
             answer=answer,
-            way=way,
+            mode=way,
             max_new_tokens=draw.randint(*max_new_tokens),
             options=draw.choice(OPTIONS),
         )
@@ -236,11 +238,11 @@ def forty_and_eight(answers: list[Answer], seed: int, seconds: float, max_new_to
     ]
 
 
-def meet_all(stub: pb_grpc.GenerationServiceStub, arrivals: list[Arrival]) -> int:
+def send_all(stub: pb_grpc.GenerationServiceStub, arrivals: list[ScheduledRequest]) -> int:
     """Send all; the number of those that a near tie cut short."""
     start = time.monotonic()
     with ThreadPoolExecutor(len(arrivals)) as pool:
-        met = [pool.submit(arrival.meet, stub, start) for arrival in arrivals]
+        met = [pool.submit(arrival.send_and_check, stub, start) for arrival in arrivals]
     failures = [
         f"{arrival}: {error!r}" for arrival, future in zip(arrivals, met, strict=True) if (error := future.exception())
     ]

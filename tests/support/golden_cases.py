@@ -104,7 +104,7 @@ def expected_answers(name: str) -> Json:
     return _load(path) if path.exists() else {}
 
 
-def expected(case: Case) -> Json:
+def expected_answer(case: Case) -> Json:
     """What the oracle says to the case."""
     answers = expected_answers(case.file)
     assert case.name in answers, f"{case.id}: run `python tests/support/golden_oracle.py`"

@@ -18,18 +18,18 @@ from transformers import (
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SoftPrompt:
     """The tokens that a soft prompt is: the model sees them, and nobody else."""
 
     encoder: list[int] = field(default_factory=list)
     decoder: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, parts: dict[str, str], tokenizer: Any) -> "Prompt":
+    def from_texts(cls, parts: dict[str, str], tokenizer: Any) -> "SoftPrompt":
         return cls(**{part: _prompt_ids(tokenizer, text) for part, text in parts.items()})
 
 
-class Model:
+class OracleModel:
     """A model, its tokenizer and the options of its server."""
 
     def __init__(self, directory: Path, options: Json, prompts: dict[str, dict[str, str]]) -> None:
@@ -43,8 +43,8 @@ class Model:
         self.bos_id = None if first == bare else first
         self.sequence_length = int(options["MAX_SEQUENCE_LENGTH"])
         self.new_tokens = min(int(options["MAX_NEW_TOKENS"]), self.sequence_length - 1)
-        self.include = options.get("DEFAULT_INCLUDE_STOP_SEQS", "true") == "true"
-        self.prompts = {name: Prompt.of(parts, self.tokenizer) for name, parts in prompts.items()}
+        self.include_stop_sequence = options.get("DEFAULT_INCLUDE_STOP_SEQS", "true") == "true"
+        self.prompts = {name: SoftPrompt.from_texts(parts, self.tokenizer) for name, parts in prompts.items()}
         self.pad_id: int = self.network.config.pad_token_id
         self.show_special = options.get("OUTPUT_SPECIAL_TOKENS", "false") == "true"
 
@@ -52,13 +52,13 @@ class Model:
         ids: list[int] = self.tokenizer(text).input_ids
         return ids
 
-    def truncated(self, ids: list[int], limit: int) -> list[int]:
+    def truncate(self, ids: list[int], limit: int) -> list[int]:
         if not 0 < limit < len(ids):
             return ids
         kept = ids[-limit:]
         return kept if self.bos_id is None else [self.bos_id, *kept[1:]]
 
-    def names(self, ids: list[int]) -> list[str]:
+    def token_strings(self, ids: list[int]) -> list[str]:
         names: list[str] = self.tokenizer.convert_ids_to_tokens(ids)
         return names
 
@@ -69,21 +69,21 @@ class Model:
         return text
 
 
-class Decoding:
+class ForwardPasses:
     """The forward passes over one input and its output."""
 
-    def __init__(self, model: Model, ids: list[int], prompt: Prompt) -> None:
+    def __init__(self, model: OracleModel, ids: list[int], prompt: SoftPrompt) -> None:
         self._network = model.network
         self._past: Any = DynamicCache()
         self._argument = "input_ids"
         self._encoded = {}
-        self.unseen = prompt.decoder  # comes before that
-        self.begin = ids  # what the output goes on from
+        self.soft_prompt = prompt.decoder  # comes before that
+        self.start_ids = ids  # what the output goes on from
         if model.encoder_decoder:
             self._past = EncoderDecoderCache(DynamicCache(), DynamicCache())
             self._argument = "decoder_input_ids"
             self._encoded = {"encoder_outputs": self._network.get_encoder()(torch.tensor([prompt.encoder + ids]))}
-            self.begin = [self._network.generation_config.decoder_start_token_id]
+            self.start_ids = [self._network.generation_config.decoder_start_token_id]
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Those after each of the next ids, [T, V] float64."""

@@ -16,8 +16,8 @@ import torch
 import yaml
 from golden_cases import Case, Json, cases, expected_answers, expected_file, servers
 from golden_compare import differences
-from golden_model import Model
-from golden_steps import Run, UnsettledError
+from golden_model import OracleModel
+from golden_steps import AmbiguousError, OracleRun
 from google.protobuf import json_format
 
 from tgis.models.demo import fetch
@@ -36,13 +36,13 @@ _Dumper.add_representer(
 )
 
 
-def answer(model: Model, case: Case) -> Json:
+def answer(model: OracleModel, case: Case) -> Json:
     """The answer in protobuf JSON; UnsettledError if rounding or a draw decides it."""
     message: Any = case.message()
     match message:
         case pb.BatchedGenerationRequest(requests=inputs, params=params):
             prompt = message.adapter_id or message.prefix_id
-            runs = [Run(model, one.text, params, prompt).response for one in inputs]
+            runs = [OracleRun(model, one.text, params, prompt).response for one in inputs]
             found: Any = pb.BatchedGenerationResponse(responses=runs)
         case pb.BatchedTokenizeRequest(requests=inputs):
             found = pb.BatchedTokenizeResponse(responses=[_tokenized(model, one.text, message) for one in inputs])
@@ -56,7 +56,7 @@ def answer(model: Model, case: Case) -> Json:
     return answer
 
 
-def _tokenized(model: Model, text: str, request: pb.BatchedTokenizeRequest) -> pb.TokenizeResponse:
+def _tokenized(model: OracleModel, text: str, request: pb.BatchedTokenizeRequest) -> pb.TokenizeResponse:
     encoded = model.tokenizer(text, return_offsets_mapping=True)
     last = slice(-request.truncate_input_tokens if request.truncate_input_tokens else None, None)
     ids, places = encoded.input_ids[last], encoded.offset_mapping[last]
@@ -64,19 +64,19 @@ def _tokenized(model: Model, text: str, request: pb.BatchedTokenizeRequest) -> p
     offsets = [pb.TokenizeResponse.Offset(start=bytes_before[s], end=bytes_before[e]) for s, e in places]
     return pb.TokenizeResponse(
         token_count=len(ids),
-        tokens=model.names(ids) if request.return_tokens else [],
+        tokens=model.token_strings(ids) if request.return_tokens else [],
         offsets=offsets if request.return_offsets else [],
     )
 
 
-def expectations(file: str, model: Model) -> Json:
+def expectations(file: str, model: OracleModel) -> Json:
     """The answers to the cases of a file, by name."""
     answers: Json = {}
     for case in cases():
         if case.file == file and case.needs_oracle:
             try:
                 answers[case.name] = answer(model, case)
-            except UnsettledError as error:
+            except AmbiguousError as error:
                 sys.exit(f"{case.id}: {error}")
     return answers
 
@@ -92,7 +92,7 @@ def main() -> None:
     for server, files in itertools.groupby(sorted(found), key=lambda pair: pair[0]):
         with tempfile.TemporaryDirectory() as scratch:
             spec = servers()[server]
-            model = Model(
+            model = OracleModel(
                 spec.model_directory(fetch.ensure(spec.model, CACHE), Path(scratch)), spec.options, spec.prompts
             )
         for _, file in files:

@@ -7,7 +7,7 @@ from tgis.pb import generation_pb2 as pb
 Messages = list[pb.GenerationResponse]
 
 
-def joined(messages: Messages) -> pb.GenerationResponse:
+def join_stream(messages: Messages) -> pb.GenerationResponse:
     """What a unary call would have said."""
     first, last = messages[0], messages[-1]
     whole = pb.GenerationResponse(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from golden_cases import Case, Error, Json, expected, servers
+from golden_cases import Case, Error, Json, expected_answer, servers
 from golden_compare import differences
-from golden_protocol import joined, violations
+from golden_protocol import join_stream, violations
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
@@ -33,7 +33,7 @@ class Sending:
     streamed: bool
 
 
-def ways(case: Case) -> list[Sending]:
+def sendings_of(case: Case) -> list[Sending]:
     """Unary calls of one input are streamed too."""
     if case.rpc == "Generate":
         single = len(case.request.get("requests", ())) == 1
@@ -43,7 +43,7 @@ def ways(case: Case) -> list[Sending]:
 
 async def run(target: str, cases: list[Case], seed: int) -> dict[str, list[str]]:
     """Send everything without waiting for answers; what was wrong, by the ids of the cases."""
-    sendings = [sending for case in cases for sending in ways(case)]
+    sendings = [sending for case in cases for sending in sendings_of(case)]
     random.Random(seed).shuffle(sendings)
     async with grpc.aio.insecure_channel(target) as channel:
         stub = pb_grpc.GenerationServiceStub(channel)
@@ -72,18 +72,20 @@ async def _problems(stub: pb_grpc.GenerationServiceStub, sending: Sending) -> li
     if case.error is not None:
         return [f": expected {case.error}, got an answer"]
     if sending.streamed:
-        return violations(request, messages) or _differences(case, _wanted_of_stream(case, request), joined(messages))
-    return _differences(case, _wanted(case), answer) + list(_repeated(case, answer))
+        return violations(request, messages) or _differences(
+            case, _expected_of_stream(case, request), join_stream(messages)
+        )
+    return _differences(case, _expected(case), answer) + list(_repeated(case, answer))
 
 
-def _wanted(case: Case) -> Json:
-    return case.expect_partly if case.expect_partly is not None else expected(case)
+def _expected(case: Case) -> Json:
+    return case.expect_partly if case.expect_partly is not None else expected_answer(case)
 
 
-def _wanted_of_stream(case: Case, request: pb.SingleGenerationRequest) -> Json:
+def _expected_of_stream(case: Case, request: pb.SingleGenerationRequest) -> Json:
     """A stream leaves it to the client to part the input of an encoder from the output."""
     wanted: Json
-    (wanted,) = _wanted(case)["responses"]
+    (wanted,) = _expected(case)["responses"]
     if not (servers()[case.server].encoder_decoder and request.params.response.input_text):
         return wanted
     text = request.request.text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from golden_model import Decoding, Model, Prompt
+from golden_model import ForwardPasses, OracleModel, SoftPrompt
 from transformers import (
     ExponentialDecayLengthPenalty,
     LogitsProcessorList,
@@ -28,14 +28,14 @@ NOISE = 1e-4  # more than what another order of float32 sums changes in a logit
 TRIALS = 8
 
 
-class UnsettledError(Exception):
+class AmbiguousError(Exception):
     """Rounding or a draw decides the answer."""
 
 
-class Text:
+class OutputText:
     """The growing output, token by token, and the stop sequences in it."""
 
-    def __init__(self, model: Model, stops: list[str], include: bool) -> None:
+    def __init__(self, model: OracleModel, stops: list[str], include: bool) -> None:
         self.model, self.include = model, include
         self.stops = [stop.encode() for stop in stops]
         self.output = b""
@@ -78,31 +78,35 @@ class Text:
         return self.output.decode() + self.model.decode(self.pending).rstrip(REPLACEMENT)
 
 
-class Run:
+class OracleRun:
     """One input."""
 
-    def __init__(self, model: Model, text: str, params: pb.Parameters, prompt: str) -> None:
+    def __init__(self, model: OracleModel, text: str, params: pb.Parameters, prompt: str) -> None:
         self.model, self.params = model, params
-        self.prompt = model.prompts[prompt] if prompt else Prompt()
-        self.ids = model.truncated(model.encode(text), params.truncate_input_tokens)
+        self.prompt = model.prompts[prompt] if prompt else SoftPrompt()
+        self.ids = model.truncate(model.encode(text), params.truncate_input_tokens)
         self.inputs = len(self.ids)
         self.response = pb.GenerationResponse(input_token_count=self.inputs)
         neutral = params.sampling.temperature or not params.sampling.HasField("temperature")
         self.samples = params.method == pb.SAMPLE and bool(neutral)
         if self.samples:
             if not params.sampling.HasField("seed"):
-                raise UnsettledError("the seed is drawn")
+                raise AmbiguousError("the seed is drawn")
             self.response.seed = params.sampling.seed
         with torch.inference_mode():
-            self.decoding = Decoding(model, self.ids, self.prompt)
-            self.context = list(self.decoding.begin)
+            self.decoding = ForwardPasses(model, self.ids, self.prompt)
+            self.context = list(self.decoding.start_ids)
             self._run(text)
 
     def _run(self, text: str) -> None:
         stopping, options = self.params.stopping, self.params.response
-        include = stopping.include_stop_sequence if stopping.HasField("include_stop_sequence") else self.model.include
-        output = Text(self.model, list(stopping.stop_sequences), include)
-        logits = self.decoding.logits(self.decoding.unseen + self.context)  # [T, V]
+        include = (
+            stopping.include_stop_sequence
+            if stopping.HasField("include_stop_sequence")
+            else self.model.include_stop_sequence
+        )
+        output = OutputText(self.model, list(stopping.stop_sequences), include)
+        logits = self.decoding.logits(self.decoding.soft_prompt + self.context)  # [T, V]
         if options.input_tokens:
             self.response.input_tokens.extend(self._input_infos(logits[-1:] if self.model.encoder_decoder else logits))
         while not self.response.stop_reason:
@@ -119,7 +123,7 @@ class Run:
         echo = text + "\n\n" * self.model.encoder_decoder if options.input_text else ""
         self.response.text = echo + generated
 
-    def _end(self, token: int, output: Text, added: int) -> None:
+    def _end(self, token: int, output: OutputText, added: int) -> None:
         stopping = self.params.stopping
         start = self.model.encoder_decoder and bool(self.prompt.decoder)  # is counted with the decoder's part
         virtual = len(self.prompt.encoder) + len(self.prompt.decoder) + start
@@ -149,15 +153,15 @@ class Run:
                 and self.params.sampling.temperature != 0.0
                 and processed.isfinite().sum() > 1
             ):
-                raise UnsettledError("a draw decides")
+                raise AmbiguousError("a draw decides")
             return int(processed.argmax())
 
-        token = settled(choice, logits)
+        token = stable_under_noise(choice, logits)
         return token, self._info(token, scores, logits)
 
     def _processors(self) -> LogitsProcessorList:
         """What the request asks for, in TGIS's order."""
-        params, eos, begin = self.params, self.model.eos_ids, len(self.decoding.begin)
+        params, eos, begin = self.params, self.model.eos_ids, len(self.decoding.start_ids)
         generated = self.response.generated_token_count
         penalty = params.decoding.length_penalty
         found: list[Any] = []
@@ -186,7 +190,7 @@ class Run:
         shown = self.prompt.encoder if self.model.encoder_decoder else self.prompt.decoder
         tokens = [self.model.pad_id] * len(shown) + self.ids
         unpredicted = len(tokens) if self.model.encoder_decoder else 1
-        for name in self.model.names(tokens[:unpredicted]):
+        for name in self.model.token_strings(tokens[:unpredicted]):
             yield pb.TokenInfo(text=name, logprob=float("nan") if self.params.response.token_logprobs else 0)
         for token, row in zip(tokens[unpredicted:], logits[:-1], strict=True):
             yield self._info(token, torch.clone, row)
@@ -194,15 +198,15 @@ class Run:
     def _info(self, token: int, scores: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> pb.TokenInfo:
         """The token, judged by scores computed of logits. logits: [V]"""
         options = self.params.response
-        info = pb.TokenInfo(text=self.model.names([token])[0])
+        info = pb.TokenInfo(text=self.model.token_strings([token])[0])
         logprobs = scores(logits).log_softmax(-1)
         if options.token_logprobs:
             info.logprob = logprobs[token]
         if options.token_ranks:
-            info.rank = settled(lambda noisy: rank(scores(noisy), token), logits)
+            info.rank = stable_under_noise(lambda noisy: rank(scores(noisy), token), logits)
         if n := options.top_n_tokens:
-            ids = settled(lambda noisy: candidates(scores(noisy), n, options.token_logprobs), logits)
-            for name, candidate in zip(self.model.names(list(ids)), ids, strict=True):
+            ids = stable_under_noise(lambda noisy: candidates(scores(noisy), n, options.token_logprobs), logits)
+            for name, candidate in zip(self.model.token_strings(list(ids)), ids, strict=True):
                 logprob = logprobs[candidate] if options.token_logprobs else 0.0
                 info.top_tokens.add(text=name, logprob=logprob)
         return info
@@ -222,11 +226,11 @@ def candidates(scores: torch.Tensor, n: int, by_logprob: bool) -> tuple[int, ...
     return tuple(ids)
 
 
-def settled(judge: Callable[[torch.Tensor], T], logits: torch.Tensor) -> T:
+def stable_under_noise(judge: Callable[[torch.Tensor], T], logits: torch.Tensor) -> T:
     """What `judge` says of the logits, if it says the same of every slightly different row. logits: [V]"""
     draw = torch.Generator().manual_seed(0)
     noise = torch.rand((TRIALS, len(logits)), generator=draw, dtype=logits.dtype) * 2 - 1
     said = {judge(logits)} | {judge(logits + NOISE * row) for row in noise}
     if len(said) > 1:
-        raise UnsettledError(f"rounding decides: {said}")
+        raise AmbiguousError(f"rounding decides: {said}")
     return said.pop()

@@ -26,7 +26,7 @@ _PORTS = re.compile(r"gRPC on port (\d+), health and metrics on port (\d+)")
 P = ParamSpec("P")
 
 
-def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+def run_async(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """A test that runs in an event loop of its own."""
 
     @functools.wraps(test)
@@ -73,13 +73,13 @@ class Server:
         return self.process.wait(timeout)
 
 
-def environment(**options: object) -> dict[str, str]:
+def server_environment(**options: object) -> dict[str, str]:
     """This process's environment with options of the server."""
     return os.environ | {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in options.items()}
 
 
 @contextlib.contextmanager
-def serving(directory: Path, model: Path, timeout: float = 60, **options: object) -> Iterator[Server]:
+def running_server(directory: Path, model: Path, timeout: float = 60, **options: object) -> Iterator[Server]:
     """A server of `model`, its log in `directory`; ended when the block is left."""
     log = directory / "server.log"
     settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
@@ -87,7 +87,7 @@ def serving(directory: Path, model: Path, timeout: float = 60, **options: object
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tgis", "serve"],
-            env=environment(**settings),
+            env=server_environment(**settings),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -111,7 +111,7 @@ def _wait_for_ports(process: subprocess.Popen[bytes], log: Path, timeout: float)
     raise AssertionError(f"no server (exit code {process.poll()}):\n{log.read_text()}")
 
 
-def call(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGenerationRequest:
+def unary_request(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGenerationRequest:
     """A unary request of one input."""
     return pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text=text)],
@@ -119,7 +119,7 @@ def call(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGene
     )
 
 
-def stream_of(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationRequest:
+def as_stream_request(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationRequest:
     """The same request as a stream."""
     (one,) = request.requests
     prefix = request.prefix_id if request.HasField("prefix_id") else None

@@ -32,7 +32,7 @@ class Repo:
 
 
 @dataclass
-class Asked:
+class RecordedRequest:
     """A request that came."""
 
     method: str
@@ -54,15 +54,17 @@ class Gate:
 
 
 @dataclass
-class Hub:
+class FakeHub:
     """What the two hosts have, what they were asked, and how they misbehave."""
 
     endpoint: str = ""
     storage: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
-    instead: dict[str, bytes] = field(default_factory=dict)  # file or "api" -> what is really sent
-    cuts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # file -> bytes until it is cut
+    requests: list[RecordedRequest] = field(default_factory=list)
+    overrides: dict[str, bytes] = field(default_factory=dict)  # file or "api" -> what is really sent
+    truncations: dict[str, list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # file -> bytes until it is cut
     resets: bool = False  # a cut is a reset, else an orderly end
     ranges: bool = True
     gates: dict[str, "Gate"] = field(default_factory=dict)  # file -> where sending it waits
@@ -78,11 +80,11 @@ class Hub:
 
     def downloads(self) -> list[tuple[str, int]]:
         """Of every request that got bytes of a file: the file and the first byte that was wanted."""
-        gets = [asked for asked in self.asked if asked.method == "GET" and "/api/" not in asked.path]
+        gets = [asked for asked in self.requests if asked.method == "GET" and "/api/" not in asked.path]
         return [(asked.path.rpartition("/")[2], asked.first_byte) for asked in gets if not redirected(asked)]
 
 
-def redirected(asked: Asked) -> bool:
+def redirected(asked: RecordedRequest) -> bool:
     return "/resolve/" in asked.path and asked.path.endswith(LARGE)
 
 
@@ -91,14 +93,14 @@ def git_hash(content: bytes) -> str:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Hub]:
-    hub = Hub()
+def running() -> Iterator[FakeHub]:
+    hub = FakeHub()
     with _server(_Api, hub) as hub.endpoint, _server(_Storage, hub) as hub.storage:
         yield hub
 
 
 @contextlib.contextmanager
-def _server(kind: type["_Handler"], hub: Hub) -> Iterator[str]:
+def _server(kind: type["_Handler"], hub: FakeHub) -> Iterator[str]:
     handler = type(kind.__name__, (kind,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -114,7 +116,7 @@ def _server(kind: type["_Handler"], hub: Hub) -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    hub: Hub
+    hub: FakeHub
 
     def do_HEAD(self) -> None:
         self._note_and_answer()
@@ -124,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _note_and_answer(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.hub.asked.append(Asked(self.command, urlsplit(self.path).path, headers))
+        self.hub.requests.append(RecordedRequest(self.command, urlsplit(self.path).path, headers))
         self.answer([unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")])
 
     def answer(self, parts: list[str]) -> None:
@@ -154,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The bytes of a file from where they are wanted, or what there is instead."""
         if statuses := self.hub.statuses[name]:
             return self.fail(statuses.pop(0))
-        content = self.hub.instead.get(name, content)
+        content = self.hub.overrides.get(name, content)
         wanted = self.headers.get("Range") if self.hub.ranges else None
         start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
         if start and start >= len(content):
@@ -163,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers = headers | {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
         if gate := self.hub.gates.get(name):
             return self._send_halves(content, headers, gate)
-        cuts = self.hub.cuts[name] if self.command == "GET" else []
+        cuts = self.hub.truncations[name] if self.command == "GET" else []
         return self.send(206 if wanted else 200, headers, content[start:], cuts.pop(0) if cuts else None)
 
     def _send_halves(self, content: bytes, headers: dict[str, str], gate: Gate) -> None:
@@ -194,8 +196,8 @@ class _Api(_Handler):
         api = parts[:2] == ["api", "models"]
         if api and (statuses := self.hub.statuses["api"]):
             return self.fail(statuses.pop(0))
-        if api and "api" in self.hub.instead:
-            return self.send(200, {}, self.hub.instead["api"])
+        if api and "api" in self.hub.overrides:
+            return self.send(200, {}, self.hub.overrides["api"])
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token not in ("", TOKEN):
             return self.fail(401, message="Invalid credentials in Authorization header")

@@ -13,22 +13,22 @@ from batches import engine_options
 
 from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.loading.loader import load_causal_lm
-from tgis.engines.memory.available import PROCESS, kilobytes
+from tgis.engines.memory.available import PROCESS, read_proc_bytes
 
 
 def main(model: Path, dtype: str) -> int:
     options = msgspec.structs.replace(engine_options(model, 8, threads=1), dtype=dtype)
-    idle = kilobytes(PROCESS / "status", "RssAnon")
+    idle = read_proc_bytes(PROCESS / "status", "RssAnon")
     seen = [idle]
 
     class Watched(PackedLinear):
         def __init__(self, linear: torch.nn.Linear) -> None:
             super().__init__(linear)
-            seen.append(kilobytes(PROCESS / "status", "RssAnon"))
+            seen.append(read_proc_bytes(PROCESS / "status", "RssAnon"))
 
     with patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):
         load_causal_lm(options, torch.device("cpu"))
-    return max(*seen, kilobytes(PROCESS / "status", "RssAnon")) - idle
+    return max(*seen, read_proc_bytes(PROCESS / "status", "RssAnon")) - idle
 
 
 if __name__ == "__main__":

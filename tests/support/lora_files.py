@@ -40,11 +40,11 @@ def lora_bin(content: Any) -> Files:
     return {CONFIG: config(), BIN: pt(content)}
 
 
-def changed(layer: str, side: str, tensor: torch.Tensor) -> Files:
+def with_tensor(layer: str, side: str, tensor: torch.Tensor) -> Files:
     return lora(matrices() | {key(layer, side): tensor})
 
 
-def without(layer: str, side: str) -> Files:
+def without_tensor(layer: str, side: str) -> Files:
     return lora({name: tensor for name, tensor in matrices().items() if name != key(layer, side)})
 
 
@@ -99,13 +99,13 @@ BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and what the error says
         "which is no matrix of LoRA for a linear layer",
     ),
     "hostile names": (lora({"a\x1b[2J\n" * 50: torch.ones(4, 9)}), "holds 'a\\x1b[2J\\na"),
-    "a vector": (changed(Q, "A", torch.zeros(16)), f"{FILE}.lora_A holds a tensor of 1 dimensions, not 2"),
-    "integers": (changed(Q, "B", torch.zeros(24, 4).long()), f"{FILE}.lora_B holds a tensor that is no dense one"),
-    "no B": (without(Q, "B"), f"{FILE} has lora_A alone"),
-    "no A": (without(UP, "A"), f"{UP} has lora_B alone"),
+    "a vector": (with_tensor(Q, "A", torch.zeros(16)), f"{FILE}.lora_A holds a tensor of 1 dimensions, not 2"),
+    "integers": (with_tensor(Q, "B", torch.zeros(24, 4).long()), f"{FILE}.lora_B holds a tensor that is no dense one"),
+    "no B": (without_tensor(Q, "B"), f"{FILE} has lora_A alone"),
+    "no A": (without_tensor(UP, "A"), f"{UP} has lora_B alone"),
     "another rank": (lora(r=8), f"{FILE} has matrices of rank 4 and 4, adapter_config.json says 8"),
     "two ranks": (
-        changed(Q, "B", torch.zeros(24, 5)),
+        with_tensor(Q, "B", torch.zeros(24, 5)),
         f"{FILE} has matrices of rank 4 and 5, adapter_config.json says 4",
     ),
     "rank 0": (lora(matrices(0), r=0), f"{FILE} has rank 0, from 1 to 512 are allowed"),
@@ -115,18 +115,18 @@ BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and what the error says
         f"{UP} is not among the target_modules of adapter_config.json",
     ),
     "another model's inputs": (
-        changed(Q, "A", torch.zeros(4, 17)),
+        with_tensor(Q, "A", torch.zeros(4, 17)),
         f"{FILE} is for 17 inputs and 24 outputs, the model's layer has 16 and 24",
     ),
-    "another model's outputs": (changed(Q, "B", torch.zeros(25, 4)), f"{FILE} is for 16 inputs and 25 outputs"),
+    "another model's outputs": (with_tensor(Q, "B", torch.zeros(25, 4)), f"{FILE} is for 16 inputs and 25 outputs"),
     "another model's layer": (
         lora({name.replace("layers.1", "layers.2"): tensor for name, tensor in matrices().items()}),
         "model.layers.2.q_proj is no linear layer of this model that can be adapted",
     ),
-    "NaN": (changed(Q, "A", torch.full((4, 16), torch.nan)), f"{FILE}.lora_A has numbers that are not finite"),
-    "infinite": (changed(Q, "B", torch.full((24, 4), torch.inf)), f"{FILE}.lora_B has numbers that are not finite"),
+    "NaN": (with_tensor(Q, "A", torch.full((4, 16), torch.nan)), f"{FILE}.lora_A has numbers that are not finite"),
+    "infinite": (with_tensor(Q, "B", torch.full((24, 4), torch.inf)), f"{FILE}.lora_B has numbers that are not finite"),
     "too large for the type": (
-        changed(Q, "B", torch.full((24, 4), 2e38)),
+        with_tensor(Q, "B", torch.full((24, 4), 2e38)),
         f"{FILE}.lora_B has numbers that are not finite when converted from torch.float32 to torch.float32",
     ),
 }

@@ -13,13 +13,13 @@ import msgspec
 from batches import engine_options
 
 from tgis.batcher.batcher import Batcher
-from tgis.engine_core.main import limits_of
+from tgis.engine_core.main import batch_limits
 from tgis.engines.base import Engine
 from tgis.engines.memory import available
 from tgis.engines.memory.peaks import ResidentMeter
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import Details, EngineOptions, Request, Sampling
+from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
 
 LONGEST, ROWS, REQUESTS = 512, 16, 48
 ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
@@ -27,26 +27,26 @@ ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
     "tgis_native": PagedEngine,
 }
 KINDS = [
-    Sampling(),
-    Sampling(temperature=1.0, seed=3),
-    Sampling(temperature=50.0, seed=3, top_p=0.999, typical_p=0.99),
-    Sampling(repetition_penalty=1.3),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=50.0, seed=3, top_p=0.999, typical_p=0.99),
+    SamplingParams(repetition_penalty=1.3),
 ]
-CURIOUS = Details(generated=True, inputs=True, logprobs=True, ranks=True, top_n=10)
+CURIOUS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True, ranks=True, top_n_tokens=10)
 
 
 def main(name: str, model: Path, granted: int) -> dict[str, int]:
     """Tokens of context that there is room for, how many there were at the most, and what was taken at the worst."""
-    available.granted_memory = lambda device: granted
+    available.available_memory = lambda device: granted
     with tempfile.TemporaryDirectory() as cache:
         changes = {"max_sequence_length": LONGEST, "estimate_memory": "auto", "cache_dir": cache}
         options = msgspec.structs.replace(engine_options(model, ROWS, threads=None), **changes)
         engine = ENGINES[name](options)
         meter = ResidentMeter()
-        idle = meter.rest()
+        idle = meter.reset()
         engine.warm_up()
     fullest = run(engine, options, requests(random.Random(1), engine.info.vocab_size))
-    return {"room": engine.info.weight_limit, "fullest": fullest, "taken": meter.peak() - idle}
+    return {"room": engine.info.token_capacity, "fullest": fullest, "taken": meter.peak() - idle}
 
 
 def requests(rng: random.Random, vocabulary: int) -> list[Request]:
@@ -56,21 +56,21 @@ def requests(rng: random.Random, vocabulary: int) -> list[Request]:
         length = int(2 ** rng.uniform(3, 8.8))
         output = min(LONGEST - length, int(2 ** rng.uniform(2, 6)))
         tokens = [rng.randrange(vocabulary) for _ in range(length)]
-        details = CURIOUS if rng.random() < 0.3 else Details()
+        details = CURIOUS if rng.random() < 0.3 else LogprobOptions()
         made.append(Request(number, tokens, output, False, rng.choice(KINDS), details))
     return made
 
 
 def run(engine: Engine, options: EngineOptions, wanted: list[Request]) -> int:
     """All of them, as fast as memory allows: the most tokens of context that the batch had."""
-    batcher = Batcher(limits_of(options, engine.info), ())
+    batcher = Batcher(batch_limits(options, engine.info), ())
     batcher.submit(wanted, 0.0)
     fullest, now = 0, 0.0
     ended = 0
     while plan := batcher.plan(now := now + 1.0):
         engine.release(plan.preempted)
         result = engine.step(plan)
-        fullest = max(fullest, batcher.context)
+        fullest = max(fullest, batcher.context_tokens)
         done = batcher.commit(plan, result.tokens, now)
         engine.release(done)
         ended += len(done)

@@ -24,20 +24,20 @@ PROMPTS = {
     "titles": oracle_prompts.TITLES,
 }
 MAX_NEW_TOKENS = {"smollm2": 64, "glassllm": 32, "detransliterator": 48, "titles": 24}
-CANDIDATES = 10
+NUM_CANDIDATES = 10
 TOLERANCE = 2e-4  # of log-probabilities: oneDNN's packed float32 products alone are off by up to 1e-4
 NEAR_TIE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OracleToken:
     """A token, and what the model thought of its place before it stood there."""
 
     token: str  # as it stands in the vocabulary
     logprob: float
     ranks: tuple[int, int]  # best and worst within the tolerance
     top: list[tuple[str, float]]  # token and logprob of the best CANDIDATES, best first
-    gap: float  # between the two best logits
+    top_two_gap: float  # between the two best logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Answer:
 
     prompt: str
     input_tokens: list[str]
-    input_places: list[Place]  # of every input token but the first; none of an encoder's
-    generated: list[Place]
+    input_logprobs: list[OracleToken]  # of every input token but the first; none of an encoder's
+    generated: list[OracleToken]
     texts: list[str]  # texts[n] is the output of the first n generated tokens
     stop_reason: str
 
-    def open_steps(self) -> set[int]:
+    def near_tie_steps(self) -> set[int]:
         """The steps at which the best two tokens are so close that another order of sums may swap them."""
-        return {step for step, place in enumerate(self.generated) if place.gap < NEAR_TIE}
+        return {step for step, place in enumerate(self.generated) if place.top_two_gap < NEAR_TIE}
 
 
 def answers(name: str, model: Path, cache: Path, recompute: bool = False) -> dict[str, Answer]:
@@ -117,9 +117,9 @@ class Oracle:
         input_ids, new_ids = ids[0].tolist(), out.sequences[0, first + 1 :].tolist()
         return Answer(
             prompt=prompt,
-            input_tokens=self._names(input_ids),
-            input_places=self._places(forward[:first], input_ids[1 : first + 1]),
-            generated=self._places(scores, new_ids),
+            input_tokens=self._token_strings(input_ids),
+            input_logprobs=self._oracle_tokens(forward[:first], input_ids[1 : first + 1]),
+            generated=self._oracle_tokens(scores, new_ids),
             texts=[self._text(new_ids[:n]) for n in range(len(new_ids) + 1)],
             stop_reason=self._stop_reason(new_ids[-1], room < max_new_tokens),
         )
@@ -129,22 +129,22 @@ class Oracle:
             return "EOS_TOKEN"
         return "TOKEN_LIMIT" if reduced else "MAX_TOKENS"
 
-    def _names(self, ids: list[int]) -> list[str]:
+    def _token_strings(self, ids: list[int]) -> list[str]:
         names: list[str] = self.tokenizer.convert_ids_to_tokens(ids)
         return names
 
-    def _places(self, logits: Any, ids: list[int]) -> list[Place]:
+    def _oracle_tokens(self, logits: Any, ids: list[int]) -> list[OracleToken]:
         """logits: [N, V] for the places of N ids."""
         logprobs = logits.double().log_softmax(-1)
-        best = logprobs.topk(CANDIDATES)
+        best = logprobs.topk(NUM_CANDIDATES)
         rows = zip(ids, logprobs, best.values.tolist(), best.indices.tolist(), strict=True)
         return [
-            Place(
-                token=self._names([token])[0],
+            OracleToken(
+                token=self._token_strings([token])[0],
                 logprob=row[token].item(),
                 ranks=(1 + int((row > row[token] + TOLERANCE).sum()), int((row > row[token] - TOLERANCE).sum())),
-                top=list(zip(self._names(candidates), top, strict=True)),
-                gap=top[0] - top[1],
+                top=list(zip(self._token_strings(candidates), top, strict=True)),
+                top_two_gap=top[0] - top[1],
             )
             for token, row, top, candidates in rows
         ]

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tgis.batcher.sequence import Sequence
-from tgis.ipc.messages import Details, Request, Sampling, TokenFacts
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 Scores = NDArray[np.float64]
 CLOSE = 1e-6
@@ -20,11 +20,11 @@ _MASK = (1 << 64) - 1
 
 
 def make_row(
-    sampling: Sampling, details: Details | None = None, generated: int = 0, prompt: Many[int] = (1, 2)
+    sampling: SamplingParams, details: LogprobOptions | None = None, generated: int = 0, prompt: Many[int] = (1, 2)
 ) -> Sequence:
     """A row that has generated so many tokens."""
-    request = Request(0, list(prompt), 10_000, False, sampling, details or Details())
-    row = Sequence(request, queued_at=0.0)
+    request = Request(0, list(prompt), 10_000, False, sampling, details or LogprobOptions())
+    row = Sequence(request, arrival_time=0.0)
     row.tokens += [0] * generated
     return row
 
@@ -46,7 +46,7 @@ def softmax(scores: Scores) -> Scores:
 
 
 @dataclass
-class Processed:
+class ProcessedScores:
     """The final scores of a row: -inf where a token is removed."""
 
     scores: Scores
@@ -71,16 +71,18 @@ class Processed:
         logprobs = self.logprobs()
         return sorted(((token, float(logprobs[token])) for token in ids), key=lambda pair: (-pair[1], pair[0]))
 
-    def drawn(self, number: float) -> tuple[int, bool]:
+    def draw(self, number: float) -> tuple[int, bool]:
         """The token of `number` when they stand in the order of ids, and whether that is clear."""
         upto = np.cumsum(softmax(self.scores))
         token = int(np.argmax(upto > number))
         return token, bool(np.abs(upto - number).min() > CLOSE)
 
 
-def process(logits: Many[float], sampling: Sampling, generated: int, eos: Many[int], context: Many[int]) -> Processed:
+def process(
+    logits: Many[float], sampling: SamplingParams, generated: int, eos: Many[int], context: Many[int]
+) -> ProcessedScores:
     """Penalties, then the filters of a sampled row."""
-    result = Processed(np.array(logits, dtype=np.float64))
+    result = ProcessedScores(np.array(logits, dtype=np.float64))
     _eos(result.scores, sampling, generated, eos)
     for token in set(context):
         score = result.scores[token]
@@ -96,7 +98,7 @@ def process(logits: Many[float], sampling: Sampling, generated: int, eos: Many[i
     return result
 
 
-def _eos(scores: Scores, sampling: Sampling, generated: int, eos: Many[int]) -> None:
+def _eos(scores: Scores, sampling: SamplingParams, generated: int, eos: Many[int]) -> None:
     for token in set(eos):
         if generated < sampling.min_new_tokens:
             scores[token] = -math.inf
@@ -107,7 +109,7 @@ def _eos(scores: Scores, sampling: Sampling, generated: int, eos: Many[int]) -> 
                 scores[token] += abs(scores[token]) * (decay**past - 1)
 
 
-def _top_p(row: Processed, p: float) -> None:
+def _top_p(row: ProcessedScores, p: float) -> None:
     if p >= 1:
         return
     probabilities = softmax(row.scores)
@@ -121,7 +123,7 @@ def _top_p(row: Processed, p: float) -> None:
             row.scores[token] = -math.inf
 
 
-def _typical_p(row: Processed, p: float) -> None:
+def _typical_p(row: ProcessedScores, p: float) -> None:
     if p >= 1:
         return
     logprobs = row.logprobs()
@@ -143,18 +145,18 @@ def _typical_p(row: Processed, p: float) -> None:
             row.scores[token] = -math.inf
 
 
-def check_token(token: int, expected: Processed, sampling: Sampling, generated: int) -> None:
+def check_token(token: int, expected: ProcessedScores, sampling: SamplingParams, generated: int) -> None:
     assert expected.scores[token] > -float("inf")
     if sampling.greedy:
         assert token == int(expected.scores.argmax())
         return
-    drawn, certain = expected.drawn(uniform(sampling.seed, generated))
+    drawn, certain = expected.draw(uniform(sampling.seed, generated))
     assert token == drawn or not certain
 
 
-def check_facts(found: TokenFacts, token: int, expected: Processed, details: Details) -> None:
+def check_logprobs(found: TokenLogprobs, token: int, expected: ProcessedScores, details: LogprobOptions) -> None:
     assert found.logprob == pytest.approx(expected.logprobs()[token] if details.logprobs else 0.0, abs=1e-5)
     assert found.rank == (expected.rank(token) if details.ranks else 0)
-    top = expected.top(details.top_n, details.logprobs)
-    assert [token for token, _ in found.top] == [token for token, _ in top]
-    assert [each for _, each in found.top] == pytest.approx([each for _, each in top], abs=1e-5)
+    top = expected.top(details.top_n_tokens, details.logprobs)
+    assert [token for token, _ in found.top_logprobs] == [token for token, _ in top]
+    assert [each for _, each in found.top_logprobs] == pytest.approx([each for _, each in top], abs=1e-5)

@@ -12,16 +12,16 @@ from transformers.distributed import DistributedConfig
 
 from tgis.engines.distributed import ranks
 from tgis.engines.kernels.cpu.linear import pack_linears
-from tgis.engines.loading.merged_linear import merge_siblings
+from tgis.engines.loading.merged_linear import merge_linears
 
 path, store, rank = sys.argv[1:]
 torch.set_grad_enabled(False)
-ranks.join(int(rank), 2, os.open(store, os.O_RDWR | os.O_CREAT))
+ranks.init_ranks(int(rank), 2, os.open(store, os.O_RDWR | os.O_CREAT))
 model = AutoModelForCausalLM.from_pretrained(
     path, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=2)
 ).eval()
 ids = torch.tensor([[5, 9, 13, 2, 7]])
 before = model(ids).logits
-merged = merge_siblings(model, input_ids=ids[:, :2])
+merged = merge_linears(model, input_ids=ids[:, :2])
 packed = pack_linears(model)
 print(merged, packed, (model(ids).logits - before).abs().max().item())

@@ -5,24 +5,24 @@ from typing import Any
 import pytest
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import Limits, MemoryModel
+from tgis.batcher.memory_model import BatchLimits, MemoryModel
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.errors import OutOfMemory
-from tgis.ipc.messages import Details, Request, Sampling, TokenFacts
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
-Outcome = dict[int, tuple[list[int], list[TokenFacts]]]  # id -> generated tokens, facts of its input
+Outcome = dict[int, tuple[list[int], list[TokenLogprobs]]]  # id -> generated tokens, facts of its input
 
 
 def requests() -> list[Request]:
-    kinds = [Sampling(), Sampling(temperature=1.0, seed=5, top_k=9), Sampling(repetition_penalty=1.3)]
+    kinds = [SamplingParams(), SamplingParams(temperature=1.0, seed=5, top_k=9), SamplingParams(repetition_penalty=1.3)]
     return [
         Request(
             n,
             [1, *range(40 + n, 44 + 5 * n)],
             8 + 2 * n,
-            capped=False,
-            sampling=kinds[n % 3],
-            details=Details(inputs=n % 2 == 0, logprobs=True),
+            limited_by_context=False,
+            sampling_params=kinds[n % 3],
+            logprob_options=LogprobOptions(input_tokens=n % 2 == 0, logprobs=True),
         )
         for n in range(5)
     ]
@@ -30,22 +30,22 @@ def requests() -> list[Request]:
 
 def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
     """As the worker does, without the messages."""
-    limits = Limits(8, MemoryModel.of_tokens(10**6), prefill_tokens=100, max_padding=0.9, padded=True)
+    limits = BatchLimits(8, MemoryModel.from_tokens(10**6), prefill_tokens=100, max_prefill_padding=0.9, padded=True)
     batcher = Batcher(limits, {2})
     batcher.submit(wanted, 0.0)
     outcome: Outcome = {}
-    inputs: dict[int, list[TokenFacts]] = {}
+    inputs: dict[int, list[TokenLogprobs]] = {}
     refused = []
     now = 0.0
     while plan := batcher.plan(now := now + 1.0):
         try:
             result = engine.step(plan)
         except (OutOfMemory, RuntimeError) as error:
-            engine.release(plan.rows)
-            refused += batcher.retreat(plan, out_of_memory=isinstance(error, OutOfMemory))
+            engine.release(plan.seqs)
+            refused += batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
             continue
-        assert not inputs.keys() & result.inputs.keys()
-        inputs |= result.inputs
+        assert not inputs.keys() & result.prompt_logprobs.keys()
+        inputs |= result.prompt_logprobs
         ended = batcher.commit(plan, result.tokens, now)
         engine.release(ended)
         outcome |= {row.id: (row.tokens[row.prompt_length :], inputs.get(row.id, [])) for row in ended}

@@ -3,17 +3,17 @@
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo
 
 MiB = 1 << 20
-REST = 500 * MiB  # the model
+MODEL_BYTES = 500 * MiB  # the model
 
 
 @dataclass(frozen=True)
-class Formula:
+class MemoryFormula:
     """Bytes of a step; rows of a batch are as wide as the widest."""
 
     kv_token: int = 40_000  # that a row holds
@@ -23,7 +23,7 @@ class Formula:
     pass_token: int = 0  # of a prefill, up to so many of one pass
     prefill_token: int = 0  # of a prefill, without such a bound
     square: float = 0.0  # per token and token of its row
-    fact_token: int = 0  # of a pass whose rows want facts of their input
+    input_logprobs_token: int = 0  # of a pass whose rows want facts of their input
 
     def decode(self, rows: int, width: int) -> int:
         """What a decode takes beside keys and values."""
@@ -32,7 +32,7 @@ class Formula:
     def prefill(self, rows: int, width: int, facts: bool, pass_tokens: int) -> int:
         """What a prefill of so many new rows takes beside keys and values."""
         tokens = rows * width
-        together = min(tokens, pass_tokens) * (self.pass_token + self.fact_token * facts)
+        together = min(tokens, pass_tokens) * (self.pass_token + self.input_logprobs_token * facts)
         return self.step + rows * self.row + together + int(tokens * (self.prefill_token + width * self.square))
 
 
@@ -40,8 +40,8 @@ class Formula:
 class SyntheticEngine:
     """Holds rows as every padded engine does, or none if it has blocks."""
 
-    formula: Formula
-    room: int = 1 << 60
+    formula: MemoryFormula
+    capacity: int = 1 << 60
     max_batch_size: int = 64
     encoder_decoder: bool = False
     block_size: int = 0
@@ -50,7 +50,7 @@ class SyntheticEngine:
     vocab_size: int = 100
     steps: int = 0
     rows: list[Sequence] = field(default_factory=list)
-    worst: int = 0
+    peak_bytes: int = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -63,8 +63,8 @@ class SyntheticEngine:
             encoder_decoder=self.encoder_decoder,
             padded=not self.block_size,
             max_batch_size=self.max_batch_size,
-            weight_limit=0,
-            prefill_tokens=512,
+            token_capacity=0,
+            max_prefill_tokens=512,
             block_size=self.block_size,
         )
 
@@ -74,14 +74,14 @@ class SyntheticEngine:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult:
         """Take memory."""
         self.steps += 1
         beside = self._chunked(plan) if self.block_size else self._padded(plan)
-        self.worst = max(self.worst, REST + self.held() + beside)
-        if self.held() + beside > self.room:
+        self.peak_bytes = max(self.peak_bytes, MODEL_BYTES + self.held() + beside)
+        if self.held() + beside > self.capacity:
             raise OutOfMemory("no room")
-        return StepResult([0] * len(plan.rows), [])
+        return StepResult([0] * len(plan.seqs), [])
 
     def release(self, rows: Rows[Sequence]) -> None:
         """Forget rows."""
@@ -92,36 +92,42 @@ class SyntheticEngine:
         """Keys and values, and no spare ones."""
         return len(self.rows) * _width(self.rows) * self.formula.kv_token
 
-    def rest(self) -> int:
+    def reset(self) -> int:
         """As a meter."""
-        self.worst = REST + self.held()
-        return self.worst
+        self.peak_bytes = MODEL_BYTES + self.held()
+        return self.peak_bytes
 
     def peak(self) -> int:
         """As a meter."""
-        return self.worst
+        return self.peak_bytes
 
-    def _padded(self, plan: Plan) -> int:
-        new = [row for row in plan.rows if row not in self.rows]
-        assert plan.prefill == bool(new), "a prefill is of new rows only, a decode of all that are held"
-        assert new in ([], plan.rows)
-        assert new or {row.id for row in self.rows} == {row.id for row in plan.rows}
+    def _padded(self, plan: StepPlan) -> int:
+        new = [row for row in plan.seqs if row not in self.rows]
+        assert plan.has_prefill == bool(new), "a prefill is of new rows only, a decode of all that are held"
+        assert new in ([], plan.seqs)
+        assert new or {row.id for row in self.rows} == {row.id for row in plan.seqs}
         self.rows += new
         assert len(self.rows) <= self.max_batch_size
         if not new:
             return self.formula.decode(len(self.rows), _width(self.rows))
-        facts = any(row.request.details.inputs for row in new)
-        return self.formula.prefill(len(new), _width(new), facts, self.info.prefill_tokens)
+        facts = any(row.request.logprob_options.input_tokens for row in new)
+        return self.formula.prefill(len(new), _width(new), facts, self.info.max_prefill_tokens)
 
-    def _chunked(self, plan: Plan) -> int:
-        assert len(plan.rows) <= self.max_batch_size
-        assert sum(plan.counts) <= max(self.info.prefill_tokens, len(plan.rows))
-        for row, count in zip(plan.rows, plan.counts, strict=True):
-            assert 0 < count <= row.pending
-            assert len(row.blocks) * self.block_size >= row.computed + count
-        told = sum(count for row, count in zip(plan.rows, plan.counts, strict=True) if row.request.details.inputs)
-        width = max(row.computed + count for row, count in zip(plan.rows, plan.counts, strict=True))
-        computed = sum(plan.counts) * self.formula.pass_token + told * self.formula.fact_token
+    def _chunked(self, plan: StepPlan) -> int:
+        assert len(plan.seqs) <= self.max_batch_size
+        assert sum(plan.num_scheduled_tokens) <= max(self.info.max_prefill_tokens, len(plan.seqs))
+        for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
+            assert 0 < count <= row.num_uncomputed_tokens
+            assert len(row.block_table) * self.block_size >= row.num_computed_tokens + count
+        told = sum(
+            count
+            for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+            if row.request.logprob_options.input_tokens
+        )
+        width = max(
+            row.num_computed_tokens + count for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        )
+        computed = sum(plan.num_scheduled_tokens) * self.formula.pass_token + told * self.formula.input_logprobs_token
         return self.formula.step + len(plan.sampled) * self.formula.row + computed + width * self.formula.token
 
 

@@ -10,14 +10,14 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import Limits
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult
 from tgis.ipc.messages import Request
 
-VOCABULARY, EOS, START = 97, 2, 3
+VOCAB_SIZE, EOS, DECODER_START = 97, 2, 3
 
-SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
+TOKEN_IDS = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
 LLAMA_LIKE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -95,7 +95,7 @@ SMALL_WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 STATE_SPACE = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 # tried for the engine that runs them, if any, but not with rows that come and go
-FURTHER: dict[str, dict[str, Any]] = {
+MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Apertus": LLAMA_LIKE,
     "Arcee": LLAMA_LIKE,
     "BioGpt": LLAMA_LIKE,
@@ -108,7 +108,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "FalconH1": LLAMA_LIKE,
     "FalconMamba": STATE_SPACE,
     "GPTNeoXJapanese": FALCON_LIKE | {"intermediate_multiple_size": 2},
-    "Gemma4Text": HEAD | SMALL_WINDOW | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    "Gemma4Text": HEAD | SMALL_WINDOW | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
     "Glm": HEAD,
     "Glm4": HEAD,
     "Glm4Moe": HEAD
@@ -166,7 +166,7 @@ BART_LIKE = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-GEMMA_LIKE = LLAMA_LIKE | SMALL | {"head_dim": 8, "sliding_window": 8}
+GEMMA_LIKE = LLAMA_LIKE | TOKEN_IDS | {"head_dim": 8, "sliding_window": 8}
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "T5": T5_LIKE,
     "T5, flan": T5_LIKE | {"feed_forward_proj": "gated-gelu"},
@@ -189,7 +189,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 # tried for being refused
 LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
-FURTHER_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+REFUSED_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "LED": LED_LIKE | {"attention_window": 8},
     "SwitchTransformers": T5_LIKE | {"num_experts": 2},
     "ProphetNet": {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
@@ -199,17 +199,19 @@ FURTHER_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 def make_config(name: str) -> PreTrainedConfig:
     """What a model of this name is."""
     kind = getattr(transformers, f"{name.split(',', maxsplit=1)[0]}Config")
-    if settings := (ARCHITECTURES | FURTHER).get(name):
-        return kind(**SMALL, **settings)
-    return kind(**SMALL, decoder_start_token_id=START, **(ENCODER_DECODERS | FURTHER_ENCODER_DECODERS)[name])
+    if settings := (ARCHITECTURES | MORE_ARCHITECTURES).get(name):
+        return kind(**TOKEN_IDS, **settings)
+    return kind(
+        **TOKEN_IDS, decoder_start_token_id=DECODER_START, **(ENCODER_DECODERS | REFUSED_ENCODER_DECODERS)[name]
+    )
 
 
 def make_model(name: str, directory: Path, **generation: Any) -> Path:
     """A model in `directory`, with its generation config."""
-    return make_from(make_config(name), directory, **generation)
+    return make_model_from_config(make_config(name), directory, **generation)
 
 
-def make_from(config: PreTrainedConfig, directory: Path, **generation: Any) -> Path:
+def make_model_from_config(config: PreTrainedConfig, directory: Path, **generation: Any) -> Path:
     """The same of any configuration."""
     torch.manual_seed(0)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -223,9 +225,9 @@ def make_from(config: PreTrainedConfig, directory: Path, **generation: Any) -> P
     return directory
 
 
-def steps(
-    engine: Engine, bounds: Limits, requests: list[Request], rng: random.Random
-) -> Iterator[tuple[Plan, StepResult, list[Sequence]]]:
+def run_steps(
+    engine: Engine, bounds: BatchLimits, requests: list[Request], rng: random.Random
+) -> Iterator[tuple[StepPlan, StepResult, list[Sequence]]]:
     """Plans, what they gave and who ended by it, until all are done that come at random times, in their order."""
     batcher = Batcher(bounds, eos_ids=[EOS])
     waiting = list(requests)
@@ -242,10 +244,10 @@ def steps(
         yield plan, result, ended
 
 
-def run(engine: Engine, bounds: Limits, requests: list[Request], rng: random.Random) -> list[list[int]]:
+def generate_all(engine: Engine, bounds: BatchLimits, requests: list[Request], rng: random.Random) -> list[list[int]]:
     """What the engine generates when the requests come so."""
     engine.warm_up()
     done: dict[int, list[int]] = {}
-    for _, _, ended in steps(engine, bounds, requests, rng):
+    for _, _, ended in run_steps(engine, bounds, requests, rng):
         done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
     return [done[request.id] for request in requests]

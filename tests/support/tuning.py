@@ -20,7 +20,7 @@ MAX_NEW_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TuningTask:
     """A prompt or adapter to be trained, and the text that it is to bring about."""
 
     kind: str
@@ -31,12 +31,12 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TuningPlan:
     """What is trained for a model, by the ids of prompts or adapters."""
 
     task: str
     inputs: list[str]
-    lessons: dict[str, Lesson]
+    tasks: dict[str, TuningTask]
     steps: int
     rate: float = 0.1
 
@@ -59,36 +59,36 @@ _QUEEN = " the Queen of Hearts, and the Queen of Hearts, and the"
 _KING = " no, no! said the King. no, no! said the King. no, no!"
 _ALICE = "?” said Alice. “Why?” said Alice. “Why?” said Alice."
 
-COURSES = {
-    "glassllm": Course(
+TUNING_PLANS = {
+    "glassllm": TuningPlan(
         task="CAUSAL_LM",
         inputs=_STORY,
-        lessons={
-            "queen": Lesson("PROMPT_TUNING", 8, "safetensors", _QUEEN),
-            "nested/king": Lesson("PROMPT_TUNING", 5, "bin", _KING),
-            "encoded": Lesson("P_TUNING", 6, "safetensors", _ALICE),
+        tasks={
+            "queen": TuningTask("PROMPT_TUNING", 8, "safetensors", _QUEEN),
+            "nested/king": TuningTask("PROMPT_TUNING", 5, "bin", _KING),
+            "encoded": TuningTask("P_TUNING", 6, "safetensors", _ALICE),
         },
         steps=60,
     ),
-    "titles": Course(
+    "titles": TuningPlan(
         task="SEQ_2_SEQ_LM",
         inputs=_NOTES,
-        lessons={
-            "report": Lesson("PROMPT_TUNING", 6, "safetensors", "Weekly report of the team"),
-            "question": Lesson("P_TUNING", 3, "bin", "What should be done about this?"),
+        tasks={
+            "report": TuningTask("PROMPT_TUNING", 6, "safetensors", "Weekly report of the team"),
+            "question": TuningTask("P_TUNING", 3, "bin", "What should be done about this?"),
         },
         steps=12,
     ),
-    "glassllm-lora": Course(
+    "glassllm-lora": TuningPlan(
         task="CAUSAL_LM",
         inputs=_STORY,
-        lessons={
-            "queen": Lesson("LORA", 8, "safetensors", _QUEEN, {"target_modules": "all-linear", "lora_alpha": 16}),
-            "nested/king": Lesson(
+        tasks={
+            "queen": TuningTask("LORA", 8, "safetensors", _QUEEN, {"target_modules": "all-linear", "lora_alpha": 16}),
+            "nested/king": TuningTask(
                 "LORA", 4, "bin", _KING, {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}
             ),
-            "alice": Lesson("LORA", 1, "safetensors", _ALICE, {"target_modules": ["o_proj"], "lora_alpha": 2}),
-            "patterns": Lesson(
+            "alice": TuningTask("LORA", 1, "safetensors", _ALICE, {"target_modules": ["o_proj"], "lora_alpha": 2}),
+            "patterns": TuningTask(
                 "LORA",
                 5,
                 "safetensors",
@@ -99,7 +99,7 @@ COURSES = {
                     "alpha_pattern": {"mlp.down_proj": 20, "up_proj": 3},
                 },
             ),
-            "first": Lesson(
+            "first": TuningTask(
                 "LORA",
                 16,
                 "safetensors",
@@ -110,19 +110,25 @@ COURSES = {
                     "init_lora_weights": "gaussian",
                 },
             ),
-            "hatter": Lesson("LORA", 3, "bin", " tea, said the Hatter, and tea, said the Hatter", {}),
-            "mouse": Lesson("LORA", 8, "safetensors", " a long tale, said the Mouse, a long tale", {"lora_alpha": 64}),
-            "gate": Lesson("LORA", 2, "safetensors", "!!!!!!!!!!!!!!!", {"target_modules": ["gate_proj", "up_proj"]}),
+            "hatter": TuningTask("LORA", 3, "bin", " tea, said the Hatter, and tea, said the Hatter", {}),
+            "mouse": TuningTask(
+                "LORA", 8, "safetensors", " a long tale, said the Mouse, a long tale", {"lora_alpha": 64}
+            ),
+            "gate": TuningTask(
+                "LORA", 2, "safetensors", "!!!!!!!!!!!!!!!", {"target_modules": ["gate_proj", "up_proj"]}
+            ),
         },
         steps=15,
         rate=0.02,
     ),
-    "titles-lora": Course(
+    "titles-lora": TuningPlan(
         task="SEQ_2_SEQ_LM",
         inputs=_NOTES,
-        lessons={
-            "report": Lesson("LORA", 8, "safetensors", "Weekly report of the team", {"target_modules": "all-linear"}),
-            "question": Lesson("LORA", 2, "bin", "What should be done about this?", {"lora_alpha": 16}),
+        tasks={
+            "report": TuningTask(
+                "LORA", 8, "safetensors", "Weekly report of the team", {"target_modules": "all-linear"}
+            ),
+            "question": TuningTask("LORA", 2, "bin", "What should be done about this?", {"lora_alpha": 16}),
         },
         steps=4,
         rate=0.01,
@@ -172,7 +178,7 @@ def _key(model: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def train(course: Course, model_dir: Path, store: Path) -> Trained:
+def train(course: TuningPlan, model_dir: Path, store: Path) -> Trained:
     """Train every prompt or adapter into `store`, and let PEFT generate with each and with none."""
     import torch
     from peft import get_peft_model
@@ -184,7 +190,7 @@ def train(course: Course, model_dir: Path, store: Path) -> Trained:
     family = AutoModelForSeq2SeqLM if course.task == "SEQ_2_SEQ_LM" else AutoModelForCausalLM
     bare = family.from_pretrained(model_dir, dtype=torch.float32).eval()
     losses, found = {}, [_continued(bare, "", ids) for ids in inputs]
-    for name, lesson in course.lessons.items():
+    for name, lesson in course.tasks.items():
         torch.manual_seed(0)
         base = family.from_pretrained(model_dir, dtype=torch.float32)
         model = get_peft_model(base, _config(course.task, lesson))
@@ -194,7 +200,7 @@ def train(course: Course, model_dir: Path, store: Path) -> Trained:
     return Trained(losses, found)
 
 
-def _config(task: str, lesson: Lesson) -> Any:
+def _config(task: str, lesson: TuningTask) -> Any:
     from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig
 
     if lesson.kind == "P_TUNING":
@@ -204,7 +210,7 @@ def _config(task: str, lesson: Lesson) -> Any:
     return PromptTuningConfig(task_type=task, num_virtual_tokens=lesson.length)
 
 
-def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], course: Course) -> tuple[float, float]:
+def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], course: TuningPlan) -> tuple[float, float]:
     """The loss before and after."""
     import torch
 
@@ -252,12 +258,12 @@ def _continued(model: Any, prompt: str, ids: list[int]) -> Continuation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train soft prompts or adapters, and let PEFT generate with them.")
-    parser.add_argument("course", choices=COURSES)
+    parser.add_argument("course", choices=TUNING_PLANS)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     unfinished = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}")
-    trained = train(COURSES[arguments.course], arguments.model, unfinished / "store")
+    trained = train(TUNING_PLANS[arguments.course], arguments.model, unfinished / "store")
     (unfinished / "trained.json").write_bytes(msgspec.json.encode(trained))
     unfinished.rename(arguments.out)
 

@@ -37,7 +37,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
 
 
 def test_a_text_line(lines: Lines) -> None:
-    logs.set_up(level="info", json_output=False)
+    logs.configure(level="info", json_output=False)
     logging.getLogger("tgis.x").info("took %d ms", 3, extra={"rows": 2, "model": "a b"})
     time, _, rest = lines()[0].partition(" ")
     assert time.endswith("Z")
@@ -45,7 +45,7 @@ def test_a_text_line(lines: Lines) -> None:
 
 
 def test_a_json_line(lines: Lines) -> None:
-    logs.set_up(level="info", json_output=True, process="engine")
+    logs.configure(level="info", json_output=True, process="engine")
     logging.getLogger("tgis.x").warning(
         "über %s", "é\ud800", extra={"rows": 2, "rate": float("nan"), "path": Path("/a")}
     )
@@ -64,9 +64,9 @@ def test_a_json_line(lines: Lines) -> None:
 
 @pytest.mark.parametrize("json_output", [False, True])
 def test_hostile_text_stays_on_its_line(lines: Lines, json_output: bool) -> None:
-    logs.set_up(level="info", json_output=json_output)
+    logs.configure(level="info", json_output=json_output)
     hostile = "a\nINFO forged\r\x1b[2J\u2028\x00\udcff"
-    with logs.correlated(hostile):
+    with logs.correlation_scope(hostile):
         logging.getLogger("tgis").info(hostile, extra={"fact": hostile})
     (line,) = lines()
     assert line.isprintable()
@@ -74,17 +74,17 @@ def test_hostile_text_stays_on_its_line(lines: Lines, json_output: bool) -> None
 
 
 def test_a_correlation_id_is_cut(lines: Lines) -> None:
-    logs.set_up(level="info", json_output=True)
-    with logs.correlated("x" * 100_000):
+    logs.configure(level="info", json_output=True)
+    with logs.correlation_scope("x" * 100_000):
         logging.getLogger("tgis").info("m")
     assert json.loads(lines()[0])["correlation_id"] == "x" * logs.MAX_ID_LENGTH
 
 
 def test_a_correlation_id_goes_with_its_task(lines: Lines) -> None:
-    logs.set_up(level="info", json_output=True)
+    logs.configure(level="info", json_output=True)
 
     async def call(name: str | None) -> None:
-        with logs.correlated(name):
+        with logs.correlation_scope(name):
             await asyncio.sleep(0)
             await asyncio.create_task(inner(name))
 
@@ -110,13 +110,13 @@ def test_a_traceback_is_indented_text_or_one_field(lines: Lines) -> None:
         except ValueError:
             logging.getLogger("tgis").exception("broken")
 
-    logs.set_up(level="info", json_output=False)
+    logs.configure(level="info", json_output=False)
     fail()
     first, *rest = lines()
     assert first.endswith("ERROR   tgis: broken")
     assert rest
     assert all(line.startswith("  ") for line in rest)
-    logs.set_up(level="info", json_output=True)
+    logs.configure(level="info", json_output=True)
     fail()
     assert "ValueError: why\nnot" in json.loads(lines()[0])["exception"]
 
@@ -132,14 +132,14 @@ def test_a_traceback_is_indented_text_or_one_field(lines: Lines) -> None:
     ],
 )
 def test_levels(lines: Lines, level: str, heard: str) -> None:
-    logs.set_up(level=level, json_output=False)
+    logs.configure(level=level, json_output=False)
     for name in ("debug", "info", "error"):
         logging.getLogger("tgis.x").log(logs.LEVELS[name], name)
     assert " ".join(line.rpartition(" ")[2] for line in lines()) == heard
 
 
 def test_a_filter_of_rust_is_info_and_a_warning(lines: Lines) -> None:
-    logs.set_up(level="info,tower=warn", json_output=False)
+    logs.configure(level="info,tower=warn", json_output=False)
     logging.getLogger("tgis").debug("hidden")
     logging.getLogger("tgis").info("shown")
     warned, shown = lines()
@@ -148,7 +148,7 @@ def test_a_filter_of_rust_is_info_and_a_warning(lines: Lines) -> None:
 
 
 def test_libraries_are_heard_from_warnings_on(lines: Lines) -> None:
-    logs.set_up(level="debug", json_output=False)
+    logs.configure(level="debug", json_output=False)
     logging.getLogger("grpc").info("hidden")
     logging.getLogger("grpc").warning("shown")
     with warnings.catch_warnings():
@@ -163,9 +163,9 @@ def test_libraries_are_heard_from_warnings_on(lines: Lines) -> None:
 
 def test_the_termination_log_is_filled_where_there_is_one(tmp_path: Path) -> None:
     path = tmp_path / "termination-log"
-    logs.leave_reason(path, "no model")
+    logs.write_termination_message(path, "no model")
     assert not path.exists()
     path.write_text("an old and longer reason\n")
-    logs.leave_reason(path, "no model")
+    logs.write_termination_message(path, "no model")
     assert path.read_text() == "no model\n"
-    logs.leave_reason(tmp_path, "a directory does no harm")
+    logs.write_termination_message(tmp_path, "a directory does no harm")

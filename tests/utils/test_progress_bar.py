@@ -20,13 +20,13 @@ def test_a_line_now_and_then_while_it_lasts(monkeypatch: pytest.MonkeyPatch, cap
             thrice.set()
         return f"{len(times)} of many"
 
-    with log_progress.told(tell):
+    with log_progress.log_progress(tell):
         assert thrice.wait(60)
     assert caplog.messages[:3] == ["  1 of many", "  2 of many", "  3 of many"]
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_failure_ends_it_too() -> None:
-    with pytest.raises(ValueError, match="broken"), log_progress.told(lambda: "never said"):
+    with pytest.raises(ValueError, match="broken"), log_progress.log_progress(lambda: "never said"):
         raise ValueError("broken")
     assert "progress" not in {thread.name for thread in threading.enumerate()}

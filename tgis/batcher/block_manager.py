@@ -10,138 +10,138 @@ from collections.abc import Iterable
 from typing import Self
 
 from tgis.batcher.block_pool import BlockPool
-from tgis.batcher.memory_model import Limits
+from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.sequence import Sequence
-from tgis.ipc.messages import Admissions
+from tgis.ipc.messages import AdmissionCounters
 
-_KEY_BYTES = 16
+_HASH_BYTES = 16
 
 
-class Pager:
+class BlockManager:
     """Blocks of `size` tokens for rows, in their order: the n-th holds tokens n * size up to (n + 1) * size."""
 
-    def __init__(self, blocks: int, size: int, *, prefix_cache: bool, ahead: int = 0) -> None:
-        self.pool = BlockPool(blocks)
-        self.size = size
-        self.keys_made = 0  # ever: it takes time
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool, lookahead: int = 0) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.num_hashed_blocks = 0  # ever: it takes time
         self._prefix_cache = prefix_cache
-        self._ahead = ahead
+        self._lookahead = lookahead
 
     @classmethod
-    def of(cls, limits: Limits) -> Self:
+    def from_limits(cls, limits: BatchLimits) -> Self:
         """As many blocks as the memory holds."""
         blocks = limits.memory.context_limit(padded=False) // limits.block_size
-        return cls(blocks, limits.block_size, prefix_cache=limits.prefix_cache, ahead=limits.ahead)
+        return cls(blocks, limits.block_size, prefix_cache=limits.prefix_cache, lookahead=limits.lookahead)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
-        return -(-tokens // self.size)
+        return -(-tokens // self.block_size)
 
-    def missing(self, row: Sequence, tokens: int) -> int:
+    def missing_blocks(self, row: Sequence, tokens: int) -> int:
         """Blocks that a row still needs to hold so many tokens."""
-        return max(0, -(-tokens // self.size) - len(row.blocks))
+        return max(0, -(-tokens // self.block_size) - len(row.block_table))
 
-    def cached(self, row: Sequence) -> list[int]:
+    def cached_prefix(self, row: Sequence) -> list[int]:
         """Blocks that hold the beginning of a row that waits; never all of it: one token at least is to compute."""
         found: list[int] = []
-        most, looked = self._sharable(row), len(row.keys)
+        most, looked = self._max_cached_blocks(row), len(row.block_hashes)
         while len(found) < most:
             looked = min(max(looked, 2 * len(found) + 1), most)  # no more keys are made than are of use
-            found = self.pool.find(self._keys(row, looked))
+            found = self.pool.find_cached(self._block_hashes(row, looked))
             if len(found) < looked:
                 break
         return found
 
-    def follows(self, row: Sequence, other: Sequence) -> bool:
+    def shares_inflight_prefix(self, row: Sequence, other: Sequence) -> bool:
         """Whether the next block that `other` will fill is the first one that is missing to a row that waits."""
-        place = other.labelled
-        if place >= min(self._sharable(row), len(other.tokens) // self.size):
+        place = other.num_cached_blocks
+        if place >= min(self._max_cached_blocks(row), len(other.tokens) // self.block_size):
             return False
-        same_start = self._key(row, 0) == self._key(other, 0)
-        return same_start and self._key(row, place) == self._key(other, place)
+        same_start = self._block_hash(row, 0) == self._block_hash(other, 0)
+        return same_start and self._block_hash(row, place) == self._block_hash(other, place)
 
-    def exceeds(self, row: Sequence, room: int) -> bool:
+    def needs_at_least(self, row: Sequence, num_blocks: int) -> bool:
         """Whether two looks tell that a row which waits needs `room` blocks at least: others use too little of it."""
-        last = self.blocks_for(len(row.tokens) + 1) - room  # of the blocks that others would have to use
+        last = self.blocks_for(len(row.tokens) + 1) - num_blocks  # of the blocks that others would have to use
         if last < 0:
             return False
-        if last >= self._sharable(row):
+        if last >= self._max_cached_blocks(row):
             return True
-        return not (self.pool.shares(self._key(row, 0)) and self.pool.shares(self._key(row, last)))
+        return not (self.pool.is_used(self._block_hash(row, 0)) and self.pool.is_used(self._block_hash(row, last)))
 
-    def needed(self, row: Sequence) -> int:
+    def new_blocks_needed(self, row: Sequence) -> int:
         """Blocks that nobody uses now and that a row which waits needs for all it has, and for one token more."""
-        return self.blocks_for(len(row.tokens) + 1) - self.pool.in_use(self.cached(row))
+        return self.blocks_for(len(row.tokens) + 1) - self.pool.count_used(self.cached_prefix(row))
 
-    def join(self, row: Sequence, counts: Admissions) -> None:
+    def attach_cached_prefix(self, row: Sequence, counters: AdmissionCounters) -> None:
         """Let a row begin behind what is cached of it."""
-        row.blocks = self.cached(row)
-        self.pool.share(row.blocks)
-        row.labelled = len(row.blocks)
-        row.computed = row.labelled * self.size
-        if self._reads_cache(row):
-            counts.prefix_queries += len(row.tokens)
-            counts.prefix_hits += row.computed
+        row.block_table = self.cached_prefix(row)
+        self.pool.incref(row.block_table)
+        row.num_cached_blocks = len(row.block_table)
+        row.num_computed_tokens = row.num_cached_blocks * self.block_size
+        if self._uses_prefix_cache(row):
+            counters.prefix_cache_queries += len(row.tokens)
+            counters.prefix_cache_hits += row.num_computed_tokens
 
-    def reserve(self, row: Sequence, count: int) -> bool:
+    def allocate(self, row: Sequence, num_tokens: int) -> bool:
         """Give a row the blocks for `count` more tokens, all or nothing."""
-        if row.computed + count <= len(row.blocks) * self.size:
+        if row.num_computed_tokens + num_tokens <= len(row.block_table) * self.block_size:
             return True
-        missing = self.missing(row, row.computed + count)
-        if missing > self.pool.available:
+        missing = self.missing_blocks(row, row.num_computed_tokens + num_tokens)
+        if missing > self.pool.num_available:
             return False
-        row.blocks += self.pool.take(missing)
+        row.block_table += self.pool.allocate(missing)
         return True
 
-    def look_ahead(self, work: Iterable[tuple[Sequence, int]]) -> None:
+    def allocate_lookahead(self, scheduled: Iterable[tuple[Sequence, int]]) -> None:
         """Give rows that get a token in this step, now that all have what they need for it, blocks for those after it,
         as far as there are any: an engine that runs ahead needs them one step before a row does.
         """
-        for row, count in work if self._ahead else ():
-            if count == row.pending:
-                self.reserve(row, count + min(self._ahead, row.remaining - 1))
+        for row, count in scheduled if self._lookahead else ():
+            if count == row.num_uncomputed_tokens:
+                self.allocate(row, count + min(self._lookahead, row.num_remaining_tokens - 1))
 
-    def label(self, row: Sequence) -> None:
+    def cache_full_blocks(self, row: Sequence) -> None:
         """Let others find the blocks that the row has filled."""
         if self._prefix_cache:
-            while row.labelled < row.computed // self.size:
-                self.pool.label(row.blocks[row.labelled], self._key(row, row.labelled))
-                row.labelled += 1
+            while row.num_cached_blocks < row.num_computed_tokens // self.block_size:
+                self.pool.set_hash(row.block_table[row.num_cached_blocks], self._block_hash(row, row.num_cached_blocks))
+                row.num_cached_blocks += 1
 
     def free(self, rows: Iterable[Sequence]) -> None:
         """Take a row's blocks; it has nothing computed any more."""
         for row in rows:
-            self.pool.give_back(row.blocks)
-            row.blocks = []
-            row.computed = row.labelled = 0
+            self.pool.free(row.block_table)
+            row.block_table = []
+            row.num_computed_tokens = row.num_cached_blocks = 0
 
-    def _reads_cache(self, row: Sequence) -> bool:
+    def _uses_prefix_cache(self, row: Sequence) -> bool:
         """Facts about input tokens come from computing them."""
-        return self._prefix_cache and not (row.request.details.inputs and not row.generated)
+        return self._prefix_cache and not (row.request.logprob_options.input_tokens and not row.num_generated_tokens)
 
-    def _sharable(self, row: Sequence) -> int:
+    def _max_cached_blocks(self, row: Sequence) -> int:
         """Blocks of a row that need not be computed if they are cached."""
-        return (len(row.tokens) - 1) // self.size if self._reads_cache(row) else 0
+        return (len(row.tokens) - 1) // self.block_size if self._uses_prefix_cache(row) else 0
 
-    def _key(self, row: Sequence, place: int) -> bytes:
-        if place >= len(row.keys):
-            self._make_keys(row, place + 1)
-        return row.keys[place]
+    def _block_hash(self, row: Sequence, index: int) -> bytes:
+        if index >= len(row.block_hashes):
+            self._hash_blocks(row, index + 1)
+        return row.block_hashes[index]
 
-    def _keys(self, row: Sequence, count: int) -> list[bytes]:
-        if count > len(row.keys):
-            self._make_keys(row, count)
-        return row.keys[:count]
+    def _block_hashes(self, row: Sequence, count: int) -> list[bytes]:
+        if count > len(row.block_hashes):
+            self._hash_blocks(row, count)
+        return row.block_hashes[:count]
 
-    def _make_keys(self, row: Sequence, count: int) -> None:
+    def _hash_blocks(self, row: Sequence, count: int) -> None:
         """Name full blocks, each after the one before it: equal keys mean equal tokens so far."""
-        tokens = array("i", row.tokens[len(row.keys) * self.size : count * self.size])
-        width, data = self.size * tokens.itemsize, tokens.tobytes()
-        self.keys_made += count - len(row.keys)
+        tokens = array("i", row.tokens[len(row.block_hashes) * self.block_size : count * self.block_size])
+        width, data = self.block_size * tokens.itemsize, tokens.tobytes()
+        self.num_hashed_blocks += count - len(row.block_hashes)
         for begin in range(0, len(data), width):
-            parent = row.keys[-1] if row.keys else _digest(row.request.cache_salt)
-            row.keys.append(_digest(parent + data[begin : begin + width]))
+            parent = row.block_hashes[-1] if row.block_hashes else _hash(row.request.cache_salt)
+            row.block_hashes.append(_hash(parent + data[begin : begin + width]))
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_KEY_BYTES).digest()
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_HASH_BYTES).digest()

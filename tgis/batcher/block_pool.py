@@ -8,91 +8,91 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import repeat
 
-_NOWHERE = -1
+_NOT_CACHED = -1
 
 
 class BlockPool:
     """Blocks 0..count-1; each is free, or idle (nobody uses it, but its content has a key), or in use."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._fresh = 0  # blocks from here on have never been used
-        self._free: list[int] = []
-        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._users: dict[int, int] = {}
-        self._keys: dict[int, bytes] = {}
-        self._blocks: dict[bytes, int] = {}
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._first_untouched = 0  # blocks from here on have never been used
+        self._free_blocks: list[int] = []
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._ref_counts: dict[int, int] = {}
+        self._hashes: dict[int, bytes] = {}
+        self._cached_blocks: dict[bytes, int] = {}
 
     @property
-    def available(self) -> int:
+    def num_available(self) -> int:
         """Blocks that can be taken."""
-        return self.count - len(self._users)
+        return self.num_blocks - len(self._ref_counts)
 
     @property
-    def used(self) -> int:
+    def num_used(self) -> int:
         """Blocks that some row uses."""
-        return len(self._users)
+        return len(self._ref_counts)
 
-    def in_use(self, blocks: Iterable[int]) -> int:
+    def count_used(self, blocks: Iterable[int]) -> int:
         """How many of these blocks some row uses."""
-        return sum(map(self._users.__contains__, blocks))
+        return sum(map(self._ref_counts.__contains__, blocks))
 
-    def shares(self, key: bytes) -> bool:
+    def is_used(self, block_hash: bytes) -> bool:
         """Whether some row uses the block with this content."""
-        return self._blocks.get(key) in self._users
+        return self._cached_blocks.get(block_hash) in self._ref_counts
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
+    def find_cached(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks with these contents, up to the first that is not here."""
-        found = [*map(self._blocks.get, keys, repeat(_NOWHERE))]
-        return found[: found.index(_NOWHERE)] if _NOWHERE in found else found
+        found = [*map(self._cached_blocks.get, hashes, repeat(_NOT_CACHED))]
+        return found[: found.index(_NOT_CACHED)] if _NOT_CACHED in found else found
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Blocks to write to; there must be so many."""
-        assert count <= self.available
-        taken = [self._take_one() for _ in range(count)]
-        self._users.update(dict.fromkeys(taken, 1))
+        assert count <= self.num_available
+        taken = [self._allocate_one() for _ in range(count)]
+        self._ref_counts.update(dict.fromkeys(taken, 1))
         return taken
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def incref(self, blocks: Iterable[int]) -> None:
         """One more user of blocks that were found."""
         for block in blocks:
-            self._idle.pop(block, None)
-            self._users[block] = self._users.get(block, 0) + 1
+            self._evictable.pop(block, None)
+            self._ref_counts[block] = self._ref_counts.get(block, 0) + 1
 
-    def give_back(self, blocks: list[int]) -> None:
+    def free(self, blocks: list[int]) -> None:
         """One user less; of what becomes idle, the last block is the first to be evicted."""
         for block in reversed(blocks):
-            self._users[block] -= 1
-            if not self._users[block]:
-                del self._users[block]
-                if block in self._keys:
-                    self._idle[block] = None
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                del self._ref_counts[block]
+                if block in self._hashes:
+                    self._evictable[block] = None
                 else:
-                    self._free.append(block)
+                    self._free_blocks.append(block)
 
-    def label(self, block: int, key: bytes) -> None:
+    def set_hash(self, block: int, block_hash: bytes) -> None:
         """Say what a full block in use holds; of two with the same content the first one keeps the key."""
-        assert block in self._users
-        if block not in self._keys and key not in self._blocks:
-            self._keys[block] = key
-            self._blocks[key] = block
+        assert block in self._ref_counts
+        if block not in self._hashes and block_hash not in self._cached_blocks:
+            self._hashes[block] = block_hash
+            self._cached_blocks[block_hash] = block
 
     def check(self) -> None:
         """Every block is in one state only, and keys lead back to their blocks."""
-        free, idle, used = set(self._free), set(self._idle), set(self._users)
-        assert len(free) == len(self._free)
-        assert len(free) + len(idle) + len(used) == self._fresh <= self.count
-        assert free | idle | used == set(range(self._fresh))
-        assert min(self._users.values(), default=1) > 0
-        assert idle <= set(self._keys) <= idle | used
-        assert {key: block for block, key in self._keys.items()} == self._blocks
+        free, idle, used = set(self._free_blocks), set(self._evictable), set(self._ref_counts)
+        assert len(free) == len(self._free_blocks)
+        assert len(free) + len(idle) + len(used) == self._first_untouched <= self.num_blocks
+        assert free | idle | used == set(range(self._first_untouched))
+        assert min(self._ref_counts.values(), default=1) > 0
+        assert idle <= set(self._hashes) <= idle | used
+        assert {key: block for block, key in self._hashes.items()} == self._cached_blocks
 
-    def _take_one(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._fresh < self.count:
-            self._fresh += 1
-            return self._fresh - 1
-        block, _ = self._idle.popitem(last=False)
-        del self._blocks[self._keys.pop(block)]
+    def _allocate_one(self) -> int:
+        if self._free_blocks:
+            return self._free_blocks.pop()
+        if self._first_untouched < self.num_blocks:
+            self._first_untouched += 1
+            return self._first_untouched - 1
+        block, _ = self._evictable.popitem(last=False)
+        del self._cached_blocks[self._hashes.pop(block)]
         return block

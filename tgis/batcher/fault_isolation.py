@@ -2,25 +2,25 @@
 
 from tgis.batcher.sequence import Sequence
 
-_CHANCES = 2  # steps that a row may break alone before it is refused: an accident does not repeat itself
+_MAX_SOLO_FAILURES = 2  # steps that a row may break alone before it is refused: an accident does not repeat itself
 
 
-class Trials:
+class FaultIsolator:
     """Numbers the groups of rows that are tried apart from each other. A row that gets a token is acquitted."""
 
     def __init__(self) -> None:
-        self._numbers = 0
+        self._last_group = 0
 
-    def divide(self, rows: list[Sequence]) -> tuple[list[Sequence], list[list[Sequence]]]:
+    def split(self, rows: list[Sequence]) -> tuple[list[Sequence], list[list[Sequence]]]:
         """After a step of these rows failed: the rows to refuse, and the groups to try again."""
         if len(rows) == 1:
-            rows[0].failures += 1
-            refused = rows if rows[0].failures >= _CHANCES else []
+            rows[0].solo_failures += 1
+            refused = rows if rows[0].solo_failures >= _MAX_SOLO_FAILURES else []
             groups = [rows]
         else:
             refused, groups = [], [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
         for group in groups:
-            self._numbers += 1
+            self._last_group += 1
             for row in group:
-                row.trial = self._numbers
+                row.retry_group = self._last_group
         return refused, groups

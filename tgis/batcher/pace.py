@@ -1,9 +1,9 @@
 """When a prefill may interrupt the running rows, for engines that do one thing at a time."""
 
-from tgis.batcher.sequence import Plan
+from tgis.batcher.sequence import StepPlan
 
 
-class Pace:
+class PrefillInterleaving:
     """Requests join as soon as there is room, but running rows keep a third of the time.
 
     After a prefill they get steps for half as long as it took, one at least and at the most as many as configured.
@@ -13,29 +13,29 @@ class Pace:
     """
 
     def __init__(self, max_waiting_tokens: int) -> None:
-        self._most_steps = max(max_waiting_tokens, 1)
-        self._steps = 0  # since the last prefill
-        self._resume = 0.0  # when the running rows have had their share
-        self._begun = 0.0
+        self._max_decode_steps = max(max_waiting_tokens, 1)
+        self._decode_steps = 0  # since the last prefill
+        self._next_prefill_at = 0.0  # when the running rows have had their share
+        self._step_started_at = 0.0
 
-    def due(self, running: int, now: float) -> bool:
+    def may_prefill(self, num_running: int, now: float) -> bool:
         """Whether requests that could join may interrupt the running rows."""
-        rested = self._steps and now >= self._resume
-        return not running or bool(rested) or self._steps >= self._most_steps
+        rested = self._decode_steps and now >= self._next_prefill_at
+        return not num_running or bool(rested) or self._decode_steps >= self._max_decode_steps
 
-    def started(self, now: float) -> None:
+    def step_started(self, now: float) -> None:
         """A step begins."""
-        self._begun = now
+        self._step_started_at = now
 
-    def failed(self, plan: Plan) -> None:
+    def step_failed(self, plan: StepPlan) -> None:
         """A step has failed: that took time too."""
-        if plan.prefill:
-            self._steps = 0
+        if plan.has_prefill:
+            self._decode_steps = 0
 
-    def ended(self, plan: Plan, now: float) -> None:
+    def step_succeeded(self, plan: StepPlan, now: float) -> None:
         """A step has succeeded."""
-        if plan.prefill:
-            self._steps = 0
-            self._resume = now + (now - self._begun) / 2
+        if plan.has_prefill:
+            self._decode_steps = 0
+            self._next_prefill_at = now + (now - self._step_started_at) / 2
         else:
-            self._steps += 1
+            self._decode_steps += 1

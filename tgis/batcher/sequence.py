@@ -16,24 +16,24 @@ class Sequence:
     """State of one request: its tokens, how far they are computed, and how it ended."""
 
     request: Request
-    queued_at: float
+    arrival_time: float
     tokens: list[int] = field(init=False)  # prompt, then generated
     prompt_length: int = field(init=False)
-    final_length: int = field(init=False)  # tokens at the most
-    computed: int = 0
-    joined: bool = False  # whether it has ever been in the batch of a step that succeeded
-    failures: int = 0  # steps in a row that failed with this row alone
-    trial: int = 0  # after a failed step: only rows of the same trial share its next step; 0 is none
-    end: StopReason = StopReason.NOT_FINISHED
-    blocks: list[int] = field(default_factory=list)  # of a paged KV cache, in the order of the tokens
-    keys: list[bytes] = field(default_factory=list)  # what names the content of each full block
-    labelled: int = 0  # full blocks that others may find
-    prefix: Any = None  # the row's soft prompt or adapter, as the engine takes it; the batcher never looks
+    max_length: int = field(init=False)  # tokens at the most
+    num_computed_tokens: int = 0
+    was_scheduled: bool = False  # whether it has ever been in the batch of a step that succeeded
+    solo_failures: int = 0  # steps in a row that failed with this row alone
+    retry_group: int = 0  # after a failed step: only rows of the same trial share its next step; 0 is none
+    stop_reason: StopReason = StopReason.NOT_FINISHED
+    block_table: list[int] = field(default_factory=list)  # of a paged KV cache, in the order of the tokens
+    block_hashes: list[bytes] = field(default_factory=list)  # what names the content of each full block
+    num_cached_blocks: int = 0  # full blocks that others may find
+    adapter: Any = None  # the row's soft prompt or adapter, as the engine takes it; the batcher never looks
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
         self.prompt_length = len(self.tokens)
-        self.final_length = self.prompt_length + self.request.max_new_tokens
+        self.max_length = self.prompt_length + self.request.max_new_tokens
 
     @property
     def id(self) -> int:
@@ -41,62 +41,62 @@ class Sequence:
         return self.request.id
 
     @property
-    def age(self) -> tuple[float, int]:
+    def arrival_order(self) -> tuple[float, int]:
         """Sorts the oldest first."""
-        return self.queued_at, self.id
+        return self.arrival_time, self.id
 
     @property
-    def generated(self) -> int:
+    def num_generated_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_length
 
     @property
-    def remaining(self) -> int:
+    def num_remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
-        return self.final_length - len(self.tokens)
+        return self.max_length - len(self.tokens)
 
     @property
-    def pending(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens not computed yet; 1 for a row that decodes."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.num_computed_tokens
 
     @property
     def decoding(self) -> bool:
         """Whether the engine has all of its tokens but the newest."""
-        return 0 < self.computed == len(self.tokens) - 1
+        return 0 < self.num_computed_tokens == len(self.tokens) - 1
 
-    def late(self, now: float) -> bool:
+    def expired(self, now: float) -> bool:
         """Whether its deadline has passed."""
         return self.request.deadline is not None and now > self.request.deadline
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One step: which rows, how many of its pending tokens each computes, and who gets a new token by it."""
 
-    rows: list[Sequence]
-    counts: list[int]
+    seqs: list[Sequence]
+    num_scheduled_tokens: list[int]
     sampled: list[Sequence]  # the rows that have no token pending afterwards
-    prefill: bool  # whether some row does more than decode
+    has_prefill: bool  # whether some row does more than decode
     preempted: tuple[Sequence, ...] = ()  # rows that lost their blocks to these: the engine must release them first
 
     @property
-    def prompt_counts(self) -> list[int]:
+    def num_prefill_tokens(self) -> list[int]:
         """How many tokens each row computes that does more than decode; not to be asked after the step."""
-        if not self.prefill:
+        if not self.has_prefill:
             return []
-        return [count for row, count in zip(self.rows, self.counts, strict=True) if not row.decoding]
+        return [count for row, count in zip(self.seqs, self.num_scheduled_tokens, strict=True) if not row.decoding]
 
     @classmethod
     def of(cls, rows: list[Sequence], counts: list[int], preempted: Iterable[Sequence] = ()) -> Self:
         """A step in which each row computes its count of tokens."""
-        sampled = [row for row, count in zip(rows, counts, strict=True) if count == row.pending]
+        sampled = [row for row, count in zip(rows, counts, strict=True) if count == row.num_uncomputed_tokens]
         prefill = not all(row.decoding for row in rows)
         return cls(rows, counts, sampled, prefill, tuple(preempted))
 
     @classmethod
-    def whole(cls, rows: list[Sequence]) -> Self:
+    def compute_all(cls, rows: list[Sequence]) -> Self:
         """A step in which each row, one at least, computes all that it has pending, and gets a token."""
-        counts = [len(row.tokens) - row.computed for row in rows]
-        decode = all(row.computed for row in rows) and max(counts) == 1
-        return cls(rows, counts, rows, prefill=not decode)
+        counts = [len(row.tokens) - row.num_computed_tokens for row in rows]
+        decode = all(row.num_computed_tokens for row in rows) and max(counts) == 1
+        return cls(rows, counts, rows, has_prefill=not decode)

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from tgis.bench.client import Tls
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
-from tgis.bench.measure import Report, Settings, measure
+from tgis.bench.measure import LoadSettings, Report, measure
 from tgis.bench.plot import draw, require_matplotlib
 from tgis.bench.progress import show_progress
-from tgis.bench.report import document, notes, one_line, table
+from tgis.bench.report import dump_line, format_notes, format_table, to_json
 from tgis.errors import OptionError
 
 DEFAULT_DURATION = 30.0  # seconds of each level
@@ -57,19 +57,26 @@ def run(args: argparse.Namespace) -> int:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load", "several levels, separated by commas, run one after the other")
     kind = load.add_mutually_exclusive_group()
-    kind.add_argument("--concurrency", type=_list(_count), metavar="N,...", help="requests at any time (default 1)")
     kind.add_argument(
-        "--rate", type=_list(_positive), metavar="R,...", help="requests a second, at random times (Poisson)"
+        "--concurrency", type=_comma_separated(_positive_int), metavar="N,...", help="requests at any time (default 1)"
+    )
+    kind.add_argument(
+        "--rate",
+        type=_comma_separated(_positive_float),
+        metavar="R,...",
+        help="requests a second, at random times (Poisson)",
     )
     length = load.add_mutually_exclusive_group()
-    length.add_argument("--requests", type=_count, metavar="N", help="requests of each level")
+    length.add_argument("--requests", type=_positive_int, metavar="N", help="requests of each level")
     length.add_argument(
         "--duration",
-        type=_positive,
+        type=_positive_float,
         metavar="S",
         help=f"seconds in which requests of each level start (default {DEFAULT_DURATION:g})",
     )
-    load.add_argument("--warmup", type=_whole, default=1, metavar="N", help="requests before each level (default 1)")
+    load.add_argument(
+        "--warmup", type=_non_negative_int, default=1, metavar="N", help="requests before each level (default 1)"
+    )
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrival times")
 
 
@@ -78,16 +85,16 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     prompt = group.add_mutually_exclusive_group()
     prompt.add_argument("--prompts", type=Path, metavar="FILE", help='one a line, or in .jsonl the "text" of each line')
     prompt.add_argument(
-        "--input-tokens", type=_count, default=128, metavar="N", help="length of random prompts (default 128)"
+        "--input-tokens", type=_positive_int, default=128, metavar="N", help="length of random prompts (default 128)"
     )
     group.add_argument("--input-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
-    group.add_argument("--output-tokens", type=_count, default=128, metavar="N", help="max_new_tokens")
+    group.add_argument("--output-tokens", type=_positive_int, default=128, metavar="N", help="max_new_tokens")
     group.add_argument("--output-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
     group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("--stream", action="store_true", default=True, help="GenerateStream (default)")
     kind.add_argument("--unary", dest="stream", action="store_false", help="Generate, one input a call")
-    group.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="of a request (default 600)")
+    group.add_argument("--timeout", type=_positive_float, default=600.0, metavar="S", help="of a request (default 600)")
 
 
 async def _measure(report: Report, tls: Tls | None, *, show: bool) -> None:
@@ -112,17 +119,17 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _write(report: Report, args: argparse.Namespace) -> None:
     if args.json:
-        args.json.write_text(one_line(document(report, samples=True)) + "\n", encoding="utf-8")
+        args.json.write_text(dump_line(to_json(report, with_records=True)) + "\n", encoding="utf-8")
     if args.plot and report.results:
         draw(report, args.plot)
     if not args.quiet:
-        print(table(report), *notes(report), sep="\n")
-    print(one_line(document(report, samples=False)))
+        print(format_table(report), *format_notes(report), sep="\n")
+    print(dump_line(to_json(report, with_records=False)))
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace) -> LoadSettings:
     duration = args.duration if args.requests or args.duration else DEFAULT_DURATION
-    return Settings(
+    return LoadSettings(
         target=args.target,
         levels=_levels(args),
         requests=args.requests,
@@ -161,19 +168,19 @@ def _read(path: Path | None) -> bytes | None:
         raise OptionError(f"{path}: {error.strerror}") from error
 
 
-def _count(text: str) -> int:
+def _positive_int(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
 
 
-def _whole(text: str) -> int:
+def _non_negative_int(text: str) -> int:
     if (value := int(text)) < 0:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 
-def _positive(text: str) -> float:
+def _positive_float(text: str) -> float:
     if not 0 < (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
@@ -185,5 +192,5 @@ def _sigma(text: str) -> float:
     return value
 
 
-def _list(one: Callable[[str], Number]) -> Callable[[str], list[Number]]:
-    return lambda text: [one(part) for part in text.split(",")]
+def _comma_separated(parse: Callable[[str], Number]) -> Callable[[str], list[Number]]:
+    return lambda text: [parse(part) for part in text.split(",")]

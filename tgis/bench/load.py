@@ -20,7 +20,7 @@ class Budget:
     requests: int | None
     duration: float | None
 
-    def take(self, elapsed: float) -> bool:
+    def try_take(self, elapsed: float) -> bool:
         """Whether one more request may be sent, `elapsed` seconds after the start; counts it."""
         if self.duration is not None and elapsed >= self.duration:
             return False
@@ -59,7 +59,7 @@ class ClosedLoop:
         start = perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(self.value):
-                group.create_task(_repeat(send, budget, start))
+                group.create_task(_send_in_turn(send, budget, start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class OpenLoop:
         """Send until the budget is spent and every request has ended."""
         start = perf_counter()
         async with asyncio.TaskGroup() as group:
-            for at in itertools.takewhile(budget.take, self.arrivals()):
+            for at in itertools.takewhile(budget.try_take, self.arrivals()):
                 await asyncio.sleep(start + at - perf_counter())
                 group.create_task(send(start + at))
 
 
-async def _repeat(send: Send, budget: Budget, start: float) -> None:
-    while budget.take((due := perf_counter()) - start):
+async def _send_in_turn(send: Send, budget: Budget, start: float) -> None:
+    while budget.try_take((due := perf_counter()) - start):
         if not await send(due):
             await asyncio.sleep(FAILURE_PAUSE)

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tgis.bench.client import Client, Sample, Tls, connect
+from tgis.bench.client import Client, RequestRecord, Tls, connect
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
     UNCALIBRATED,
-    Job,
+    BenchRequest,
     Vocabulary,
-    calibrated,
-    file_jobs,
+    calibrate,
+    calibration_texts,
+    file_requests,
     lengths,
-    probes,
-    random_jobs,
+    random_requests,
 )
 from tgis.errors import StartError
 from tgis.pb import generation_pb2 as pb
@@ -28,7 +28,7 @@ OPEN_LOOP_CONNECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LoadSettings:
     """What to measure; lengths in tokens, times in seconds."""
 
     target: str
@@ -54,29 +54,29 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Result:
+class LevelResult:
     """A level and what was measured of it, also while it runs."""
 
     level: Level
-    samples: list[Sample] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     cpu_started: float = field(default_factory=time.process_time)
     cpu_seconds: float = 0.0
 
     def summary(self) -> Summary:
         """The figures."""
-        return summarize(self.samples, self.cpu_seconds)
+        return summarize(self.records, self.cpu_seconds)
 
 
 @dataclass(slots=True)
 class Report:
     """All that a run has measured so far."""
 
-    settings: Settings
+    settings: LoadSettings
     model: pb.ModelInfoResponse = field(default_factory=pb.ModelInfoResponse)
     calibrated: bool = True  # whether the lengths of random prompts are in the server's tokens
     interrupted: bool = False
-    results: list[Result] = field(default_factory=list)
+    results: list[LevelResult] = field(default_factory=list)
 
 
 async def measure(report: Report, tls: Tls | None) -> None:
@@ -85,15 +85,15 @@ async def measure(report: Report, tls: Tls | None) -> None:
     async with connect(settings.target, tls, settings.connections, settings.timeout) as client:
         report.model = await client.model_info()
         _check_lengths(settings, report.model)
-        jobs = await _jobs(report, client)
+        jobs = await _make_requests(report, client)
         for level in settings.levels:
             if settings.warmup:
-                await _drive(Result(level), Budget(settings.warmup, None), client, jobs, settings)
-            report.results.append(result := Result(level))
+                await _drive(LevelResult(level), Budget(settings.warmup, None), client, jobs, settings)
+            report.results.append(result := LevelResult(level))
             await _drive(result, Budget(settings.requests, settings.duration), client, jobs, settings)
 
 
-def _check_lengths(settings: Settings, model: pb.ModelInfoResponse) -> None:
+def _check_lengths(settings: LoadSettings, model: pb.ModelInfoResponse) -> None:
     if 0 < model.max_new_tokens < settings.output_tokens:
         raise StartError(f"--output-tokens {settings.output_tokens}: the server allows {model.max_new_tokens}")
     total = settings.input_tokens + settings.output_tokens
@@ -102,30 +102,32 @@ def _check_lengths(settings: Settings, model: pb.ModelInfoResponse) -> None:
         raise StartError(f"--input-tokens and --output-tokens make {total}: the server allows {limit}")
 
 
-async def _jobs(report: Report, client: Client) -> Iterator[Job]:
+async def _make_requests(report: Report, client: Client) -> Iterator[BenchRequest]:
     settings, room = report.settings, report.model.max_sequence_length or None
     rngs = {name: random.Random(f"{settings.seed} {name}") for name in ("outputs", "inputs", "words")}
     outputs = lengths(
         settings.output_tokens, settings.output_spread, report.model.max_new_tokens or None, rngs["outputs"]
     )
     if settings.prompts is not None:
-        return file_jobs(settings.prompts, outputs)
+        return file_requests(settings.prompts, outputs)
     inputs = lengths(settings.input_tokens, settings.input_spread, None, rngs["inputs"])
-    return random_jobs(await _vocabulary(report, client), inputs, outputs, room, rngs["words"])
+    return random_requests(await _vocabulary(report, client), inputs, outputs, room, rngs["words"])
 
 
 async def _vocabulary(report: Report, client: Client) -> Vocabulary:
-    counts = await client.token_counts(probes())
+    counts = await client.token_counts(calibration_texts())
     report.calibrated = counts is not None
-    return UNCALIBRATED if counts is None else calibrated(counts)
+    return UNCALIBRATED if counts is None else calibrate(counts)
 
 
-async def _drive(result: Result, budget: Budget, client: Client, jobs: Iterator[Job], settings: Settings) -> None:
+async def _drive(
+    result: LevelResult, budget: Budget, client: Client, jobs: Iterator[BenchRequest], settings: LoadSettings
+) -> None:
     call = client.stream if settings.stream else client.unary
 
     async def send(due: float) -> bool:
         job = next(jobs)
-        result.samples.append(sample := Sample(due, job.output_tokens))
+        result.records.append(sample := RequestRecord(due, job.output_tokens))
         await call(job, _params(job, settings.ignore_eos), sample)
         return sample.status == "OK"
 
@@ -135,6 +137,6 @@ async def _drive(result: Result, budget: Budget, client: Client, jobs: Iterator[
         result.cpu_seconds = time.process_time() - result.cpu_started
 
 
-def _params(job: Job, ignore_eos: bool) -> pb.Parameters:
+def _params(job: BenchRequest, ignore_eos: bool) -> pb.Parameters:
     fewest = job.output_tokens if ignore_eos else 0
     return pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=job.output_tokens, min_new_tokens=fewest))

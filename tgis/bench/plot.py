@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from tgis.bench.measure import Report, Result
+from tgis.bench.measure import LevelResult, Report
 from tgis.errors import OptionError
 
 
@@ -34,7 +34,7 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _distribution(result: Result) -> tuple[list[float], list[float]]:
+def _distribution(result: LevelResult) -> tuple[list[float], list[float]]:
     """Latencies ascending, and the share of requests that took no longer."""
-    latencies = sorted(sample.end - sample.due for sample in result.samples if sample.status == "OK")
+    latencies = sorted(sample.ended_at - sample.scheduled_at for sample in result.records if sample.status == "OK")
     return latencies, [(i + 1) / len(latencies) for i in range(len(latencies))]

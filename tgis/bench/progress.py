@@ -30,9 +30,9 @@ def progress(report: Report) -> str:
         return "connecting, warming up"
     result = report.results[-1]
     elapsed = time.perf_counter() - result.started
-    statuses = [sample.status for sample in result.samples]
+    statuses = [sample.status for sample in result.records]
     ok, running = statuses.count("OK"), statuses.count("")
-    tokens = sum(sample.output_tokens for sample in result.samples)
+    tokens = sum(sample.output_tokens for sample in result.records)
     return (
         f"level {len(report.results)} of {len(report.settings.levels)}, "
         f"{result.level.name} {result.level.value:g}: {elapsed:.0f} s, {running} running, {ok} ok, "

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tgis.bench.client import Sample
+from tgis.bench.client import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Summary:
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """The percentile of ascending values, at least one of them."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:
@@ -59,34 +59,36 @@ def percentiles(seconds: Sequence[float]) -> Percentiles:
     return Percentiles(*(percentile(ordered, percent) for percent in (50, 90, 99)))
 
 
-def time_per_token(sample: Sample) -> float | None:
+def time_per_output_token(sample: RequestRecord) -> float | None:
     """Seconds between tokens after the first message with output; None if all came in one message."""
-    tokens = sample.output_tokens - sample.first_tokens
-    return (sample.last - sample.first) / tokens if sample.first and tokens else None
+    tokens = sample.output_tokens - sample.first_message_tokens
+    return (sample.last_output_at - sample.first_output_at) / tokens if sample.first_output_at and tokens else None
 
 
-def summarize(samples: Sequence[Sample], cpu_seconds: float) -> Summary:
+def summarize(samples: Sequence[RequestRecord], cpu_seconds: float) -> Summary:
     """The figures of the finished samples among `samples`."""
     finished = [sample for sample in samples if sample.status]
     ok = [sample for sample in finished if sample.status == "OK"]
-    duration = max((s.end for s in finished), default=0.0) - min((s.due for s in finished), default=0.0)
+    duration = max((s.ended_at for s in finished), default=0.0) - min((s.scheduled_at for s in finished), default=0.0)
     rate = 1 / duration if duration else 0.0
-    streamed = [sample for sample in ok if sample.first]
+    streamed = [sample for sample in ok if sample.first_output_at]
     tokens_in, tokens_out = sum(s.input_tokens for s in ok), sum(s.output_tokens for s in ok)
     return Summary(
         ok=len(ok),
         failed=dict(Counter(sample.status for sample in finished if sample.status != "OK")),
-        short=sum(sample.output_tokens < sample.asked for sample in ok),
+        short=sum(sample.output_tokens < sample.requested_tokens for sample in ok),
         duration_s=duration,
         input_tokens=tokens_in,
         output_tokens=tokens_out,
         requests_per_s=len(ok) * rate,
         input_tokens_per_s=tokens_in * rate,
         output_tokens_per_s=tokens_out * rate,
-        ttft_ms=percentiles([sample.first - sample.due for sample in streamed]),
-        tpot_ms=percentiles([gap for sample in streamed if (gap := time_per_token(sample)) is not None]),
-        max_gap_ms=percentiles([sample.max_gap for sample in streamed if sample.last > sample.first]),
-        latency_ms=percentiles([sample.end - sample.due for sample in ok]),
-        send_delay_ms=percentiles([sample.sent - sample.due for sample in finished]),
+        ttft_ms=percentiles([sample.first_output_at - sample.scheduled_at for sample in streamed]),
+        tpot_ms=percentiles([gap for sample in streamed if (gap := time_per_output_token(sample)) is not None]),
+        max_gap_ms=percentiles(
+            [sample.max_gap for sample in streamed if sample.last_output_at > sample.first_output_at]
+        ),
+        latency_ms=percentiles([sample.ended_at - sample.scheduled_at for sample in ok]),
+        send_delay_ms=percentiles([sample.sent_at - sample.scheduled_at for sample in finished]),
         client_cpu=cpu_seconds * rate,
     )

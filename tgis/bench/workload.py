@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tgis.errors import OptionError
 
-OPENING = "the"
+FIRST_WORD = "the"
 _WORDS = """
 able about above across act after again against age ago air all almost alone along also always among and
 animal answer any appear area arm around art ask back bad base bear beat because become been before begin
@@ -34,7 +34,7 @@ WORDS = tuple(_WORDS.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchRequest:
     """One request: its prompt, and how many tokens to ask for."""
 
     text: str
@@ -46,24 +46,24 @@ class Vocabulary:
     """Words that cost the same number of tokens each, after an opening word of `base` tokens."""
 
     words: Sequence[str]
-    base: int
-    cost: int
+    base_tokens: int
+    tokens_per_word: int
 
     def prompt(self, tokens: int, rng: random.Random) -> str:
         """Random words of about `tokens` tokens, special tokens included; exact where `cost` is 1."""
-        count = max(0, round((tokens - self.base) / self.cost))
-        return " ".join([OPENING, *rng.choices(self.words, k=count)])
+        count = max(0, round((tokens - self.base_tokens) / self.tokens_per_word))
+        return " ".join([FIRST_WORD, *rng.choices(self.words, k=count)])
 
 
-UNCALIBRATED = Vocabulary(WORDS, base=1, cost=1)
+UNCALIBRATED = Vocabulary(WORDS, base_tokens=1, tokens_per_word=1)
 
 
-def probes() -> list[str]:
+def calibration_texts() -> list[str]:
     """The texts whose token counts `calibrated` needs."""
-    return [OPENING, *(f"{OPENING} {word}" for word in WORDS)]
+    return [FIRST_WORD, *(f"{FIRST_WORD} {word}" for word in WORDS)]
 
 
-def calibrated(counts: Sequence[int]) -> Vocabulary:
+def calibrate(counts: Sequence[int]) -> Vocabulary:
     """The largest set of words that cost the same, by the token counts of `probes`."""
     base, *rest = counts
     groups = defaultdict(list)
@@ -80,25 +80,25 @@ def lengths(median: int, sigma: float, limit: int | None, rng: random.Random) ->
         yield max(1, length if limit is None else min(length, limit))
 
 
-def random_jobs(
+def random_requests(
     vocabulary: Vocabulary,
     inputs: Iterator[int],
     outputs: Iterator[int],
-    room: int | None,
+    max_total_tokens: int | None,
     rng: random.Random,
-) -> Iterator[Job]:
+) -> Iterator[BenchRequest]:
     """Random prompts that share nothing but their opening, cut where input and output would pass `room`."""
     for wanted, output in zip(inputs, outputs, strict=True):
-        tokens = wanted if room is None else min(wanted, room - output)
-        yield Job(vocabulary.prompt(tokens, rng), output)
+        tokens = wanted if max_total_tokens is None else min(wanted, max_total_tokens - output)
+        yield BenchRequest(vocabulary.prompt(tokens, rng), output)
 
 
-def file_jobs(path: Path, outputs: Iterator[int]) -> Iterator[Job]:
+def file_requests(path: Path, outputs: Iterator[int]) -> Iterator[BenchRequest]:
     """The prompts of a file, over and over: its lines, or the "text" of each line of a .jsonl file."""
-    return map(Job, itertools.cycle(_prompts(path)), outputs)
+    return map(BenchRequest, itertools.cycle(_read_prompts(path)), outputs)
 
 
-def _prompts(path: Path) -> list[str]:
+def _read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -13,7 +13,7 @@ import grpc
 from tgis.errors import OptionError, StartError
 from tgis.utils.options import PATH, TEXT
 
-CALL_SECONDS = 10.0  # for calls that generate nothing
+CALL_TIMEOUT_SECONDS = 10.0  # for calls that generate nothing
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def connected(options: argparse.Namespace) -> Iterator[grpc.Channel]:
+def open_channel(options: argparse.Namespace) -> Iterator[grpc.Channel]:
     """A channel to the server; statuses other than OK leave the block as StartError."""
     with _channel(options) as channel:
         try:
@@ -43,7 +43,7 @@ def connected(options: argparse.Namespace) -> Iterator[grpc.Channel]:
             raise StartError(f"{options.target}: {_status(error)}") from error
 
 
-def text_of(argument: str | None) -> str:
+def read_text(argument: str | None) -> str:
     """The text that a person gave: the argument, else all of stdin."""
     if argument is None and sys.stdin.isatty():
         print("the text, then Ctrl-D:", file=sys.stderr)
@@ -54,7 +54,7 @@ def text_of(argument: str | None) -> str:
         raise OptionError("the text is not UTF-8") from error
 
 
-def safe(text: str) -> str:
+def terminal_safe(text: str) -> str:
     """The text without control characters, which terminals would obey."""
     return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text)
 

@@ -12,7 +12,7 @@ def main(argv: list[str], prog: str) -> int:
         prog=prog,
         description="Make a tokenizer.json for a model on this machine that has an older kind of tokenizer. tgis"
         " serve does the same when it starts, but keeps the result for itself. Does nothing if there is one.",
-        epilog=model.ENVIRONMENT,
+        epilog=model.ENVIRONMENT_HELP,
     )
     model.add_arguments(parser, "a directory, or a name in the local hub cache")
     parser.add_argument(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tgis import config
 from tgis.cli import model
-from tgis.models.onnx.export import Conversion, convert_to_onnx
-from tgis.utils.options import DIRECTORY, PATH, TEXT, Kind, Parser
+from tgis.models.onnx.export import OnnxOptions, convert_to_onnx
+from tgis.utils.options import DIRECTORY, PATH, TEXT, Parser, ValueType
 
 
 def _program(text: str) -> Path:
@@ -16,7 +16,7 @@ def _program(text: str) -> Path:
     return Path(text)
 
 
-PROGRAM = Kind("PATH", _program)
+PROGRAM = ValueType("PATH", _program)
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -26,7 +26,7 @@ def main(argv: list[str], prog: str) -> int:
         description="Make ONNX graphs of a model on this machine, in a directory that tgis serve can serve with"
         " DEPLOYMENT_FRAMEWORK=hf_optimum_ort. Optimum, which exports them, needs an older transformers than tgis:"
         " both are installed once in a folder of their own in CACHE_DIR, where only the export sees them.",
-        epilog=model.ENVIRONMENT,
+        epilog=model.ENVIRONMENT_HELP,
     )
     model.add_arguments(parser, "a directory, or a name in the local hub cache")
     parser.add_argument("out", type=PATH, metavar="OUT", help="directory to be made")
@@ -38,9 +38,9 @@ def main(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's: always done
     options = parser.parse_args(argv)
-    wanted = Conversion(options.optimize, options.quantize is not None, options.python, options.wheels)
-    cache = config.places_from_process().cache_dir
-    config.make_private(cache)
+    wanted = OnnxOptions(options.optimize, options.quantize is not None, options.python, options.wheels)
+    cache = config.cache_config().cache_dir
+    config.make_private_dir(cache)
     convert_to_onnx(model.find(options), options.out, wanted, cache)
     print(options.out)
     return 0

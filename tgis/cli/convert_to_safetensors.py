@@ -12,7 +12,7 @@ def main(argv: list[str], prog: str) -> int:
         description="Make safetensors of the .bin weights of a model on this machine, beside them. Files that hold"
         " anything but tensors are refused, every bit is compared, and names appear only when all is right. Does"
         " nothing if there are safetensors already.",
-        epilog=model.ENVIRONMENT,
+        epilog=model.ENVIRONMENT_HELP,
     )
     model.add_arguments(parser, "a directory, or a name in the local hub cache")
     print(convert_weights(model.find(parser.parse_args(argv)).path))

@@ -15,7 +15,7 @@ from tgis.models.convert.fast_tokenizer import TOKENIZER, add_tokenizer
 from tgis.models.convert.weights import convert_weights
 from tgis.models.download import download, snapshot_of
 from tgis.models.files import find_model, find_weights
-from tgis.utils.options import BOOLEAN, TEXT, Kind, Parser
+from tgis.utils.options import BOOLEAN, TEXT, Parser, ValueType
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
 
@@ -25,7 +25,7 @@ def main(argv: list[str], prog: str) -> int:
     options = _parser(prog).parse_args(argv)
     if (Path(options.model_name) / "config.json").is_file():
         raise OptionError(f"{options.model_name} is a directory on this machine, which is what would be served")
-    path = _bring(options)
+    path = _download(options)
     if options.auto_convert and (path / "config.json").is_file():
         _convert(options, path)
     print(path)
@@ -45,7 +45,7 @@ def _parser(prog: str) -> Parser:
         description="Bring a model from the hub into the local cache, where tgis serve finds it by its name. What"
         " is there already is not fetched again, and a file goes on where an earlier run was cut. Every file's hash"
         " is checked. The last line of the output is the model's directory.",
-        epilog=f"{model.ENVIRONMENT} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY mean what they mean to"
+        epilog=f"{model.ENVIRONMENT_HELP} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY mean what they mean to"
         " huggingface_hub.",
     )
     model.add_arguments(parser, "name on the hub, as org/name")
@@ -54,7 +54,7 @@ def _parser(prog: str) -> Parser:
     )
     parser.add_argument(
         "--extension",
-        type=Kind("LIST", _extensions),
+        type=ValueType("LIST", _extensions),
         default=(SAFETENSORS,),
         metavar="LIST",
         help="files to bring, by the end of their names, with commas between; a single one brings config and"
@@ -70,19 +70,19 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _bring(options: argparse.Namespace) -> Path:
+def _download(options: argparse.Namespace) -> Path:
     """The directory of the model, up to date if the hub can be reached."""
     api = HfApi(token=options.token or None, library_name="tgis", library_version=tgis.__version__)
-    cache = config.places_from_process().hub_cache
+    cache = config.cache_config().hub_cache
     try:
-        listing = hub.look_up(api, options.model_name, options.revision)
-    except hub.Unreachable as error:
-        return _kept(options, cache, error)
-    files = _files(listing, options, snapshot_of(listing, cache))
+        listing = hub.fetch_listing(api, options.model_name, options.revision)
+    except hub.HubUnreachable as error:
+        return _cached_copy(options, cache, error)
+    files = _select_files(listing, options, snapshot_of(listing, cache))
     return download(api, listing, files, options.revision, cache)
 
 
-def _kept(options: argparse.Namespace, cache: Path, reason: StartError) -> Path:
+def _cached_copy(options: argparse.Namespace, cache: Path, reason: StartError) -> Path:
     """What an earlier run brought; the reason why the hub was not asked if that is nothing."""
     ends = (*options.extension, *((BIN,) if options.auto_convert else ()))
     try:
@@ -95,29 +95,29 @@ def _kept(options: argparse.Namespace, cache: Path, reason: StartError) -> Path:
     return path
 
 
-def _files(listing: hub.Listing, options: argparse.Namespace, snapshot: Path) -> tuple[hub.HubFile, ...]:
+def _select_files(listing: hub.Listing, options: argparse.Namespace, snapshot: Path) -> tuple[hub.HubFile, ...]:
     """Those asked for, .bin weights if there are no others, and what belongs to the weights."""
     asked: tuple[str, ...] = options.extension
-    bare = SAFETENSORS in asked and not hub.wanted(listing, (SAFETENSORS,)) and not _servable(snapshot)
+    bare = SAFETENSORS in asked and not hub.select_files(listing, (SAFETENSORS,)) and not _has_safetensors(snapshot)
     if bare and options.auto_convert:
         asked = (*asked, BIN)
-    if not hub.wanted(listing, asked) and not _servable(snapshot):
-        others = ", but .bin weights" if bare and hub.wanted(listing, (BIN,)) else ""
+    if not hub.select_files(listing, asked) and not _has_safetensors(snapshot):
+        others = ", but .bin weights" if bare and hub.select_files(listing, (BIN,)) else ""
         raise StartError(f"{listing.repo} has no files that end with {' or '.join(asked)}{others}")
-    alone = len(options.extension) == 1 and options.extension[0] not in hub.ABOUT_THE_MODEL
-    return hub.wanted(listing, (*asked, *hub.ABOUT_THE_MODEL) if alone else asked)
+    alone = len(options.extension) == 1 and options.extension[0] not in hub.CONFIG_EXTENSIONS
+    return hub.select_files(listing, (*asked, *hub.CONFIG_EXTENSIONS) if alone else asked)
 
 
 def _convert(options: argparse.Namespace, path: Path) -> None:
     if SAFETENSORS in options.extension:
-        if not _servable(path):
+        if not _has_safetensors(path):
             print(convert_weights(path), file=sys.stderr)
         find_weights(path)
     if not (path / TOKENIZER).is_file():
         print(add_tokenizer(find_model(str(path), None, None), None), file=sys.stderr)
 
 
-def _servable(path: Path) -> bool:
+def _has_safetensors(path: Path) -> bool:
     """Whether all of a model's safetensors are there, brought or made."""
     try:
         return bool(find_weights(path))

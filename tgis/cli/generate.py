@@ -20,12 +20,12 @@ FLOAT = decimal(0, 1e9)
 def main(argv: list[str], prog: str) -> int:
     """Generate once."""
     options = _parser(prog).parse_args(argv)
-    request = _request(client.text_of(options.prompt), options)
-    with client.connected(options) as channel:
+    request = _request(client.read_text(options.prompt), options)
+    with client.open_channel(options) as channel:
         stub = GenerationServiceStub(channel)
         call = stub.GenerateStream(request)
         try:
-            _show(call, as_json=options.json)
+            _print_stream(call, as_json=options.json)
         except KeyboardInterrupt:
             call.cancel()
             raise
@@ -77,7 +77,7 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
 
 
 @dataclass(slots=True)
-class _Stats:
+class _StreamStats:
     """What is told about a finished stream."""
 
     started: float = field(default_factory=time.monotonic)
@@ -98,15 +98,15 @@ class _Stats:
         return ", ".join([*facts, pb.StopReason.Name(self.last.stop_reason)])
 
 
-def _show(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:
-    stats, on_terminal = _Stats(), sys.stdout.isatty() and not as_json
+def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:
+    stats, on_terminal = _StreamStats(), sys.stdout.isatty() and not as_json
     try:
         for message in messages:
             stats.add(message)
             if as_json:
                 print(json_format.MessageToJson(message, indent=None))
             else:
-                sys.stdout.write(client.safe(message.text) if on_terminal else message.text)
+                sys.stdout.write(client.terminal_safe(message.text) if on_terminal else message.text)
             sys.stdout.flush()
     finally:
         if on_terminal and stats.first is not None:

@@ -22,7 +22,7 @@ def main(argv: list[str], prog: str) -> int:
     client.add_arguments(parser)
     options = parser.parse_args(argv)
     request = health_pb2.HealthCheckRequest(service=options.service)
-    with client.connected(options) as channel:
+    with client.open_channel(options) as channel:
         status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=options.timeout).status
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
     return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1

@@ -6,7 +6,7 @@ from tgis import config
 from tgis.models.files import ModelFiles, find_model
 from tgis.utils.options import TEXT
 
-ENVIRONMENT = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
+ENVIRONMENT_HELP = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
 ~/.cache/huggingface/hub: where tgis serve with the same environment finds models."""
 
 
@@ -23,4 +23,4 @@ def add_arguments(parser: argparse.ArgumentParser, about: str) -> None:
 
 def find(options: argparse.Namespace) -> ModelFiles:
     """The model on this machine; StartError if there is none."""
-    return find_model(options.model_name, options.revision, str(config.places_from_process().hub_cache))
+    return find_model(options.model_name, options.revision, str(config.cache_config().hub_cache))

@@ -14,9 +14,9 @@ def main(argv: list[str], prog: str) -> int:
     parser.add_argument("--json", action="store_true", help="write the response as a line of JSON")
     client.add_arguments(parser)
     options = parser.parse_args(argv)
-    with client.connected(options) as channel:
+    with client.open_channel(options) as channel:
         stub = GenerationServiceStub(channel)
-        info = stub.ModelInfo(pb.ModelInfoRequest(), timeout=client.CALL_SECONDS)
+        info = stub.ModelInfo(pb.ModelInfoRequest(), timeout=client.CALL_TIMEOUT_SECONDS)
     if options.json:
         print(json_format.MessageToJson(info, indent=None))
         return 0

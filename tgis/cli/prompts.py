@@ -21,7 +21,7 @@ def main(argv: list[str], prog: str) -> int:
     if not options.path.is_dir():
         raise OptionError(f"{options.path} is not a directory")
     try:
-        lines = list(_survey(options))
+        lines = list(_check_store(options))
     except OSError as error:
         raise OptionError(f"cannot read {error.filename}: {error.strerror}") from error
     if options.json:
@@ -51,21 +51,22 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _survey(options: Namespace) -> Iterable[Any]:
+def _check_store(options: Namespace) -> Iterable[Any]:
     config = find_model(options.model, None, None).config if options.model else {}
     length = options.max_length or -(-max_sequence_length(config) // 2)
     torch, tensors = import_module("torch"), import_module("tgis.prompts.tensor_file")
     dtype, device = getattr(torch, options.dtype), torch.device("cpu")
     kind = is_encoder_decoder(config) if options.model else None
-    target = tensors.Target(embedding_size(config), length, dtype, device, kind)
-    lines: Iterable[Any] = import_module("tgis.prompts.survey").survey(options.path, target, options.cache_mb << 20)
+    target = tensors.TargetModel(embedding_size(config), length, dtype, device, kind)
+    check_store = import_module("tgis.prompts.survey").check_store
+    lines: Iterable[Any] = check_store(options.path, target, options.cache_mb << 20)
     return lines
 
 
 def _print(lines: list[Any]) -> None:
     """A table, and what it comes to."""
     rows = [
-        (_shown(line.id), line.layout, line.tokens, line.rank, line.width, line.dtype, line.problem or "ok")
+        (_printable(line.id), line.layout, line.tokens, line.rank, line.width, line.dtype, line.problem or "ok")
         for line in lines
     ]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
@@ -75,5 +76,5 @@ def _print(lines: list[Any]) -> None:
     print(f"\n{len(lines) - wrong} good, {size / 1024:,.0f} KiB in memory; {wrong} with a problem")
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)

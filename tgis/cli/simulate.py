@@ -5,8 +5,18 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from tgis.batcher.memory_model import Limits, MemoryModel
-from tgis.bench.simulate import TWO_CORES, Imagined, Job, Outcome, Simulation, bimodal, lognormal, plot, read_trace
+from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.bench.simulate import (
+    SMOLLM2_TWO_CORES,
+    SimulatedEngine,
+    Simulation,
+    SimulationResult,
+    TraceRequest,
+    bimodal_trace,
+    lognormal_trace,
+    plot,
+    read_trace,
+)
 from tgis.engines.fake import StepModel
 from tgis.utils.options import Parser
 
@@ -16,7 +26,7 @@ _MILLISECONDS = 1e-3
 def main(argv: list[str], prog: str) -> int:
     """Simulate; print a table, and the same figures as JSON in the last line."""
     options = _parser(prog).parse_args(argv)
-    outcome = Simulation(_limits(options), Imagined(_model(options)), _jobs(options), options.clients).run()
+    outcome = Simulation(_limits(options), SimulatedEngine(_model(options)), _jobs(options), options.clients).run()
     summary = outcome.summary()
     for name, value in summary.items():
         print(f"{name:<22}{value:>14,.4g}" if value < 1000 else f"{name:<22}{value:>14,.0f}")
@@ -41,20 +51,22 @@ def _parser(prog: str) -> Parser:
     batch.add_argument("--prefill-tokens", type=int, default=512, help="of one prefill or step (default: 512)")
     batch.add_argument("--engine", choices=["padded", "flat", "chunked"], default="padded", help="default: padded")
     times = parser.add_argument_group("milliseconds of a step (default: SmolLM2 on two cores)")
-    times.add_argument("--step-ms", type=float, default=TWO_CORES.step_seconds / _MILLISECONDS)
-    times.add_argument("--row-ms", type=float, default=TWO_CORES.row_seconds / _MILLISECONDS)
-    times.add_argument("--context-ms", type=float, default=TWO_CORES.context_seconds / _MILLISECONDS)
-    times.add_argument("--prefill-token-ms", type=float, default=TWO_CORES.prefill_token_seconds / _MILLISECONDS)
+    times.add_argument("--step-ms", type=float, default=SMOLLM2_TWO_CORES.step_seconds / _MILLISECONDS)
+    times.add_argument("--row-ms", type=float, default=SMOLLM2_TWO_CORES.row_seconds / _MILLISECONDS)
+    times.add_argument("--context-ms", type=float, default=SMOLLM2_TWO_CORES.context_seconds / _MILLISECONDS)
+    times.add_argument(
+        "--prefill-token-ms", type=float, default=SMOLLM2_TWO_CORES.prefill_token_seconds / _MILLISECONDS
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the queue and the batch over time")
     return parser
 
 
-def _limits(options: Namespace) -> Limits:
-    return Limits(
+def _limits(options: Namespace) -> BatchLimits:
+    return BatchLimits(
         max_batch_size=options.max_batch_size,
-        memory=MemoryModel.of_tokens(options.weight_limit),
+        memory=MemoryModel.from_tokens(options.weight_limit),
         prefill_tokens=options.prefill_tokens,
-        max_padding=options.max_prefill_padding,
+        max_prefill_padding=options.max_prefill_padding,
         padded=options.engine == "padded",
         block_size=16 if options.engine == "chunked" else 0,
         max_waiting_tokens=options.max_waiting_tokens,
@@ -72,16 +84,16 @@ def _model(options: Namespace) -> StepModel:
     )
 
 
-def _jobs(options: Namespace) -> Iterable[Job]:
+def _jobs(options: Namespace) -> Iterable[TraceRequest]:
     match options.trace:
         case "lognormal":
-            return lognormal(options.requests, options.rate, options.seed)
+            return lognormal_trace(options.requests, options.rate, options.seed)
         case "bimodal":
-            return bimodal(options.requests, options.rate, options.seed)
+            return bimodal_trace(options.requests, options.rate, options.seed)
         case path:
             return read_trace(Path(path))
 
 
-def _plot(outcome: Outcome, path: Path | None) -> None:
+def _plot(outcome: SimulationResult, path: Path | None) -> None:
     if path is not None:
         plot(outcome, path)

@@ -20,17 +20,17 @@ def main(argv: list[str], prog: str) -> int:
     parser.add_argument("--json", action="store_true", help="write the response as a line of JSON")
     client.add_arguments(parser)
     options = parser.parse_args(argv)
-    text = client.text_of(options.text)
+    text = client.read_text(options.text)
     request = pb.BatchedTokenizeRequest(
         requests=[pb.TokenizeRequest(text=text)], return_tokens=True, return_offsets=True
     )
-    with client.connected(options) as channel:
+    with client.open_channel(options) as channel:
         stub = GenerationServiceStub(channel)
-        (response,) = stub.Tokenize(request, timeout=client.CALL_SECONDS).responses
+        (response,) = stub.Tokenize(request, timeout=client.CALL_TIMEOUT_SECONDS).responses
     if options.json:
         print(json_format.MessageToJson(response, indent=None))
         return 0
     for token, offset in zip(response.tokens, response.offsets, strict=True):
-        print(f"{offset.start:>6} {offset.end:>6}  {client.safe(token)}")
+        print(f"{offset.start:>6} {offset.end:>6}  {client.terminal_safe(token)}")
     print(f"{response.token_count} tokens", file=sys.stderr)
     return 0

@@ -19,13 +19,13 @@ _ENGINES = {
 }
 
 
-def load_engine(options: EngineOptions, end: Callable[[str], NoReturn]) -> Engine:
+def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> Engine:
     """The engine that the options name, its model loaded; `auto` is tgis_native where it can run the model.
 
     `end` ends this process at once with a reason, from any thread, for an engine that lost a part of itself.
     """
-    if options.shards > 1:  # of tgis_native: no other engine can
-        return import_module("tgis.engines.distributed.engine").ShardedEngine(options, end)  # type: ignore[no-any-return]
+    if options.num_shards > 1:  # of tgis_native: no other engine can
+        return import_module("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal)  # type: ignore[no-any-return]
     if options.engine != "auto":
         return _load(options.engine, options)
     try:
@@ -36,6 +36,6 @@ def load_engine(options: EngineOptions, end: Callable[[str], NoReturn]) -> Engin
 
 
 def _load(name: str, options: EngineOptions) -> Engine:
-    module, maker = _ENGINES[name]
-    engine: Engine = getattr(import_module(module), maker)(options)
+    module, factory = _ENGINES[name]
+    engine: Engine = getattr(import_module(module), factory)(options)
     return engine

@@ -4,8 +4,8 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.ipc.messages import EngineInfo, TokenFacts
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.messages import EngineInfo, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -13,8 +13,8 @@ class StepResult:
     """One new token per sampled row of the plan, in its order, and what was asked about them."""
 
     tokens: list[int]
-    facts: list[TokenFacts | None]  # empty when no row asked
-    inputs: dict[int, list[TokenFacts]] = field(default_factory=dict)  # request id -> its input tokens
+    logprobs: list[TokenLogprobs | None]  # empty when no row asked
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request id -> its input tokens
     failed: dict[int, str] = field(default_factory=dict)  # request id -> why; its token means nothing
 
 
@@ -32,7 +32,7 @@ class Engine(Protocol):
     def warm_up(self) -> None:
         """Run one real pass, so that the first request finds everything ready."""
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult:
         """Compute so many pending tokens of every row, and choose the next one of those that have none left.
 
         When it raises, the rows of the plan are as good as lost; they will be released. OutOfMemory asks for smaller

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from tgis.batcher.memory_model import area
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.memory_model import padded_tokens
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.errors import OutOfMemory, StartError
-from tgis.ipc.messages import Details, EngineInfo, EngineOptions, TokenFacts
+from tgis.ipc.messages import EngineInfo, EngineOptions, LogprobOptions, TokenLogprobs
 
 
 class StepModel(msgspec.Struct, frozen=True):
@@ -35,14 +35,14 @@ class StepModel(msgspec.Struct, frozen=True):
     fatal_token: int | None = None  # a step with a row that holds it is the last one
     memory_tokens: int | None = None  # a step that leaves more tokens of context than this runs out of memory
 
-    def seconds(self, plan: Plan) -> float:
+    def seconds(self, plan: StepPlan) -> float:
         """How long a step takes."""
-        decoding = [len(row.tokens) for row in plan.rows if row.decoding]
+        decoding = [len(row.tokens) for row in plan.seqs if row.decoding]
         return (
             self.step_seconds
             + self.row_seconds * len(decoding)
-            + self.context_seconds * area(decoding, self.padded)
-            + self.prefill_token_seconds * area(plan.prompt_counts, self.padded)
+            + self.context_seconds * padded_tokens(decoding, self.padded)
+            + self.prefill_token_seconds * padded_tokens(plan.num_prefill_tokens, self.padded)
         )
 
 
@@ -54,8 +54,8 @@ class FakeEngine:
         self._model = msgspec.convert(config.get("fake", {}), StepModel)
         self._options = options
         self._vocab_size = int(config["vocab_size"])
-        self._held: dict[int, int] = {}  # request id -> computed tokens
-        self._slots: dict[int, int] = {}  # of KV blocks -> the token there
+        self._num_computed_tokens: dict[int, int] = {}  # request id -> computed tokens
+        self._kv_slots: dict[int, int] = {}  # of KV blocks -> the token there
 
     @property
     def info(self) -> EngineInfo:
@@ -68,65 +68,78 @@ class FakeEngine:
             encoder_decoder=False,
             padded=self._model.padded,
             max_batch_size=self._options.max_batch_size or 256,
-            weight_limit=self._model.weight_limit,
-            prefill_tokens=self._model.prefill_tokens,
+            token_capacity=self._model.weight_limit,
+            max_prefill_tokens=self._model.prefill_tokens,
             block_size=self._model.block_size,
-            largest=self._model.largest,
+            max_request_tokens=self._model.largest,
         )
 
     def warm_up(self) -> None:
         """Nothing is cold."""
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult:
         """Wait as long as such a step takes, then repeat the prompts."""
         model = self._model
         time.sleep(model.seconds(plan))
-        for row, count in zip(plan.rows, plan.counts, strict=True):
-            assert model.block_size or row.computed == self._held.get(row.id, 0), "the batcher and the engine disagree"
-            self._held[row.id] = row.computed + count
+        for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
+            assert model.block_size or row.num_computed_tokens == self._num_computed_tokens.get(row.id, 0), (
+                "the batcher and the engine disagree"
+            )
+            self._num_computed_tokens[row.id] = row.num_computed_tokens + count
             if model.block_size:
-                self._compute(row, count)
-        if any(model.crash_token in row.tokens for row in plan.rows):
+                self._write_kv(row, count)
+        if any(model.crash_token in row.tokens for row in plan.seqs):
             raise RuntimeError("a row holds the token that breaks this step")
-        if any(model.fatal_token in row.tokens for row in plan.rows):
+        if any(model.fatal_token in row.tokens for row in plan.seqs):
             raise StartError("a row holds the token that ends this engine")
-        if model.memory_tokens is not None and area([*self._held.values()], model.padded) > model.memory_tokens:
+        if (
+            model.memory_tokens is not None
+            and padded_tokens([*self._num_computed_tokens.values()], model.padded) > model.memory_tokens
+        ):
             raise OutOfMemory("more tokens of context than the model's config allows")
-        tokens = [row.tokens[row.generated % row.prompt_length] for row in plan.sampled]
+        tokens = [row.tokens[row.num_generated_tokens % row.prompt_length] for row in plan.sampled]
         return StepResult(
             tokens,
-            facts=[self._facts(row.request.details, t) for row, t in zip(plan.sampled, tokens, strict=True)],
-            inputs=self._inputs(plan.sampled),
-            failed={row.id: "a poisoned row" for row in plan.rows if model.poison_token in row.tokens},
+            logprobs=[
+                self._token_logprobs(row.request.logprob_options, t)
+                for row, t in zip(plan.sampled, tokens, strict=True)
+            ],
+            prompt_logprobs=self._prompt_logprobs(plan.sampled),
+            failed={row.id: "a poisoned row" for row in plan.seqs if model.poison_token in row.tokens},
         )
 
     def release(self, rows: Rows[Sequence]) -> None:
         """Forget how far they were."""
         for row in rows:
-            self._held.pop(row.id, None)
+            self._num_computed_tokens.pop(row.id, None)
 
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _compute(self, row: Sequence, count: int) -> None:
+    def _write_kv(self, row: Sequence, count: int) -> None:
         """Write tokens to the row's blocks; all that it has there must be its own."""
-        size, end = self._model.block_size, row.computed + count
-        slots = [row.blocks[place // size] * size + place % size for place in range(end)]
-        self._slots.update(zip(slots[row.computed :], row.tokens[row.computed : end], strict=True))
-        assert [self._slots[slot] for slot in slots] == row.tokens[:end], "a block holds another row's tokens"
+        size, end = self._model.block_size, row.num_computed_tokens + count
+        slots = [row.block_table[place // size] * size + place % size for place in range(end)]
+        self._kv_slots.update(
+            zip(slots[row.num_computed_tokens :], row.tokens[row.num_computed_tokens : end], strict=True)
+        )
+        assert [self._kv_slots[slot] for slot in slots] == row.tokens[:end], "a block holds another row's tokens"
 
-    def _inputs(self, rows: list[Sequence]) -> dict[int, list[TokenFacts]]:
+    def _prompt_logprobs(self, rows: list[Sequence]) -> dict[int, list[TokenLogprobs]]:
         return {
-            row.id: [self._fact(row.request.details, token) for token in row.tokens]
+            row.id: [self._make_logprobs(row.request.logprob_options, token) for token in row.tokens]
             for row in rows
-            if row.request.details.inputs and not row.generated
+            if row.request.logprob_options.input_tokens and not row.num_generated_tokens
         }
 
-    def _facts(self, details: Details, token: int) -> TokenFacts | None:
-        wanted = details.generated and (details.logprobs or details.ranks or details.top_n)
-        return self._fact(details, token) if wanted else None
+    def _token_logprobs(self, details: LogprobOptions, token: int) -> TokenLogprobs | None:
+        wanted = details.generated_tokens and (details.logprobs or details.ranks or details.top_n_tokens)
+        return self._make_logprobs(details, token) if wanted else None
 
-    def _fact(self, details: Details, token: int) -> TokenFacts:
+    def _make_logprobs(self, details: LogprobOptions, token: int) -> TokenLogprobs:
         logprob = -0.5 if details.logprobs else 0.0
-        top = [((token + i) % self._vocab_size, logprob - i if details.logprobs else 0.0) for i in range(details.top_n)]
-        return TokenFacts(logprob, int(details.ranks), top)
+        top = [
+            ((token + i) % self._vocab_size, logprob - i if details.logprobs else 0.0)
+            for i in range(details.top_n_tokens)
+        ]
+        return TokenLogprobs(logprob, int(details.ranks), top)

@@ -16,11 +16,11 @@ from tgis.frontend.tokenizer import Tokenizer
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_ESCAPED_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)
+_SURROGATES_TO_REPLACEMENT = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)
 _CACHED_TOKENS = 1 << 16
-_FIRST_TOKEN_IS_PLAIN = {"ByteLevel", "CTC", "BPEDecoder"}  # these do not drop a space before the first token
-_FIRST_TOKEN_LOSES_SPACE = {"Metaspace", "WordPiece", "Sequence", "none"}
-_LOOK_BACK = {"CTC", "BPEDecoder"}  # what a token adds depends on the one before
+_KEEP_FIRST_SPACE = {"ByteLevel", "CTC", "BPEDecoder"}  # these do not drop a space before the first token
+_DROP_FIRST_SPACE = {"Metaspace", "WordPiece", "Sequence", "none"}
+_CONTEXT_DEPENDENT = {"CTC", "BPEDecoder"}  # what a token adds depends on the one before
 
 
 class TokenDecoder:
@@ -39,20 +39,20 @@ class TokenDecoder:
         output_special_tokens: bool,
     ) -> None:
         types = tokenizer.decoder_types or ("none",)
-        if not encoder_decoder and types[0] not in _FIRST_TOKEN_IS_PLAIN | _FIRST_TOKEN_LOSES_SPACE:
+        if not encoder_decoder and types[0] not in _KEEP_FIRST_SPACE | _DROP_FIRST_SPACE:
             raise StartError(f"unsupported tokenizer type: decoder {types[0]}")
         self._tokenizer = tokenizer
         self._skip_special = not output_special_tokens
         self._byte_level = "ByteLevel" in types
         self._byte_fallback = "ByteFallback" in types
-        self._looks_back = not _LOOK_BACK.isdisjoint(types)
+        self._context_dependent = not _CONTEXT_DEPENDENT.isdisjoint(types)
         self._placeholder = self._find_placeholder()
-        plain = encoder_decoder or self._looks_back or types[0] in _FIRST_TOKEN_IS_PLAIN
+        plain = encoder_decoder or self._context_dependent or types[0] in _KEEP_FIRST_SPACE
         self._before_first = None if plain else self._placeholder
-        self._cached_bytes = lru_cache(_CACHED_TOKENS)(self._bytes_after)
-        self.splits_characters = types[0] in {"ByteLevel", "Sequence"}
-        self.replaces_bytes = self._byte_fallback  # one U+FFFD per bad byte, else per bad sequence
-        self.silent_last_ids = frozenset(eos_ids if output_special_tokens else ())
+        self._cached_bytes = lru_cache(_CACHED_TOKENS)(self._compute_bytes)
+        self.splits_graphemes = types[0] in {"ByteLevel", "Sequence"}
+        self.replaces_each_byte = self._byte_fallback  # one U+FFFD per bad byte, else per bad sequence
+        self.hidden_eos_ids = frozenset(eos_ids if output_special_tokens else ())
 
     def skips(self, token_id: int) -> bool:
         """Whether the token is no part of the output: unknown, or special while those are not wanted."""
@@ -64,9 +64,9 @@ class TokenDecoder:
         """What the token adds after `previous`, the last one that was not skipped; None: it is the first."""
         if previous is None:
             return self._cached_bytes(self._before_first, token_id)
-        return self._cached_bytes(previous if self._looks_back else self._placeholder, token_id)
+        return self._cached_bytes(previous if self._context_dependent else self._placeholder, token_id)
 
-    def _bytes_after(self, context: int | None, token_id: int) -> bytes:
+    def _compute_bytes(self, context: int | None, token_id: int) -> bytes:
         before = [] if context is None else [context]
         head, text = self._decode(before), self._decode([*before, token_id])
         text = text[len(head) :] if text.startswith(head) else self._decode([token_id])
@@ -85,49 +85,51 @@ class TokenDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _find_placeholder(self) -> int:
-        candidates = chain(self._tokenizer.encode_bare("A"), range(self._tokenizer.vocab_size))
+        candidates = chain(self._tokenizer.encode_without_special_tokens("A"), range(self._tokenizer.vocab_size))
         return next((token_id for token_id in candidates if not self.skips(token_id)), 0)
 
 
 class Detokenizer:
     """The text of one output. U+FFFD at the end of the output and one last EOS are no part of it."""
 
-    __slots__ = ("_eos", "_previous", "_replacements", "_tokens", "_utf8")
+    __slots__ = ("_decoder", "_held_eos", "_held_replacements", "_previous", "_utf8")
 
-    def __init__(self, tokens: TokenDecoder) -> None:
-        self._tokens = tokens
-        self._utf8 = _Utf8("surrogateescape" if tokens.replaces_bytes else "replace")
+    def __init__(self, decoder: TokenDecoder) -> None:
+        self._decoder = decoder
+        self._utf8 = _Utf8("surrogateescape" if decoder.replaces_each_byte else "replace")
         self._previous: int | None = None
-        self._eos: int | None = None  # an EOS that is text only if something follows it
-        self._replacements = 0  # U+FFFD that are text only if something else follows them
+        self._held_eos: int | None = None  # an EOS that is text only if something follows it
+        self._held_replacements = 0  # U+FFFD that are text only if something else follows them
 
     def add(self, token_id: int) -> str:
         """The text that the next token completes; what it never completes is no part of the output."""
-        if self._tokens.skips(token_id):
+        if self._decoder.skips(token_id):
             return ""
         data = b""
-        if self._eos is not None:
-            data = self._take(self._eos)
-            self._eos = None
-        if token_id in self._tokens.silent_last_ids:
-            self._eos = token_id
+        if self._held_eos is not None:
+            data = self._token_bytes(self._held_eos)
+            self._held_eos = None
+        if token_id in self._decoder.hidden_eos_ids:
+            self._held_eos = token_id
         else:
-            data += self._take(token_id)
+            data += self._token_bytes(token_id)
         text = self._utf8.decode(data)
-        return self._settle(text.translate(_ESCAPED_BYTES) if self._tokens.replaces_bytes else text)
+        return self._hold_back_replacements(
+            text.translate(_SURROGATES_TO_REPLACEMENT) if self._decoder.replaces_each_byte else text
+        )
 
-    def _take(self, token_id: int) -> bytes:
-        data = self._tokens.token_bytes(self._previous, token_id)
+    def _token_bytes(self, token_id: int) -> bytes:
+        data = self._decoder.token_bytes(self._previous, token_id)
         self._previous = token_id
         return data
 
-    def _settle(self, text: str) -> str:
+    def _hold_back_replacements(self, text: str) -> str:
         body = text.rstrip(_REPLACEMENT)
-        held = self._replacements
+        held = self._held_replacements
         if not body:
-            self._replacements = held + len(text)
+            self._held_replacements = held + len(text)
             return ""
-        self._replacements = len(text) - len(body)
+        self._held_replacements = len(text) - len(body)
         return _REPLACEMENT * held + body if held else body
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
-from tgis.frontend.engine_queries import Inspection
-from tgis.frontend.output_queue import Inbox, TokenEvent
-from tgis.frontend.prompt_lookups import PromptLookups
-from tgis.ipc.adapters import PromptInfo
+from tgis.frontend.engine_queries import SnapshotQuery
+from tgis.frontend.output_queue import OutputQueue, TokenOutput
+from tgis.frontend.prompt_lookups import AdapterQueries
+from tgis.ipc.adapters import AdapterResolved
 from tgis.ipc.messages import (
     Cancel,
     EngineInfo,
@@ -26,7 +26,7 @@ from tgis.ipc.messages import (
     Fatal,
     FrameReader,
     FromEngine,
-    Inspect,
+    GetSnapshot,
     Ready,
     Request,
     Shutdown,
@@ -35,29 +35,29 @@ from tgis.ipc.messages import (
     StopReason,
     Submit,
     ToEngine,
-    pack,
+    encode_frame,
 )
 from tgis.ipc.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-_EXIT_SECONDS = 5.0
-_ENDED = "the engine process has ended"
+_EXIT_TIMEOUT = 5.0
+_DIED = "the engine process has ended"
 
 
 class StepObserver(Protocol):
     """Who is told about steps; the metrics."""
 
-    def step(self, stats: StepStats, processing: float) -> None:
+    def step_succeeded(self, stats: StepStats, processing: float) -> None:
         """A step has succeeded; `processing` is the seconds that its tokens took here."""
 
-    def queued(self, new: int) -> None:
+    def set_queued(self, new: int) -> None:
         """So many requests wait that have never been in a step."""
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """A step has failed as a whole."""
 
-    def idle(self) -> None:
+    def engine_idle(self) -> None:
         """No request is open."""
 
 
@@ -66,19 +66,19 @@ class EngineClient:
 
     def __init__(self) -> None:
         self.observer: StepObserver | None = None
-        self._open: dict[int, Inbox] = {}
-        self._queued = 0  # open requests that have not been in any step yet
+        self._queues: dict[int, OutputQueue] = {}
+        self._num_queued = 0  # open requests that have not been in any step yet
         self._queued_tokens = 0  # of their inputs
         self._next_id = 0
         self._last_progress = time.monotonic()
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
-        self._inspection = Inspection(lambda: self._send(Inspect()))
-        self._lookups = PromptLookups(self._send)
-        self._cause = ""
-        self._gone = False
-        self._farewell: asyncio.Future[None] | None = None
+        self._snapshot_query = SnapshotQuery(lambda: self._send(GetSnapshot()))
+        self._adapter_queries = AdapterQueries(self._send)
+        self._death_cause = ""
+        self._dead = False
+        self._death_task: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -90,7 +90,7 @@ class EngineClient:
             command = (sys.executable, "-m", "tgis.engine_core.main", str(fd))
             self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(fd,))
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
+        self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
         self._send(options)
 
     @property
@@ -104,36 +104,36 @@ class EngineClient:
         """Input tokens of the open requests that have not been in any step yet."""
         return self._queued_tokens
 
-    async def inspect(self) -> Snapshot:
+    async def snapshot(self) -> Snapshot:
         """What runs and waits; Unavailable while nobody can say."""
-        if self._gone or not self.ready.done():
-            raise Unavailable(self._cause or "the model is still loading")
-        return await self._inspection.snapshot()
+        if self._dead or not self.ready.done():
+            raise Unavailable(self._death_cause or "the model is still loading")
+        return await self._snapshot_query.get()
 
-    def stalled_for(self) -> float:
+    def seconds_stalled(self) -> float:
         """Seconds since the engine last said anything, while something is open; else 0."""
-        return time.monotonic() - self._last_progress if self._open else 0.0
+        return time.monotonic() - self._last_progress if self._queues else 0.0
 
     def next_id(self) -> int:
         """A request id that nobody has had."""
         self._next_id += 1
         return self._next_id
 
-    def prompt(self, prompt_id: str) -> contextlib.AbstractAsyncContextManager[PromptInfo | None]:
+    def acquire_adapter(self, adapter_id: str) -> contextlib.AbstractAsyncContextManager[AdapterResolved | None]:
         """A block in which what the id names stays as it was found; None if that takes too long."""
-        if self._gone:
-            raise Unavailable(self._cause)
-        return self._lookups.found(self.next_id(), prompt_id)
+        if self._dead:
+            raise Unavailable(self._death_cause)
+        return self._adapter_queries.acquire(self.next_id(), adapter_id)
 
     @contextlib.contextmanager
-    def submitted(self, requests: list[Request], *, eager: bool) -> Iterator[list[Inbox]]:
+    def submit(self, requests: list[Request], *, eager: bool) -> Iterator[list[OutputQueue]]:
         """Queue the inputs of one call; whatever is still open on leaving the block is cancelled."""
-        if self._gone:
-            raise Unavailable(self._cause)
-        inboxes = [Inbox(request, eager=eager) for request in requests]
-        if not self._open:
+        if self._dead:
+            raise Unavailable(self._death_cause)
+        inboxes = [OutputQueue(request, eager=eager) for request in requests]
+        if not self._queues:
             self._last_progress = time.monotonic()
-        self._open.update((inbox.request.id, inbox) for inbox in inboxes)
+        self._queues.update((inbox.request.id, inbox) for inbox in inboxes)
         self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
         self._send(Submit(requests, time.monotonic()))
         try:
@@ -142,15 +142,15 @@ class EngineClient:
             for inbox in inboxes:
                 self.close(inbox)
 
-    def close(self, inbox: Inbox) -> None:
+    def close(self, inbox: OutputQueue) -> None:
         """Nobody waits for this request any more: cancel it unless it has ended."""
-        if self._forget(inbox) and not self._gone:
+        if self._remove(inbox) and not self._dead:
             self._send(Cancel([inbox.request.id]))
 
-    def give_up(self, cause: str) -> None:
+    def kill(self, cause: str) -> None:
         """End an engine process that makes no progress."""
         assert self._process is not None
-        self._cause = self._cause or cause
+        self._death_cause = self._death_cause or cause
         if self._process.returncode is None:
             self._process.kill()
 
@@ -158,119 +158,119 @@ class EngineClient:
         """Tell the engine process to leave, and see to it that it does."""
         if self._process is None:
             return
-        if not self._gone:
+        if not self._dead:
             self._send(Shutdown())
         try:
-            await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
+            await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
         if self._transport is not None:
             self._transport.close()
 
-    def receive(self, message: FromEngine) -> None:
+    def handle(self, message: FromEngine) -> None:
         """Act on one message of the engine."""
-        if not isinstance(message, Snapshot | PromptInfo):  # an engine that only talks is stuck
+        if not isinstance(message, Snapshot | AdapterResolved):  # an engine that only talks is stuck
             self._last_progress = time.monotonic()
         match message:
             case Snapshot():
-                self._inspection.answer(message)
-            case PromptInfo():
-                self._lookups.answer(message)
+                self._snapshot_query.resolve(message)
+            case AdapterResolved():
+                self._adapter_queries.resolve(message)
             case Step():
                 self._deliver(message)
             case Failed(ids, kind, text, prefill):
                 for request_id in ids:
-                    self._end(request_id, _error_of(kind, text))
+                    self._fail(request_id, _request_error(kind, text))
                 if self.observer and prefill is not None:
                     self.observer.step_failed(kind, prefill=prefill)
             case Ready(info):
                 self.ready.set_result(info)
             case Fatal(text):
-                self._cause = text
+                self._death_cause = text
 
-    def lost(self) -> None:
+    def disconnected(self) -> None:
         """The engine process is gone: fail what is open, then find out why."""
-        self._gone = True
-        self._cause = self._cause or _ENDED
-        self._inspection.end(self._cause)
-        self._lookups.end(self._cause)
-        for request_id in list(self._open):
-            self._end(request_id, Unavailable(self._cause))
-        self._farewell = asyncio.ensure_future(self._report_death())
+        self._dead = True
+        self._death_cause = self._death_cause or _DIED
+        self._snapshot_query.fail(self._death_cause)
+        self._adapter_queries.fail(self._death_cause)
+        for request_id in list(self._queues):
+            self._fail(request_id, Unavailable(self._death_cause))
+        self._death_task = asyncio.ensure_future(self._report_death())
 
     async def _report_death(self) -> None:
         assert self._process is not None
         with contextlib.suppress(TimeoutError):
-            code = await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
-            if self._cause == _ENDED:
-                self._cause = _describe_exit(code)
-        self.died.set_result(self._cause)
+            code = await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
+            if self._death_cause == _DIED:
+                self._death_cause = _describe_exit(code)
+        self.died.set_result(self._death_cause)
 
     def _deliver(self, step: Step) -> None:
         started = time.monotonic()
-        facts = step.facts or [None] * len(step.ids)
-        for request_id, inputs in step.inputs.items():
-            if inbox := self._open.get(request_id):
-                inbox.input_facts = inputs
+        facts = step.logprobs or [None] * len(step.ids)
+        for request_id, inputs in step.prompt_logprobs.items():
+            if inbox := self._queues.get(request_id):
+                inbox.prompt_logprobs = inputs
         if step.stats is not None:
-            self._note_joined(step.stats)
-        for request_id, token, end, fact in zip(step.ids, step.tokens, step.ends, facts, strict=True):
-            if inbox := self._open.get(request_id):  # else cancelled meanwhile
-                inbox.put(TokenEvent(token, StopReason(end), fact))
+            self._record_scheduled(step.stats)
+        for request_id, token, end, fact in zip(step.ids, step.tokens, step.stop_reasons, facts, strict=True):
+            if inbox := self._queues.get(request_id):  # else cancelled meanwhile
+                inbox.put(TokenOutput(token, StopReason(end), fact))
                 if end:
-                    self._forget(inbox)
+                    self._remove(inbox)
         if self.observer and step.stats:
-            self.observer.step(step.stats, time.monotonic() - started)
-            if not self._open:  # the step was on its way when the last row was cancelled
-                self.observer.idle()
+            self.observer.step_succeeded(step.stats, time.monotonic() - started)
+            if not self._queues:  # the step was on its way when the last row was cancelled
+                self.observer.engine_idle()
 
-    def _note_joined(self, stats: StepStats) -> None:
+    def _record_scheduled(self, stats: StepStats) -> None:
         joined = time.monotonic() - stats.duration
-        for request_id in stats.joined:
-            if inbox := self._open.get(request_id):
-                inbox.times.joined = joined
+        for request_id in stats.first_scheduled:
+            if inbox := self._queues.get(request_id):
+                inbox.timings.scheduled = joined
                 self._count_queued(-1, -len(inbox.request.tokens))
 
-    def _end(self, request_id: int, error: RequestError) -> None:
-        if inbox := self._open.get(request_id):
-            self._forget(inbox)
+    def _fail(self, request_id: int, error: RequestError) -> None:
+        if inbox := self._queues.get(request_id):
+            self._remove(inbox)
             inbox.fail(error)
 
-    def _forget(self, inbox: Inbox) -> bool:
+    def _remove(self, inbox: OutputQueue) -> bool:
         """Take it out of the open requests; whether it was one."""
-        known = self._open.pop(inbox.request.id, None) is not None
-        if known and not inbox.times.joined:
+        known = self._queues.pop(inbox.request.id, None) is not None
+        if known and not inbox.timings.scheduled:
             self._count_queued(-1, -len(inbox.request.tokens))
-        if known and not self._open and self.observer:
-            self.observer.idle()
+        if known and not self._queues and self.observer:
+            self.observer.engine_idle()
         return known
 
     def _count_queued(self, inputs: int, tokens: int) -> None:
-        self._queued += inputs
+        self._num_queued += inputs
         self._queued_tokens += tokens
         if self.observer:
-            self.observer.queued(self._queued)
+            self.observer.set_queued(self._num_queued)
 
     def _send(self, message: ToEngine) -> None:
         assert self._transport is not None
-        self._transport.write(pack(message))
+        self._transport.write(encode_frame(message))
 
 
-class _Link(asyncio.Protocol):
+class _EngineProtocol(asyncio.Protocol):
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._reader = FrameReader(FromEngine)
 
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):
-            self._client.receive(message)
+            self._client.handle(message)
 
     def connection_lost(self, _exc: Exception | None) -> None:
-        self._client.lost()
+        self._client.disconnected()
 
 
-def _error_of(kind: FailureKind, text: str) -> RequestError:
+def _request_error(kind: FailureKind, text: str) -> RequestError:
     match kind:
         case FailureKind.OUT_OF_MEMORY:
             return OutOfMemory(text)

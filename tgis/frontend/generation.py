@@ -10,39 +10,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable
-from tgis.frontend.adapters import Adapters
+from tgis.frontend.adapters import AdapterResolver
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.metrics import Kind, Metrics
-from tgis.frontend.output import Reply, Row, RowFactory
-from tgis.frontend.request_log import Account
-from tgis.frontend.tokenize import TokenizeCall, Tokenized, tokenize
+from tgis.frontend.metrics import CallKind, Metrics
+from tgis.frontend.output import OutputBuilder, OutputBuilderFactory, RequestOutput
+from tgis.frontend.request_log import RequestLog
+from tgis.frontend.tokenize import TokenizeCall, TokenizeResult, tokenize
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.frontend.validation import Limits, Parameters, Settings, make_request, validate
-from tgis.ipc.adapters import Prefix
+from tgis.frontend.validation import RawParams, RequestLimits, ResolvedParams, make_request, validate
+from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServerInfo:
     """What is served, and how."""
 
-    limits: Limits
+    limits: RequestLimits
     encoder_decoder: bool
-    largest: int  # tokens of one request, input and output, that fit into memory
-    positions: int  # tokens that an input, and an output, may have whatever the memory
-    max_inputs: int  # in flight
+    max_request_tokens: int  # tokens of one request, input and output, that fit into memory
+    max_positions: int  # tokens that an input, and an output, may have whatever the memory
+    max_concurrent_inputs: int  # in flight
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     log_text: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GenerateCall:
     """What a face has read from one RPC; `fields` are the paths of its inputs, for error messages."""
 
-    kind: Kind
+    kind: CallKind
     texts: list[str]
     fields: list[str]  # longer than `texts` where an input is missing
-    parameters: Parameters
+    params: RawParams
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or adapter
 
@@ -52,117 +52,119 @@ class Generator:
 
     def __init__(
         self,
-        serving: Serving,
+        server_info: ServerInfo,
         client: EngineClient,
         tokenizer: Tokenizer,
-        adapters: Adapters,
-        rows: RowFactory,
+        adapters: AdapterResolver,
+        outputs: OutputBuilderFactory,
         metrics: Metrics,
     ) -> None:
-        self.serving = serving
+        self.server_info = server_info
         self._client = client
         self._tokenizer = tokenizer
         self._adapters = adapters
-        self._rows = rows
+        self._outputs = outputs
         self._metrics = metrics
-        self._inputs = 0
+        self._num_inputs = 0
         self._accepting = True
 
     def stop_accepting(self) -> None:
         """Refuse new calls from now on."""
         self._accepting = False
 
-    async def generate(self, call: Call) -> list[Reply]:
+    async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: one reply per input, in their order; the first input that fails fails the call."""
-        account = self._account(call)
+        account = self._request_log(call)
         if not call.texts:
             return []
-        with account, self._admitted(call):
-            settings = self._settings(call)
-            async with self._adapters.resolved(call.adapter) as prefix:
+        with account, self._admission(call):
+            settings = self._resolve_params(call)
+            async with self._adapters.acquire(call.adapter) as prefix:
                 requests = await self._prepare(call, settings, prefix, account)
-                with self._client.submitted(requests, eager=bool(settings.stop_sequences)) as inboxes:
-                    rows = account.open(self._rows.make(inboxes, call.texts, settings))
-                    await _all_or_first_error([self._finish(row, account) for row in rows])
-                    return [row.whole() for row in rows]
+                with self._client.submit(requests, eager=bool(settings.stop_sequences)) as inboxes:
+                    rows = account.track(self._outputs.make(inboxes, call.texts, settings))
+                    await _all_or_first_error([self._collect(row, account) for row in rows])
+                    return [row.final() for row in rows]
 
-    async def stream(self, call: Call) -> AsyncGenerator[Reply, None]:
+    async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known at once, the input tokens if wanted, then what each step adds."""
-        account = self._account(call)
-        with account, self._admitted(call):
-            settings = self._settings(call)
-            async with self._adapters.resolved(call.adapter) as prefix:
+        account = self._request_log(call)
+        with account, self._admission(call):
+            settings = self._resolve_params(call)
+            async with self._adapters.acquire(call.adapter) as prefix:
                 requests = await self._prepare(call, settings, prefix, account)
-                with self._client.submitted(requests, eager=True) as inboxes:
-                    (row,) = account.open(self._rows.make(inboxes, call.texts, settings))
-                    yield row.opening()
-                    while not row.end:
-                        for reply in row.advance(await row.inbox.take()):
+                with self._client.submit(requests, eager=True) as inboxes:
+                    (row,) = account.track(self._outputs.make(inboxes, call.texts, settings))
+                    yield row.first_chunk()
+                    while not row.stop_reason:
+                        for reply in row.chunks(await row.queue.get()):
                             yield reply
 
-    async def tokenize(self, call: TokenizeCall) -> list[Tokenized]:
+    async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
         """Run a Tokenize call; it needs no permit."""
         return await tokenize(call, self._tokenizer, self._adapters, self._metrics)
 
-    def _account(self, call: Call) -> Account:
-        return Account(call.kind, len(call.fields), self._metrics, log_text=self.serving.log_text)
+    def _request_log(self, call: GenerateCall) -> RequestLog:
+        return RequestLog(call.kind, len(call.fields), self._metrics, log_text=self.server_info.log_text)
 
-    async def _finish(self, row: Row, account: Account) -> None:
-        while not row.end:
-            row.absorb(await row.inbox.take())
-        self._client.close(row.inbox)
-        account.close(row)
+    async def _collect(self, row: OutputBuilder, account: RequestLog) -> None:
+        while not row.stop_reason:
+            row.add(await row.queue.get())
+        self._client.close(row.queue)
+        account.finish(row)
 
     @contextmanager
-    def _admitted(self, call: Call) -> Iterator[None]:
+    def _admission(self, call: GenerateCall) -> Iterator[None]:
         """Hold as many permits as the call has inputs; never wait for one."""
-        inputs, most = len(call.fields), self.serving.max_inputs
+        inputs, most = len(call.fields), self.server_info.max_concurrent_inputs
         if not self._accepting:
             raise Unavailable("the server is shutting down")
-        if self._inputs + inputs > most:
-            raise Overloaded(f"Model is overloaded: {self._inputs} inputs in flight, at most {most} allowed")
-        self._inputs += inputs
+        if self._num_inputs + inputs > most:
+            raise Overloaded(f"Model is overloaded: {self._num_inputs} inputs in flight, at most {most} allowed")
+        self._num_inputs += inputs
         try:
             yield
         finally:
-            self._inputs -= inputs
+            self._num_inputs -= inputs
 
-    def _settings(self, call: Call) -> Settings:
+    def _resolve_params(self, call: GenerateCall) -> ResolvedParams:
         """Check what can be checked before anything is looked up."""
         if len(call.texts) < len(call.fields):
             raise InvalidRequest("request", "missing request")
-        return validate(call.parameters, self.serving.limits)
+        return validate(call.params, self.server_info.limits)
 
-    async def _prepare(self, call: Call, settings: Settings, prefix: Prefix | None, account: Account) -> list[Request]:
+    async def _prepare(
+        self, call: GenerateCall, settings: ResolvedParams, prefix: AdapterRef | None, account: RequestLog
+    ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
         encoded = await self._tokenizer.encode(call.texts)
-        account.tokenized([len(one.ids) for one in encoded])
+        account.inputs_tokenized([len(one.ids) for one in encoded])
         requests = [
             make_request(
                 self._client.next_id(),
                 self._tokenizer.truncate(one.ids, settings.truncate_input_tokens),
                 prefix,
-                settings=settings,
-                limits=self.serving.limits,
+                params=settings,
+                limits=self.server_info.limits,
                 field_name=field,
                 identity=call.identity,
             )
             for field, one in zip(call.fields, encoded, strict=True)
         ]
-        self._check_sizes(call, requests)
+        self._check_capacity(call, requests)
         account.validated(requests, settings)
         return requests
 
-    def _check_sizes(self, call: Call, requests: list[Request]) -> None:
+    def _check_capacity(self, call: GenerateCall, requests: list[Request]) -> None:
         """Refuse what can never run, and what would make the queue too long: all inputs or none."""
         for field, request in zip(call.fields, requests, strict=True):
-            size, largest = len(request.tokens) + request.max_new_tokens, self.serving.largest
+            size, largest = len(request.tokens) + request.max_new_tokens, self.server_info.max_request_tokens
             if size > largest:
                 raise InvalidRequest(field, f"input and new tokens ({size}) are more than fit into memory ({largest})")
-            if max(request.input_places, request.output_places) > self.serving.positions:
-                text = f"input tokens ({request.input_places}) and new tokens ({request.output_places})"
-                raise InvalidRequest(field, f"{text} must each be <= {self.serving.positions} for this model")
-        most, queued = self.serving.max_queued_tokens, self._client.queued_tokens
+            if max(request.input_positions, request.output_positions) > self.server_info.max_positions:
+                text = f"input tokens ({request.input_positions}) and new tokens ({request.output_positions})"
+                raise InvalidRequest(field, f"{text} must each be <= {self.server_info.max_positions} for this model")
+        most, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
         if most and queued and queued + sum(len(request.tokens) for request in requests) > most:
             raise Overloaded(f"Model is overloaded: {queued} input tokens are waiting, at most {most} may")
 

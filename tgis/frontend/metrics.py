@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from tgis.frontend.prometheus import Families, Labels
-from tgis.ipc.messages import Admissions, FailureKind, StepStats, StopReason
+from tgis.frontend.prometheus import Labels, MetricFamilies
+from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats, StopReason
 
 
-class Kind(enum.StrEnum):
+class CallKind(enum.StrEnum):
     """What sort of call it was: unary with one input, with several, or a stream."""
 
     SINGLE = "single"
@@ -21,7 +21,7 @@ class Kind(enum.StrEnum):
     STREAM = "stream"
 
 
-class Failure(enum.StrEnum):
+class FailureReason(enum.StrEnum):
     """Why a call failed; the last two are counted per input."""
 
     TOO_MANY = "conc_limit"
@@ -33,16 +33,16 @@ class Failure(enum.StrEnum):
     TIMEOUT = "timeout"
 
 
-_KIND: Labels = {"kind": [*Kind]}
-_ERR: Labels = {"err": [*Failure]}
-_ENDS = ["MAX_TOKENS", "EOS_TOKEN", "TIME_LIMIT", "STOP_SEQUENCE", "TOKEN_LIMIT"]
-_SUCCESS: Labels = {"stop_reason": _ENDS, **_KIND}
-_METHOD: Labels = {"method": ["prefill", "next_token"]}
-_FAILURE: Labels = {
-    **_METHOD,
+_KIND_LABELS: Labels = {"kind": [*CallKind]}
+_FAILURE_LABELS: Labels = {"err": [*FailureReason]}
+_SUCCESS_REASONS = ["MAX_TOKENS", "EOS_TOKEN", "TIME_LIMIT", "STOP_SEQUENCE", "TOKEN_LIMIT"]
+_SUCCESS_LABELS: Labels = {"stop_reason": _SUCCESS_REASONS, **_KIND_LABELS}
+_METHOD_LABELS: Labels = {"method": ["prefill", "next_token"]}
+_STEP_FAILURE_LABELS: Labels = {
+    **_METHOD_LABELS,
     "reason": [FailureKind.OUT_OF_MEMORY, FailureKind.ERROR, "connection"],
 }  # the last for dashboards: a lost engine ends the process
-_PASS: Labels = {**_METHOD, "makeup": ["single_only"]}
+_STEP_LABELS: Labels = {**_METHOD_LABELS, "makeup": ["single_only"]}
 
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
 
@@ -51,18 +51,20 @@ class Metrics:
     """Every metric, on a registry of its own; events come from one thread."""
 
     def __init__(
-        self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, weight_limit: int
+        self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, token_capacity: int
     ) -> None:
         """The limits, in tokens and rows, decide the buckets, and what a full batch is."""
-        families = Families()
-        self._requests = _Requests(families, _shares(max_sequence_length), _shares(max_new_tokens))
-        self._batches = _Batches(families, range(1, max_batch_size + 1))
-        self._tokenize = _Tokenize(families)
-        self._prompts = _Prompts(families)
-        self._batches.context_limit.set(weight_limit)
-        self._weight_limit = weight_limit
-        self._new = 0  # requests that have never been in a step
-        self._returned = 0  # requests that wait again
+        families = MetricFamilies()
+        self._requests = _RequestMetrics(
+            families, _linear_buckets(max_sequence_length), _linear_buckets(max_new_tokens)
+        )
+        self._batches = _BatchMetrics(families, range(1, max_batch_size + 1))
+        self._tokenize = _TokenizeMetrics(families)
+        self._adapters = _AdapterMetrics(families)
+        self._batches.context_limit.set(token_capacity)
+        self._token_capacity = token_capacity
+        self._num_new = 0  # requests that have never been in a step
+        self._num_requeued = 0  # requests that wait again
         self._registry = CollectorRegistry()
         self._registry.register(families)
         ProcessCollector(registry=self._registry)
@@ -71,7 +73,7 @@ class Metrics:
         """All metrics in the text format of Prometheus, version 0.0.4."""
         return generate_latest(self._registry)
 
-    def request_started(self, kind: Kind, inputs: int) -> None:
+    def request_started(self, kind: CallKind, inputs: int) -> None:
         """A call to generate has come, before any check."""
         self._requests.count.labels(kind).inc()
         self._requests.input_count.inc(inputs)
@@ -87,7 +89,7 @@ class Metrics:
             self._requests.max_new_tokens.observe(max_new_tokens)
         self._requests.validation.observe(duration)
 
-    def request_failed(self, failure: Failure, count: int = 1) -> None:
+    def request_failed(self, failure: FailureReason, count: int = 1) -> None:
         """A call has failed, or `count` inputs were cancelled or ran out of time in the queue."""
         self._requests.failure.labels(failure).inc(count)
 
@@ -97,7 +99,7 @@ class Metrics:
 
     def request_succeeded(
         self,
-        kind: Kind,
+        kind: CallKind,
         reason: StopReason,
         *,
         input_tokens: int,
@@ -117,43 +119,43 @@ class Metrics:
         if generated_tokens > 1:
             requests.time_per_output_token.observe(decoding / (generated_tokens - 1))
 
-    def step(self, stats: StepStats, processing: float) -> None:
+    def step_succeeded(self, stats: StepStats, processing: float) -> None:
         """A pass has succeeded; `processing` is the seconds that the front end spent on its tokens."""
         batches, method = self._batches, _method(stats.prefill)
         batches.count.labels(method).inc()
         batches.success.labels(method).inc()
         batches.duration.labels(method, "single_only").observe(stats.duration)
-        batches.forward.labels(method, "single_only").observe(stats.forward)
+        batches.forward.labels(method, "single_only").observe(stats.forward_duration)
         batches.tokproc.labels(method, "single_only").observe(processing)
         if stats.prefill:
-            batches.next_tokens.observe(stats.prompt_tokens)
-            batches.size.labels("prefill").observe(stats.prefilled)
-        if stats.decoded:  # in a prefill too, where the engine mixes them
-            batches.size.labels("next_token").observe(stats.decoded)
+            batches.next_tokens.observe(stats.prefill_tokens)
+            batches.size.labels("prefill").observe(stats.num_prefills)
+        if stats.num_decodes:  # in a prefill too, where the engine mixes them
+            batches.size.labels("next_token").observe(stats.num_decodes)
         batches.concatenation.inc(stats.concatenated)
-        for seconds in stats.queued_for:
+        for seconds in stats.queue_durations:
             self._requests.queue.observe(seconds)
-        batches.joined(stats.admissions)
-        batches.context_limit.set(stats.weight_limit)
-        self._hold(stats.running, stats.context, stats.remaining)
-        self._returned = stats.returned
-        self.queued(self._new)
+        batches.count_admissions(stats.admissions)
+        batches.context_limit.set(stats.token_capacity)
+        self._set_batch_gauges(stats.num_running, stats.context_tokens, stats.remaining_tokens)
+        self._num_requeued = stats.num_requeued
+        self.set_queued(self._num_new)
 
-    def queued(self, new: int) -> None:
+    def set_queued(self, new: int) -> None:
         """So many requests wait that have never been in a step."""
-        self._new = new
-        self._batches.queue_size.set(new + self._returned)
+        self._num_new = new
+        self._batches.queue_size.set(new + self._num_requeued)
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """A pass has failed as a whole."""
         self._batches.count.labels(_method(prefill)).inc()
         self._batches.failure.labels(_method(prefill), kind).inc()
 
-    def idle(self) -> None:
+    def engine_idle(self) -> None:
         """No request is left: what cancels and failures took away without a pass is gone too."""
-        self._hold(0, 0, 0)
-        self._returned = 0
-        self.queued(0)
+        self._set_batch_gauges(0, 0, 0)
+        self._num_requeued = 0
+        self.set_queued(0)
 
     def tokenize_started(self, inputs: int) -> None:
         """A call to Tokenize has come."""
@@ -165,41 +167,41 @@ class Metrics:
         self._tokenize.tokens.observe(tokens)
         self._tokenize.duration.observe(duration)
 
-    def prompt_load_failed(self) -> None:
+    def adapter_load_failed(self) -> None:
         """A soft prompt or adapter was asked for and is not to be had."""
-        self._prompts.failure.inc()
+        self._adapters.failure.inc()
 
-    def prompt_loaded(self, duration: float) -> None:
+    def adapter_loaded(self, duration: float) -> None:
         """A soft prompt or adapter was asked for and had to be loaded; seconds until it was there."""
-        self._prompts.duration.observe(duration)
+        self._adapters.duration.observe(duration)
 
     def engine_up(self, up: bool) -> None:
         """The engine process has become ready, or is gone."""
         self._batches.engine_up.set(up)
 
-    def _hold(self, running: int, context: int, remaining: int) -> None:
-        self._batches.current_size.set(running)
-        self._batches.input_tokens.set(context)
-        self._batches.weight_utilization.set(context / self._weight_limit)
-        self._batches.remaining_tokens.set(remaining)
+    def _set_batch_gauges(self, num_running: int, context_tokens: int, remaining_tokens: int) -> None:
+        self._batches.current_size.set(num_running)
+        self._batches.input_tokens.set(context_tokens)
+        self._batches.weight_utilization.set(context_tokens / self._token_capacity)
+        self._batches.remaining_tokens.set(remaining_tokens)
 
 
 def _method(prefill: bool) -> str:
     return "prefill" if prefill else "next_token"
 
 
-def _shares(limit: int) -> list[float]:
+def _linear_buckets(limit: int) -> list[float]:
     return [limit / 64 * k for k in range(1, 65)]
 
 
-class _Requests:
+class _RequestMetrics:
     """What becomes of calls and their inputs."""
 
-    def __init__(self, add: Families, sequence: Sequence[float], new: Sequence[float]) -> None:
-        self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND)
+    def __init__(self, add: MetricFamilies, sequence: Sequence[float], new: Sequence[float]) -> None:
+        self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND_LABELS)
         self.input_count = add.counter("tgi_request_input_count", "Inputs of calls to generate.")
-        self.failure = add.counter("tgi_request_failure", "Calls or inputs that failed.", _ERR)
-        self.success = add.counter("tgi_request_success", "Inputs that ended well.", _SUCCESS)
+        self.failure = add.counter("tgi_request_failure", "Calls or inputs that failed.", _FAILURE_LABELS)
+        self.success = add.counter("tgi_request_success", "Inputs that ended well.", _SUCCESS_LABELS)
 
         self.raw_length = add.histogram("tgi_request_raw_input_length", "Tokens before truncation.", sequence)
         self.input_length = add.histogram("tgi_request_input_length", "Tokens after truncation.", sequence)
@@ -220,13 +222,13 @@ class _Requests:
         )
 
 
-class _Batches:
+class _BatchMetrics:
     """What the engine does and holds, pass by pass."""
 
-    def __init__(self, add: Families, sizes: Sequence[float]) -> None:
-        self.count = add.counter("tgi_batch_inference_count", "Passes.", _METHOD)
-        self.success = add.counter("tgi_batch_inference_success", "Passes that gave tokens.", _METHOD)
-        self.failure = add.counter("tgi_batch_inference_failure", "Passes that failed.", _FAILURE)
+    def __init__(self, add: MetricFamilies, sizes: Sequence[float]) -> None:
+        self.count = add.counter("tgi_batch_inference_count", "Passes.", _METHOD_LABELS)
+        self.success = add.counter("tgi_batch_inference_success", "Passes that gave tokens.", _METHOD_LABELS)
+        self.failure = add.counter("tgi_batch_inference_failure", "Passes that failed.", _STEP_FAILURE_LABELS)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Batches that joined another.")
 
         self.queue_jumps = add.counter("tgi_queue_jump", "Requests that joined before an earlier one.")
@@ -234,11 +236,13 @@ class _Batches:
         self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Kept back from a large prefill.")
         self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Kept back for its padding.")
 
-        self.size = add.histogram("tgi_batch_inference_batch_size", "Rows that prefill, or decode.", sizes, _METHOD)
+        self.size = add.histogram(
+            "tgi_batch_inference_batch_size", "Rows that prefill, or decode.", sizes, _METHOD_LABELS
+        )
         self.next_tokens = add.histogram("tgi_batch_next_tokens", "Tokens of prompts, with padding.", _POWERS_OF_TWO)
-        self.duration = add.duration("tgi_batch_inference_duration", "From plan to tokens.", _PASS)
-        self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _PASS)
-        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "From tokens to text.", _PASS)
+        self.duration = add.duration("tgi_batch_inference_duration", "From plan to tokens.", _STEP_LABELS)
+        self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _STEP_LABELS)
+        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "From tokens to text.", _STEP_LABELS)
 
         self.engine_up = add.gauge("tgi_engine_up", "Whether the engine is ready.")
         self.queue_size = add.gauge("tgi_queue_size", "Requests that wait.")
@@ -252,29 +256,29 @@ class _Batches:
         self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens that could have been cached.")
         self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens whose computation the cache saved.")
 
-    def joined(self, counts: Admissions) -> None:
+    def count_admissions(self, counts: AdmissionCounters) -> None:
         """Count how rows came to join."""
         self.queue_jumps.inc(counts.queue_jumps)
         self.granular.inc(counts.granular_additions)
         self.prefill_weight.inc(counts.prefill_weight_exceeded)
         self.prefill_padding.inc(counts.prefill_padding_exceeded)
         self.preemptions.inc(counts.preemptions)
-        self.prefix_queries.inc(counts.prefix_queries)
-        self.prefix_hits.inc(counts.prefix_hits)
+        self.prefix_queries.inc(counts.prefix_cache_queries)
+        self.prefix_hits.inc(counts.prefix_cache_hits)
 
 
-class _Prompts:
+class _AdapterMetrics:
     """Lookups of soft prompts and adapters that were not loaded yet."""
 
-    def __init__(self, add: Families) -> None:
+    def __init__(self, add: MetricFamilies) -> None:
         self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts and adapters that could not be loaded.")
         self.duration = add.duration("tgi_prompt_load_duration", "To load a soft prompt or adapter.")
 
 
-class _Tokenize:
+class _TokenizeMetrics:
     """Calls to Tokenize."""
 
-    def __init__(self, add: Families) -> None:
+    def __init__(self, add: MetricFamilies) -> None:
         self.count = add.counter("tgi_tokenize_request_count", "Calls to Tokenize.")
         self.input_count = add.counter("tgi_tokenize_request_input_count", "Inputs of calls to Tokenize.")
         self.tokens = add.histogram("tgi_tokenize_request_tokens", "Tokens of a call.", _POWERS_OF_TWO)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
-from tgis.frontend.output_queue import Inbox, TokenEvent
-from tgis.frontend.stop_strings import TextAssembler
+from tgis.frontend.output_queue import OutputQueue, TokenOutput
+from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.frontend.validation import Settings
-from tgis.ipc.messages import StopReason, TokenFacts
+from tgis.frontend.validation import ResolvedParams
+from tgis.ipc.messages import StopReason, TokenLogprobs
 
-SHOWN_CHARACTERS = 32  # of a text, in a log that wants text
+LOGGED_CHARACTERS = 32  # of a text, in a log that wants text
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class TokenInfo:
     text: str
     logprob: float
     rank: int
-    top: list[tuple[str, float]]
+    top_tokens: list[tuple[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class RequestOutput:
     """One response message: all of an input, or what a stream has to say next."""
 
     text: str = ""
@@ -40,140 +40,142 @@ class Reply:
     input_tokens: Sequence[TokenInfo] = ()
 
     @property
-    def says_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether a stream may leave it out."""
         return not (self.tokens or self.text or self.stop_reason)
 
 
 @dataclass(slots=True)
-class Row:
+class OutputBuilder:
     """The output of one input while it grows."""
 
-    inbox: Inbox
+    queue: OutputQueue
     input_text: str
-    settings: Settings
+    params: ResolvedParams
     tokenizer: Tokenizer
     detokenizer: Detokenizer
-    assembler: TextAssembler
+    stop_matcher: StopStringMatcher
     separator: str  # between echoed input and output
-    count: int = 0
-    end: StopReason = StopReason.NOT_FINISHED
-    expired: bool = False  # ended in the queue, without a token
-    beginning: str = ""  # of the output, for logs that want text
+    num_generated: int = 0
+    stop_reason: StopReason = StopReason.NOT_FINISHED
+    expired_in_queue: bool = False  # ended in the queue, without a token
+    logged_text: str = ""  # of the output, for logs that want text
     _texts: list[str] = field(default_factory=list)
     _tokens: list[TokenInfo] = field(default_factory=list)
-    _inputs_sent: bool = False
+    _input_tokens_sent: bool = False
 
-    def opening(self) -> Reply:
+    def first_chunk(self) -> RequestOutput:
         """The first message of a stream."""
-        request = self.inbox.request
-        echoed = self.input_text if self.settings.input_text else ""
-        return Reply(text=echoed, input_token_count=request.input_length, seed=request.sampling.seed)
+        request = self.queue.request
+        echoed = self.input_text if self.params.input_text else ""
+        return RequestOutput(text=echoed, input_token_count=request.input_length, seed=request.sampling_params.seed)
 
-    def advance(self, events: list[TokenEvent]) -> list[Reply]:
+    def chunks(self, events: list[TokenOutput]) -> list[RequestOutput]:
         """The messages of a stream that these tokens give: one per token if tokens are wanted, else one for all."""
-        replies = self._input_reply()
-        groups = [[event] for event in events] if self.settings.details.generated else [events]
+        replies = self._input_chunks()
+        groups = [[event] for event in events] if self.params.logprob_options.generated_tokens else [events]
         for group in groups:
-            if not self.end:
-                reply = self._reply(group)
-                replies += [] if reply.says_nothing else [reply]
+            if not self.stop_reason:
+                reply = self._chunk(group)
+                replies += [] if reply.is_empty else [reply]
         return replies
 
-    def absorb(self, events: list[TokenEvent]) -> None:
+    def add(self, events: list[TokenOutput]) -> None:
         """Keep what these tokens give, for `whole`."""
-        if not self.end:
-            reply = self._reply(events)
+        if not self.stop_reason:
+            reply = self._chunk(events)
             self._texts.append(reply.text)
             self._tokens += reply.tokens
 
-    def whole(self) -> Reply:
+    def final(self) -> RequestOutput:
         """The response of a unary call."""
-        request = self.inbox.request
-        if self.expired:
-            return Reply(input_token_count=request.input_length, stop_reason=self.end)
-        echoed = self.input_text + self.separator if self.settings.input_text else ""
-        return Reply(
+        request = self.queue.request
+        if self.expired_in_queue:
+            return RequestOutput(input_token_count=request.input_length, stop_reason=self.stop_reason)
+        echoed = self.input_text + self.separator if self.params.input_text else ""
+        return RequestOutput(
             text=echoed + "".join(self._texts),
             input_token_count=request.input_length,
-            generated_token_count=self.count,
-            stop_reason=self.end,
-            stop_sequence=self.assembler.matched or "",
-            seed=request.sampling.seed,
+            generated_token_count=self.num_generated,
+            stop_reason=self.stop_reason,
+            stop_sequence=self.stop_matcher.matched or "",
+            seed=request.sampling_params.seed,
             tokens=self._tokens,
-            input_tokens=self._input_infos(),
+            input_tokens=self._input_token_infos(),
         )
 
-    def _reply(self, events: list[TokenEvent]) -> Reply:
+    def _chunk(self, events: list[TokenOutput]) -> RequestOutput:
         texts, tokens = [], []
         for event in events:
-            if self.end:
+            if self.stop_reason:
                 break  # in flight when a stop sequence ended the output
-            texts.append(self._text_of(event))
-            if self.settings.details.generated and event.token >= 0:
-                tokens.append(self._info(event.token, event.facts))
+            texts.append(self._append(event))
+            if self.params.logprob_options.generated_tokens and event.token_id >= 0:
+                tokens.append(self._token_info(event.token_id, event.logprobs))
         text = "".join(texts)
-        if len(self.beginning) < SHOWN_CHARACTERS:
-            self.beginning = (self.beginning + text)[:SHOWN_CHARACTERS]
-        return Reply(
+        if len(self.logged_text) < LOGGED_CHARACTERS:
+            self.logged_text = (self.logged_text + text)[:LOGGED_CHARACTERS]
+        return RequestOutput(
             text=text,
-            generated_token_count=self.count,
-            stop_reason=self.end,
-            stop_sequence=self.assembler.matched or "",
-            seed=self.inbox.request.sampling.seed if self.end and not self.expired else 0,
+            generated_token_count=self.num_generated,
+            stop_reason=self.stop_reason,
+            stop_sequence=self.stop_matcher.matched or "",
+            seed=self.queue.request.sampling_params.seed if self.stop_reason and not self.expired_in_queue else 0,
             tokens=tokens,
         )
 
-    def _text_of(self, event: TokenEvent) -> str:
+    def _append(self, event: TokenOutput) -> str:
         """Append one token to the output; the text that becomes final by it."""
-        if event.token < 0:
-            self.end, self.expired = event.end, self.count == 0
-            return self.assembler.finish()
-        self.count += 1
-        minimum_reached = self.count >= self.inbox.request.sampling.min_new_tokens
-        text = self.assembler.add(self.detokenizer.add(event.token), may_stop=not event.end and minimum_reached)
-        self.end = StopReason.STOP_SEQUENCE if self.assembler.matched is not None else event.end
-        return text + self.assembler.finish() if self.end else text
+        if event.token_id < 0:
+            self.stop_reason, self.expired_in_queue = event.stop_reason, self.num_generated == 0
+            return self.stop_matcher.flush()
+        self.num_generated += 1
+        minimum_reached = self.num_generated >= self.queue.request.sampling_params.min_new_tokens
+        text = self.stop_matcher.add(
+            self.detokenizer.add(event.token_id), may_stop=not event.stop_reason and minimum_reached
+        )
+        self.stop_reason = StopReason.STOP_SEQUENCE if self.stop_matcher.matched is not None else event.stop_reason
+        return text + self.stop_matcher.flush() if self.stop_reason else text
 
-    def _input_reply(self) -> list[Reply]:
-        if self._inputs_sent or not self.settings.details.inputs or self.expired:
+    def _input_chunks(self) -> list[RequestOutput]:
+        if self._input_tokens_sent or not self.params.logprob_options.input_tokens or self.expired_in_queue:
             return []
-        infos = self._input_infos()
+        infos = self._input_token_infos()
         if not infos:
             return []
-        self._inputs_sent = True
-        return [Reply(input_tokens=infos, input_token_count=self.inbox.request.input_length)]
+        self._input_tokens_sent = True
+        return [RequestOutput(input_tokens=infos, input_token_count=self.queue.request.input_length)]
 
-    def _input_infos(self) -> list[TokenInfo]:
-        facts = self.inbox.input_facts  # of an encoder-decoder, those of its input only
-        tokens = self.inbox.request.tokens[-len(facts) :] if facts else []
-        return [self._info(token, fact) for token, fact in zip(tokens, facts, strict=True)]
+    def _input_token_infos(self) -> list[TokenInfo]:
+        facts = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
+        tokens = self.queue.request.tokens[-len(facts) :] if facts else []
+        return [self._token_info(token, fact) for token, fact in zip(tokens, facts, strict=True)]
 
-    def _info(self, token: int, facts: TokenFacts | None) -> TokenInfo:
+    def _token_info(self, token: int, facts: TokenLogprobs | None) -> TokenInfo:
         name = self.tokenizer.token_text
         if facts is None:
             return TokenInfo(name(token), 0.0, 0, [])
-        top = [(name(candidate), logprob) for candidate, logprob in facts.top]
+        top = [(name(candidate), logprob) for candidate, logprob in facts.top_logprobs]
         return TokenInfo(name(token), facts.logprob, facts.rank, top)
 
 
 @dataclass(frozen=True, slots=True)
-class RowFactory:
+class OutputBuilderFactory:
     """What all rows of a model share."""
 
     tokenizer: Tokenizer
     decoder: TokenDecoder
     encoder_decoder: bool
 
-    def make(self, inboxes: list[Inbox], texts: list[str], settings: Settings) -> list[Row]:
+    def make(self, inboxes: list[OutputQueue], texts: list[str], settings: ResolvedParams) -> list[OutputBuilder]:
         """The rows of a submitted call."""
-        return [self._row(inbox, text, settings) for inbox, text in zip(inboxes, texts, strict=True)]
+        return [self._make_one(inbox, text, settings) for inbox, text in zip(inboxes, texts, strict=True)]
 
-    def _row(self, inbox: Inbox, text: str, settings: Settings) -> Row:
-        assembler = TextAssembler(
+    def _make_one(self, inbox: OutputQueue, text: str, settings: ResolvedParams) -> OutputBuilder:
+        assembler = StopStringMatcher(
             settings.stop_sequences,
             include_stop_sequence=settings.include_stop_sequence,
-            hold_cluster=self.decoder.splits_characters,
+            hold_last_grapheme=self.decoder.splits_graphemes,
         )
         separator = "\n\n" if self.encoder_decoder else ""
-        return Row(inbox, text, settings, self.tokenizer, Detokenizer(self.decoder), assembler, separator)
+        return OutputBuilder(inbox, text, settings, self.tokenizer, Detokenizer(self.decoder), assembler, separator)

@@ -10,32 +10,34 @@ from prometheus_client.registry import Collector
 
 Labels = Mapping[str, Sequence[str]]  # every label with all of its values
 NO_LABELS: Labels = {}
-DURATIONS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
+DURATION_BUCKETS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
 
 Wrapper = TypeVar("Wrapper", bound=MetricWrapperBase)
 
 
-class Families(Collector):
+class MetricFamilies(Collector):
     """All families, exported as TGIS does: every counter twice, as `x_total` and, untyped, as `x`."""
 
     def __init__(self) -> None:
         self._metrics: list[MetricWrapperBase] = []
 
-    def counter(self, name: str, text: str, labels: Labels = NO_LABELS) -> Counter:
+    def counter(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Counter:
         """Add a counter."""
-        return self._add(Counter(name, text, [*labels], registry=None), labels)
+        return self._add(Counter(name, documentation, [*labels], registry=None), labels)
 
-    def gauge(self, name: str, text: str) -> Gauge:
+    def gauge(self, name: str, documentation: str) -> Gauge:
         """Add a gauge."""
-        return self._add(Gauge(name, text, registry=None), NO_LABELS)
+        return self._add(Gauge(name, documentation, registry=None), NO_LABELS)
 
-    def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Labels = NO_LABELS) -> Histogram:
+    def histogram(
+        self, name: str, documentation: str, buckets: Sequence[float], labels: Labels = NO_LABELS
+    ) -> Histogram:
         """Add a histogram."""
-        return self._add(Histogram(name, text, [*labels], buckets=buckets, registry=None), labels)
+        return self._add(Histogram(name, documentation, [*labels], buckets=buckets, registry=None), labels)
 
-    def duration(self, name: str, text: str, labels: Labels = NO_LABELS) -> Histogram:
+    def duration(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Histogram:
         """Add a histogram of seconds."""
-        return self.histogram(name, f"Seconds. {text}", DURATIONS, labels)
+        return self.histogram(name, f"Seconds. {documentation}", DURATION_BUCKETS, labels)
 
     def _add(self, metric: Wrapper, labels: Labels) -> Wrapper:
         if labels:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import regex
 
-_CLUSTER = regex.compile(r"\X")
+_GRAPHEME = regex.compile(r"\X")
 # Longer than any emoji sequence, and than a letter with the 30 marks of stream-safe text (UAX #15).
-MAX_CLUSTER = 64
+MAX_GRAPHEME_LENGTH = 64
 
 
-class TextAssembler:
+class StopStringMatcher:
     """Passes on the text of one output as soon as it is final.
 
     Held back are the newest grapheme cluster (`hold_cluster`) and, without `include_stop_sequence`, the
@@ -21,15 +21,25 @@ class TextAssembler:
     since no UTF-8 string occurs inside another one off a character boundary.
     """
 
-    __slots__ = ("_beginning", "_held", "_hold_cluster", "_include", "_longest", "_stops", "matched")
+    __slots__ = (
+        "_held",
+        "_hold_last_grapheme",
+        "_include",
+        "_max_stop_length",
+        "_partial_match",
+        "_stop_strings",
+        "matched",
+    )
 
-    def __init__(self, stop_sequences: Sequence[str] = (), *, include_stop_sequence: bool, hold_cluster: bool) -> None:
-        self._stops = stop_sequences
-        self._longest = max(map(len, stop_sequences), default=0)
+    def __init__(
+        self, stop_sequences: Sequence[str] = (), *, include_stop_sequence: bool, hold_last_grapheme: bool
+    ) -> None:
+        self._stop_strings = stop_sequences
+        self._max_stop_length = max(map(len, stop_sequences), default=0)
         self._include = include_stop_sequence
-        self._hold_cluster = hold_cluster
+        self._hold_last_grapheme = hold_last_grapheme
         self._held = ""  # the end of the text that has not left
-        self._beginning = ""  # the longest end of the text that is a proper prefix of a stop sequence
+        self._partial_match = ""  # the longest end of the text that is a proper prefix of a stop sequence
         self.matched: str | None = None  # the stop sequence that ended the output
 
     def add(self, text: str, *, may_stop: bool) -> str:
@@ -41,21 +51,21 @@ class TextAssembler:
         assert self.matched is None
         if not text:
             return ""
-        window = self._beginning + text
+        window = self._partial_match + text
         self._held += text
         if may_stop and self._match(window):
             return ""
-        self._beginning = self._find_beginning(window)
+        self._partial_match = self._longest_partial_match(window)
         return self._release(self._final_length())
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The rest of the output, up to the cut if a stop sequence was matched."""
         return self._release(len(self._held))
 
     def _match(self, window: str) -> bool:
         """Cut the text at the last occurrence of the first stop sequence in the list that is new."""
-        known = len(self._beginning)
-        for stop in self._stops:
+        known = len(self._partial_match)
+        for stop in self._stop_strings:
             start = window.rfind(stop, max(0, known + 1 - len(stop)))
             if start >= 0:
                 cut = start + len(stop) if self._include else start
@@ -64,33 +74,33 @@ class TextAssembler:
                 return True
         return False
 
-    def _find_beginning(self, window: str) -> str:
+    def _longest_partial_match(self, window: str) -> str:
         # Nothing older than the last beginning can begin a stop sequence any more: linear over all tokens.
-        for start in range(max(0, len(window) + 1 - self._longest), len(window)):
+        for start in range(max(0, len(window) + 1 - self._max_stop_length), len(window)):
             end = window[start:]
-            if any(stop.startswith(end) and stop != end for stop in self._stops):
+            if any(stop.startswith(end) and stop != end for stop in self._stop_strings):
                 return end
         return ""
 
     def _final_length(self) -> int:
-        limit = len(self._held) if self._include else len(self._held) - len(self._beginning)
-        if not self._hold_cluster:
+        limit = len(self._held) if self._include else len(self._held) - len(self._partial_match)
+        if not self._hold_last_grapheme:
             return limit
-        start = _cluster_start(self._held, limit)
-        return start if limit - start <= MAX_CLUSTER else limit
+        start = _last_grapheme_start(self._held, limit)
+        return start if limit - start <= MAX_GRAPHEME_LENGTH else limit
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return text
 
 
-def _cluster_start(text: str, limit: int) -> int:
+def _last_grapheme_start(text: str, limit: int) -> int:
     """The start of the last cluster of `text` that begins at or before `limit`; `text` begins with one."""
     if text.isascii():
         start = min(limit, len(text) - 1)
         return start - 1 if text[start - 1 : start + 1] == "\r\n" else start
     start = 0
-    for cluster in _CLUSTER.finditer(text):
+    for cluster in _GRAPHEME.finditer(text):
         if cluster.start() > limit:
             break
         start = cluster.start()

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from tgis.frontend.adapters import Adapters
+from tgis.frontend.adapters import AdapterResolver
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.tokenizer import Tokenizer
 
@@ -13,32 +13,37 @@ class TokenizeCall:
     """What a face has read from one RPC."""
 
     texts: list[str]
-    truncate: int  # keep the last so many; 0 keeps all
-    tokens: bool
-    offsets: bool
+    truncate_input_tokens: int  # keep the last so many; 0 keeps all
+    return_tokens: bool
+    return_offsets: bool
     adapter: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized:
+class TokenizeResult:
     """One text; the lists are empty unless they were asked for."""
 
-    count: int
+    token_count: int
     tokens: list[str]
     offsets: list[tuple[int, int]]
 
 
-async def tokenize(call: TokenizeCall, tokenizer: Tokenizer, adapters: Adapters, metrics: Metrics) -> list[Tokenized]:
+async def tokenize(
+    call: TokenizeCall, tokenizer: Tokenizer, adapters: AdapterResolver, metrics: Metrics
+) -> list[TokenizeResult]:
     """Tokenize the texts of one call, special tokens included; an adapter must be there, and changes nothing."""
     started = time.monotonic()
     metrics.tokenize_started(len(call.texts))
-    async with adapters.resolved(call.adapter):
-        encoded = [one.last(call.truncate) for one in await tokenizer.encode(call.texts, offsets=call.offsets)]
+    async with adapters.acquire(call.adapter):
+        encoded = [
+            one.keep_last(call.truncate_input_tokens)
+            for one in await tokenizer.encode(call.texts, offsets=call.return_offsets)
+        ]
     metrics.tokenize_succeeded(sum(len(one.ids) for one in encoded), time.monotonic() - started)
     return [
-        Tokenized(
-            count=len(one.ids),
-            tokens=[tokenizer.token_text(token) for token in one.ids] if call.tokens else [],
+        TokenizeResult(
+            token_count=len(one.ids),
+            tokens=[tokenizer.token_text(token) for token in one.ids] if call.return_tokens else [],
             offsets=one.offsets,
         )
         for one in encoded

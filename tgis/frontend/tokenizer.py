@@ -18,15 +18,15 @@ from tgis.models.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoding:
     """One tokenized text, special tokens included; `offsets` is empty unless it was asked for."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]  # UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens
 
-    def last(self, limit: int) -> "Encoded":
+    def keep_last(self, limit: int) -> "Encoding":
         """The last `limit` tokens by plain slicing, as `Tokenize` truncates; 0 keeps all."""
-        return Encoded(self.ids[-limit:], self.offsets[-limit:]) if limit else self
+        return Encoding(self.ids[-limit:], self.offsets[-limit:]) if limit else self
 
 
 class Tokenizer:
@@ -39,7 +39,7 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
         self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.decoder_types = decoder_types  # outermost first, then its members; empty: none
-        self.bos_id = _leading_special_id(backend)
+        self.bos_token_id = _bos_token_id(backend)
 
     @classmethod
     def load(cls, directory: Path, workers: int) -> "Tokenizer":
@@ -56,11 +56,11 @@ class Tokenizer:
         """End the worker threads; texts that wait are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    async def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
+    async def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoding]:
         """Tokenize the texts of one call, special tokens added; InvalidRequest if one cannot be."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, texts, offsets)
 
-    def _encode(self, texts: Sequence[str], offsets: bool) -> list[Encoded]:
+    def _encode(self, texts: Sequence[str], offsets: bool) -> list[Encoding]:
         # Never `encode`: it holds the interpreter lock, which `encode_batch` and `encode_batch_fast` let go.
         encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
         try:
@@ -68,11 +68,11 @@ class Tokenizer:
         except BaseException as error:  # a panic in the library is no Exception
             raise InvalidRequest("text", f"cannot tokenize: {error}") from error
         if not offsets:
-            return [Encoded(encoding.ids, []) for encoding in encodings]
+            return [Encoding(encoding.ids, []) for encoding in encodings]
         pairs = zip(texts, encodings, strict=True)
-        return [Encoded(encoding.ids, _byte_offsets(text, encoding)) for text, encoding in pairs]
+        return [Encoding(encoding.ids, _byte_offsets(text, encoding)) for text, encoding in pairs]
 
-    def encode_bare(self, text: str) -> list[int]:
+    def encode_without_special_tokens(self, text: str) -> list[int]:
         """The ids of a short text, at once and without special tokens."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
@@ -82,8 +82,8 @@ class Tokenizer:
         if not limit or len(ids) <= limit:
             return ids
         kept = ids[-limit:]
-        if self.bos_id is not None:
-            kept[0] = self.bos_id
+        if self.bos_token_id is not None:
+            kept[0] = self.bos_token_id
         return kept
 
     @property
@@ -118,7 +118,7 @@ def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> list[tuple[int, i
     return [(starts[start], starts[end]) for start, end in spans]
 
 
-def _leading_special_id(backend: tokenizers.Tokenizer) -> int | None:
+def _bos_token_id(backend: tokenizers.Tokenizer) -> int | None:
     """The special token put before every text, known by its effect rather than by what a file claims."""
     try:
         encoding = backend.encode("A")

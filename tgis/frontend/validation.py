@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tgis.errors import InvalidRequest, Unimplemented
-from tgis.ipc.adapters import Prefix
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 20
 MAX_STOP_SEQUENCES = 6
@@ -21,20 +21,20 @@ _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What the server allows: `sequence_length` counts input and output, `new_tokens` output."""
 
-    sequence_length: int
-    new_tokens: int
+    max_sequence_length: int
+    max_new_tokens: int
     include_stop_sequence: bool  # where the request does not say
-    placeholder: int = 0  # the token that stands for each one of a soft prompt
+    placeholder_id: int = 0  # the token that stands for each one of a soft prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class RawParams:
     """What a call asks for, as it asks: zero is unset, None is absent."""
 
-    sample: bool = False
+    do_sample: bool = False
     temperature: float | None = None
     top_k: int = 0
     top_p: float = 0.0
@@ -46,7 +46,7 @@ class Parameters:
     stop_sequences: tuple[str, ...] = ()
     include_stop_sequence: bool | None = None
     input_text: bool = False
-    details: Details = field(default_factory=Details)
+    logprob_options: LogprobOptions = field(default_factory=LogprobOptions)
     repetition_penalty: float = 0.0
     length_penalty: tuple[int, float] | None = None  # start_index, decay_factor
     truncate_input_tokens: int = 0
@@ -54,17 +54,17 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ResolvedParams:
     """What every input of the call runs with, after defaults and rules."""
 
-    sampling: Sampling
+    sampling_params: SamplingParams
     seed: int | None  # as given; None draws one per input
     max_new_tokens: int
     deadline: float | None
     stop_sequences: tuple[str, ...]
     include_stop_sequence: bool
     input_text: bool
-    details: Details
+    logprob_options: LogprobOptions
     truncate_input_tokens: int
 
 
@@ -73,38 +73,38 @@ class _Rule:
     """A rule about one field: `broken` tells whether it is, `text` is the message."""
 
     field: str
-    broken: Callable[[Parameters, Limits], bool]
-    text: str
+    violated: Callable[[RawParams, RequestLimits], bool]
+    message: str
 
 
-def validate(asked: Parameters, limits: Limits) -> Settings:
+def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     """Effective settings, or InvalidRequest for the first rule broken. The deadline starts now."""
     now = time.monotonic()
-    if asked.guided:
-        raise Unimplemented(f"params.decoding.{asked.guided}: guided decoding is not supported yet")
-    filled = _with_defaults(asked)
-    for name, value in _floats(filled):
+    if raw.guided:
+        raise Unimplemented(f"params.decoding.{raw.guided}: guided decoding is not supported yet")
+    filled = _with_defaults(raw)
+    for name, value in _float_fields(filled):
         if not math.isfinite(value):
-            raise InvalidRequest(name, f"{_last(name)} must be finite, got {value}")
+            raise InvalidRequest(name, f"{_last_segment(name)} must be finite, got {value}")
     for rule in _RULES:
-        if rule.broken(filled, limits):
-            raise InvalidRequest(rule.field, rule.text.format(p=filled, limits=limits))
-    return _settings(filled, limits, now)
+        if rule.violated(filled, limits):
+            raise InvalidRequest(rule.field, rule.message.format(p=filled, limits=limits))
+    return _resolved(filled, limits, now)
 
 
 def make_request(
     request_id: int,
     tokens: list[int],
-    prefix: Prefix | None,
-    settings: Settings,
-    limits: Limits,
+    prefix: AdapterRef | None,
+    params: ResolvedParams,
+    limits: RequestLimits,
     field_name: str,
     identity: bytes = b"",
 ) -> Request:
     """One input of the call, its length checked and its output bounded by what the sequence length leaves."""
-    length, most = len(tokens), limits.sequence_length
+    length, most = len(tokens), limits.max_sequence_length
     prefix_length = prefix.length if prefix else 0
-    minimum = settings.sampling.min_new_tokens
+    minimum = params.sampling_params.min_new_tokens
     if not tokens:
         raise InvalidRequest(field_name, f"{field_name} gives no token")
     if length + prefix_length >= most:
@@ -119,31 +119,31 @@ def make_request(
     room = most - length - prefix_length
     return Request(
         id=request_id,
-        tokens=[limits.placeholder] * prefix_length + tokens,
-        max_new_tokens=min(settings.max_new_tokens, room),
-        capped=settings.max_new_tokens > room,
-        sampling=_seeded(settings),
-        details=settings.details,
-        deadline=settings.deadline,
+        tokens=[limits.placeholder_id] * prefix_length + tokens,
+        max_new_tokens=min(params.max_new_tokens, room),
+        limited_by_context=params.max_new_tokens > room,
+        sampling_params=_with_seed(params),
+        logprob_options=params.logprob_options,
+        deadline=params.deadline,
         cache_salt=identity + (prefix.version.to_bytes(8) if prefix else b""),
-        prefix=prefix,
+        adapter=prefix,
     )
 
 
-def _with_defaults(asked: Parameters) -> Parameters:
+def _with_defaults(raw: RawParams) -> RawParams:
     """Zero means the default; what greedy decoding ignores is dropped unread."""
     filled = replace(
-        asked,
-        max_new_tokens=asked.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
-        repetition_penalty=asked.repetition_penalty or 1.0,
+        raw,
+        max_new_tokens=raw.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+        repetition_penalty=raw.repetition_penalty or 1.0,
     )
-    if not asked.sample:
+    if not raw.do_sample:
         return replace(filled, temperature=0.0, top_k=0, top_p=1.0, typical_p=0.0, seed=None)
-    temperature = 1.0 if asked.temperature is None else asked.temperature
-    return replace(filled, temperature=temperature, top_p=asked.top_p or 1.0)
+    temperature = 1.0 if raw.temperature is None else raw.temperature
+    return replace(filled, temperature=temperature, top_p=raw.top_p or 1.0)
 
 
-def _floats(p: Parameters) -> Iterator[tuple[str, float]]:
+def _float_fields(p: RawParams) -> Iterator[tuple[str, float]]:
     yield "params.sampling.temperature", p.temperature or 0.0
     yield "params.sampling.top_p", p.top_p
     yield "params.sampling.typical_p", p.typical_p
@@ -152,10 +152,10 @@ def _floats(p: Parameters) -> Iterator[tuple[str, float]]:
         yield "params.decoding.length_penalty.decay_factor", p.length_penalty[1]
 
 
-def _settings(p: Parameters, limits: Limits, now: float) -> Settings:
+def _resolved(p: RawParams, limits: RequestLimits, now: float) -> ResolvedParams:
     assert p.temperature is not None
     greedy = p.temperature == 0.0
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=p.temperature,
         top_k=0 if greedy else p.top_k,
         top_p=1.0 if greedy else p.top_p,
@@ -165,26 +165,26 @@ def _settings(p: Parameters, limits: Limits, now: float) -> Settings:
         min_new_tokens=p.min_new_tokens,
     )
     include = p.include_stop_sequence
-    return Settings(
-        sampling=sampling,
+    return ResolvedParams(
+        sampling_params=sampling,
         seed=p.seed,
         max_new_tokens=p.max_new_tokens,
         deadline=now + p.time_limit_millis / 1000 if p.time_limit_millis else None,
         stop_sequences=p.stop_sequences,
         include_stop_sequence=limits.include_stop_sequence if include is None else include,
         input_text=p.input_text,
-        details=p.details,
+        logprob_options=p.logprob_options,
         truncate_input_tokens=p.truncate_input_tokens,
     )
 
 
-def _seeded(settings: Settings) -> Sampling:
+def _with_seed(params: ResolvedParams) -> SamplingParams:
     """The request's seed for every input of the call, else a seed of 32 bits for each."""
-    sampling = settings.sampling
+    sampling = params.sampling_params
     if sampling.greedy:
         return sampling
-    seed = secrets.randbits(32) if settings.seed is None else settings.seed
-    return Sampling(
+    seed = secrets.randbits(32) if params.seed is None else params.seed
+    return SamplingParams(
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
@@ -196,20 +196,20 @@ def _seeded(settings: Settings) -> Sampling:
     )
 
 
-def _last(path: str) -> str:
+def _last_segment(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _detail_without_list(p: Parameters, _: Limits) -> bool:
-    wanted = p.details.logprobs or p.details.ranks or p.details.top_n > 0
-    return wanted and not (p.details.generated or p.details.inputs)
+def _details_without_tokens(p: RawParams, _: RequestLimits) -> bool:
+    wanted = p.logprob_options.logprobs or p.logprob_options.ranks or p.logprob_options.top_n_tokens > 0
+    return wanted and not (p.logprob_options.generated_tokens or p.logprob_options.input_tokens)
 
 
-def _bad_stop_sequence(p: Parameters, _: Limits) -> bool:
+def _has_invalid_stop_sequence(p: RawParams, _: RequestLimits) -> bool:
     return any(not s or len(s.encode()) > MAX_STOP_SEQUENCE_BYTES for s in p.stop_sequences)
 
 
-_STOP_TEXT = (
+_STOP_SEQUENCES_MESSAGE = (
     f"can specify at most {MAX_STOP_SEQUENCES} non-empty stop sequences, "
     f"each not more than {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
 )
@@ -237,8 +237,8 @@ _RULES = (
     ),
     _Rule(
         "params.stopping.max_new_tokens",
-        lambda p, limits: p.max_new_tokens > limits.new_tokens,
-        "max_new_tokens must be <= {limits.new_tokens}, got {p.max_new_tokens}",
+        lambda p, limits: p.max_new_tokens > limits.max_new_tokens,
+        "max_new_tokens must be <= {limits.max_new_tokens}, got {p.max_new_tokens}",
     ),
     _Rule(
         "params.stopping.min_new_tokens",
@@ -258,17 +258,17 @@ _RULES = (
     _Rule(
         "params.stopping.stop_sequences",
         lambda p, _: len(p.stop_sequences) > MAX_STOP_SEQUENCES,
-        _STOP_TEXT,
+        _STOP_SEQUENCES_MESSAGE,
     ),
     _Rule(
         "params.response",
-        _detail_without_list,
+        _details_without_tokens,
         "must request input and/or generated tokens to request extra token detail",
     ),
     _Rule(
         "params.response.top_n_tokens",
-        lambda p, _: p.details.top_n > MAX_TOP_N_TOKENS,
-        f"top_n_tokens must be <= {MAX_TOP_N_TOKENS}, got {{p.details.top_n}}",
+        lambda p, _: p.logprob_options.top_n_tokens > MAX_TOP_N_TOKENS,
+        f"top_n_tokens must be <= {MAX_TOP_N_TOKENS}, got {{p.logprob_options.top_n_tokens}}",
     ),
-    _Rule("params.stopping.stop_sequences", _bad_stop_sequence, _STOP_TEXT),
+    _Rule("params.stopping.stop_sequences", _has_invalid_stop_sequence, _STOP_SEQUENCES_MESSAGE),
 )

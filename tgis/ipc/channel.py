@@ -13,42 +13,42 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tgis.ipc.messages import Fatal, FrameReader, pack
+from tgis.ipc.messages import Fatal, FrameReader, encode_frame
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 18
+_RECV_BYTES = 1 << 18
 
 
-class Link:
+class Channel:
     """A thread reads the socket, so that its end of file is noticed during a long step."""
 
-    def __init__(self, sock: socket.socket, union: Any) -> None:
+    def __init__(self, sock: socket.socket, message_type: Any) -> None:
         """The parent sends members of `union`."""
         self._socket = sock
-        self._union = union
-        self._sending = threading.Lock()
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._diverted: dict[type, Callable[[Any], None]] = {}
+        self._message_type = message_type
+        self._send_lock = threading.Lock()
+        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._handlers: dict[type, Callable[[Any], None]] = {}
         threading.Thread(target=self._read, daemon=True, name="link").start()
 
     def receive(self, *, wait: bool) -> list[Any]:
         """The messages that have arrived; with `wait`, at least one."""
-        messages = [self._inbox.get()] if wait else []
-        while not self._inbox.empty():
-            messages.append(self._inbox.get())
+        messages = [self._received.get()] if wait else []
+        while not self._received.empty():
+            messages.append(self._received.get())
         return messages
 
-    def divert(self, kind: type, to: Callable[[Any], None]) -> None:
+    def handle_inline(self, message_type: type, handler: Callable[[Any], None]) -> None:
         """Let messages of a type that nobody sends yet go there at once, in the thread that reads."""
-        self._diverted[kind] = to
+        self._handlers[message_type] = handler
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one message; the parent always reads."""
-        with self._sending:
-            self._socket.sendall(pack(message))
+        with self._send_lock:
+            self._socket.sendall(encode_frame(message))
 
-    def end(self, reason: str) -> NoReturn:
+    def abort(self, reason: str) -> NoReturn:
         """Say why, and leave at once, from any thread: others may be stuck where nothing wakes them."""
         try:
             self.send(Fatal(reason))
@@ -56,11 +56,11 @@ class Link:
             os._exit(1)
 
     def _read(self) -> None:
-        reader = FrameReader(self._union)
+        reader = FrameReader(self._message_type)
         try:
-            while data := self._socket.recv(_CHUNK):
+            while data := self._socket.recv(_RECV_BYTES):
                 for message in reader.feed(data):
-                    self._diverted.get(type(message), self._inbox.put)(message)
+                    self._handlers.get(type(message), self._received.put)(message)
         except OSError:
             log.debug("the link broke", exc_info=True)
         os._exit(0)  # the parent is gone: nobody is left to serve or to tell

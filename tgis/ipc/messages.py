@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.ipc.adapters import LookupPrompt, Prefix, PromptInfo, PromptOptions
+from tgis.ipc.adapters import AdapterRef, AdapterResolved, AdapterStoreOptions, ResolveAdapter
 from tgis.ipc.snapshot import Snapshot
 
 MAX_FRAME_BYTES = 1 << 30  # far above any honest message: a broken length must not allocate the machine
@@ -30,7 +30,7 @@ class StopReason(enum.IntEnum):
     ERROR = 7
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How the next token of a request is chosen, after validation and defaults."""
 
     temperature: float = 0.0  # 0 is greedy
@@ -48,14 +48,14 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.temperature == 0.0
 
 
-class Details(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Which facts about tokens a request wants; `logprobs`, `ranks` and `top_n` apply to both lists."""
 
-    generated: bool = False
-    inputs: bool = False
+    generated_tokens: bool = False
+    input_tokens: bool = False
     logprobs: bool = False
     ranks: bool = False
-    top_n: int = 0
+    top_n_tokens: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,41 +64,41 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
     tokens: list[int]  # placeholders of the prefix, then the input after truncation, special tokens included
     max_new_tokens: int  # already reduced to what the sequence length leaves
-    capped: bool  # whether it was reduced: reaching it is TOKEN_LIMIT then, else MAX_TOKENS
-    sampling: Sampling
-    details: Details
+    limited_by_context: bool  # whether it was reduced: reaching it is TOKEN_LIMIT then, else MAX_TOKENS
+    sampling_params: SamplingParams
+    logprob_options: LogprobOptions
     deadline: float | None = None
     cache_salt: bytes = b""  # requests share cached prefixes only with those of the same salt
-    prefix: Prefix | None = None
+    adapter: AdapterRef | None = None
 
     @property
-    def prefix_length(self) -> int:
+    def soft_prompt_length(self) -> int:
         """How many of the tokens are placeholders of a soft prompt."""
-        return self.prefix.length if self.prefix else 0
+        return self.adapter.length if self.adapter else 0
 
     @property
     def input_length(self) -> int:
         """Tokens of the input itself, which is what users count."""
-        return len(self.tokens) - self.prefix_length
+        return len(self.tokens) - self.soft_prompt_length
 
     @property
-    def output_places(self) -> int:
+    def output_positions(self) -> int:
         """Places that the output of an encoder-decoder takes, virtual tokens included."""
-        return self.max_new_tokens + (self.prefix.decoder_length if self.prefix else 0)
+        return self.max_new_tokens + (self.adapter.decoder_length if self.adapter else 0)
 
     @property
-    def input_places(self) -> int:
+    def input_positions(self) -> int:
         """Places that the input takes, virtual tokens included."""
-        virtual = self.prefix.decoder_length if self.prefix else 0
+        virtual = self.adapter.decoder_length if self.adapter else 0
         return len(self.tokens) - virtual - bool(virtual)
 
 
-class TokenFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What was asked about one token: logprob and rank 0 and no candidates where it was not."""
 
     logprob: float = 0.0
     rank: int = 0
-    top: list[tuple[int, float]] = []  # token id, logprob
+    top_logprobs: list[tuple[int, float]] = []  # token id, logprob
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -111,25 +111,27 @@ class EngineInfo(msgspec.Struct, frozen=True):
     encoder_decoder: bool
     padded: bool  # whether a batch costs rows x width, or the sum of lengths
     max_batch_size: int
-    weight_limit: int  # tokens of context that fit into memory
-    prefill_tokens: int  # tokens that one pass takes before it only gets slower
+    token_capacity: int  # tokens of context that fit into memory
+    max_prefill_tokens: int  # tokens that one pass takes before it only gets slower
     prefill_linear: float = 0.0  # tokens of context that each token of a prefill weighs
     prefill_quadratic: float = 0.0  # and besides, for each token of its row
     block_size: int = 0  # tokens of a KV block; rows of such engines compute parts of their prompts beside others
-    ahead: int = 0  # tokens of a row that such an engine may compute, if it has the block, before they are planned
-    stretch: float = 2.0  # how much longer a step may take for prompts beside rows that decode
-    largest: int = 1 << 40  # tokens of the largest single request that fits into memory
-    positions: int = 1 << 40  # tokens that an input, and an output, may have whatever the memory
+    lookahead: int = 0  # tokens of a row that such an engine may compute, if it has the block, before they are planned
+    max_slowdown: float = 2.0  # how much longer a step may take for prompts beside rows that decode
+    max_request_tokens: int = 1 << 40  # tokens of the largest single request that fits into memory
+    max_positions: int = 1 << 40  # tokens that an input, and an output, may have whatever the memory
     embedding_size: int = 0  # of a row of a soft prompt; 0: the engine takes none
-    linears: dict[str, tuple[int, int]] = {}  # inputs and outputs of layers that LoRA may change; empty: it may not
+    lora_targets: dict[
+        str, tuple[int, int]
+    ] = {}  # inputs and outputs of layers that LoRA may change; empty: it may not
 
     @property
-    def takes_adapters(self) -> bool:
+    def supports_adapters(self) -> bool:
         """Whether rows may have soft prompts or LoRA adapters."""
-        return self.embedding_size > 0 or bool(self.linears)
+        return self.embedding_size > 0 or bool(self.lora_targets)
 
 
-class Admissions(msgspec.Struct, array_like=True, gc=False):
+class AdmissionCounters(msgspec.Struct, array_like=True, gc=False):
     """How rows came to join steps, and what kept others from it, counted since the last report."""
 
     queue_jumps: int = 0  # joined before one that had come earlier
@@ -137,28 +139,28 @@ class Admissions(msgspec.Struct, array_like=True, gc=False):
     prefill_weight_exceeded: int = 0  # kept back: the prefill would have become too large
     prefill_padding_exceeded: int = 0  # kept back: too much of the prefill would have been padding
     preemptions: int = 0  # gave their KV blocks to older rows, to be computed anew
-    prefix_queries: int = 0  # tokens of rows whose beginning could have been cached
-    prefix_hits: int = 0  # tokens of those that were
+    prefix_cache_queries: int = 0  # tokens of rows whose beginning could have been cached
+    prefix_cache_hits: int = 0  # tokens of those that were
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step was, for the metrics."""
 
     prefill: bool  # whether some row did more than decode
-    prefilled: int  # such rows
-    decoded: int  # the other rows of the pass
-    prompt_tokens: int  # computed of rows that did more than decode, padding included
+    num_prefills: int  # such rows
+    num_decodes: int  # the other rows of the pass
+    prefill_tokens: int  # computed of rows that did more than decode, padding included
     duration: float  # seconds, from plan to message
-    forward: float  # seconds inside the engine
-    running: int  # rows held after the step
-    context: int  # tokens of these rows, padding included
-    remaining: int  # sum over these rows of tokens they may still generate
+    forward_duration: float  # seconds inside the engine
+    num_running: int  # rows held after the step
+    context_tokens: int  # tokens of these rows, padding included
+    remaining_tokens: int  # sum over these rows of tokens they may still generate
     concatenated: bool  # whether rows came to the engine beside others, and stayed
-    returned: int  # requests that wait again, after a failed step
-    queued_for: list[float]  # seconds that each of the rows waited that were in a batch for the first time
-    joined: list[int] = []  # ids of those rows
-    admissions: Admissions = msgspec.field(default_factory=Admissions)
-    weight_limit: int = 0  # tokens of context that a batch may have; less than at the start after lack of memory
+    num_requeued: int  # requests that wait again, after a failed step
+    queue_durations: list[float]  # seconds that each of the rows waited that were in a batch for the first time
+    first_scheduled: list[int] = []  # ids of those rows
+    admissions: AdmissionCounters = msgspec.field(default_factory=AdmissionCounters)
+    token_capacity: int = 0  # tokens of context that a batch may have; less than at the start after lack of memory
 
 
 class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
@@ -174,13 +176,13 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     max_waiting_tokens: int
     batch_safety_margin: int  # percent of memory held back
     cuda_memory_fraction: float
-    threads: int | None  # of all shards together
+    num_threads: int | None  # of all shards together
     log_level: str
     json_output: bool
     prefix_cache: bool = True
     kv_cache_bytes: int | None = None  # None: the engine's own share of the free memory
-    shards: int = 1  # processes that compute every step together
-    prompts: PromptOptions | None = None
+    num_shards: int = 1  # processes that compute every step together
+    adapter_store: AdapterStoreOptions | None = None
     compile: bool = False  # what can be, by torch.compile
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # needed by auto
@@ -190,7 +192,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """The inputs of one call, queued together."""
 
     requests: list[Request]
-    at: float  # `time.monotonic()`: a long step must not hide how long they wait
+    queued_at: float  # `time.monotonic()`: a long step must not hide how long they wait
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -199,7 +201,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     ids: list[int]
 
 
-class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+class GetSnapshot(msgspec.Struct, frozen=True, tag="inspect"):
     """Send a Snapshot, between two steps."""
 
 
@@ -221,9 +223,9 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     ids: list[int]
     tokens: list[int]
-    ends: list[int]  # StopReason
-    facts: list[TokenFacts | None]
-    inputs: dict[int, list[TokenFacts]]  # request id -> facts of its input tokens, after its prefill
+    stop_reasons: list[int]  # StopReason
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]  # request id -> facts of its input tokens, after its prefill
     stats: StepStats | None  # None when no pass ran
 
 
@@ -249,13 +251,13 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Submit | LookupPrompt | Cancel | Inspect | Shutdown
-FromEngine = Ready | Step | Failed | PromptInfo | Snapshot | Fatal
+ToEngine = EngineOptions | Submit | ResolveAdapter | Cancel | GetSnapshot | Shutdown
+FromEngine = Ready | Step | Failed | AdapterResolved | Snapshot | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def pack(message: msgspec.Struct) -> bytes:
+def encode_frame(message: msgspec.Struct) -> bytes:
     """One frame: four bytes of length (little endian), then msgpack."""
     body = _encoder.encode(message)
     assert len(body) <= MAX_FRAME_BYTES
@@ -265,8 +267,8 @@ def pack(message: msgspec.Struct) -> bytes:
 class FrameReader:
     """Cuts a stream of bytes into frames and decodes them as members of `union`."""
 
-    def __init__(self, union: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(union)
+    def __init__(self, message_type: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:

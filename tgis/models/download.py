@@ -23,14 +23,14 @@ from tgis.errors import StartError
 from tgis.models import hub
 from tgis.models.hub import HubFile, Listing
 from tgis.utils.file_lock import locked
-from tgis.utils.progress_bar import Progress, size
+from tgis.utils.progress_bar import ProgressBar, format_bytes
 
 THREADS = 8
-ATTEMPTS = 6  # in a row that bring nothing
-MAX_WAIT_SECONDS = 16.0
-AGAIN = (408, 429, 500, 502, 503, 504)
-UNKNOWN_RANGE = 416
-PARTIAL = ".tgis.incomplete"
+MAX_ATTEMPTS = 6  # in a row that bring nothing
+MAX_BACKOFF_SECONDS = 16.0
+RETRY_STATUSES = (408, 429, 500, 502, 503, 504)
+RANGE_NOT_SATISFIABLE = 416
+PARTIAL_SUFFIX = ".tgis.incomplete"
 
 
 def download(api: HfApi, listing: Listing, files: tuple[HubFile, ...], revision: str | None, cache: Path) -> Path:
@@ -38,14 +38,14 @@ def download(api: HfApi, listing: Listing, files: tuple[HubFile, ...], revision:
 
     StartError if a file cannot be had or kept. What has come until then stays, for the next run.
     """
-    run = _Run(api, listing, _folder(listing, cache))
-    with _refusals(cache), locked(cache / ".locks" / run.folder.name / "tgis.lock"):
-        run.fetch([file for file in files if not run.has(file)])
+    run = _Download(api, listing, _folder(listing, cache))
+    with _filesystem_errors(cache), locked(cache / ".locks" / run.folder.name / "tgis.lock"):
+        run.fetch([file for file in files if not run.is_cached(file)])
         run.snapshot.mkdir(parents=True, exist_ok=True)
         for file in files:
-            run.place(file)
-        _point(run.folder, revision or constants.DEFAULT_REVISION, listing.commit)
-        for left in (run.folder / "blobs").glob(f"*{PARTIAL}"):  # of a commit that nobody asks for any more
+            run.link(file)
+        _update_ref(run.folder, revision or constants.DEFAULT_REVISION, listing.commit)
+        for left in (run.folder / "blobs").glob(f"*{PARTIAL_SUFFIX}"):  # of a commit that nobody asks for any more
             left.unlink()
     return run.snapshot
 
@@ -56,7 +56,7 @@ def snapshot_of(listing: Listing, cache: Path) -> Path:
 
 
 @dataclass(slots=True)
-class _Run:
+class _Download:
     """One run for one snapshot; whatever stops one of its threads stops them all."""
 
     api: HfApi
@@ -69,28 +69,28 @@ class _Run:
         return self.folder / "snapshots" / self.listing.commit
 
     def blob(self, file: HubFile) -> Path:
-        return self.folder / "blobs" / file.key
+        return self.folder / "blobs" / file.digest
 
     def partial(self, file: HubFile) -> Path:
-        return self.folder / "blobs" / f"{file.key}{PARTIAL}"
+        return self.folder / "blobs" / f"{file.digest}{PARTIAL_SUFFIX}"
 
-    def has(self, file: HubFile) -> bool:
+    def is_cached(self, file: HubFile) -> bool:
         """Whether the file is in the cache; its name says that it was right, so only its size is looked at."""
-        return file.size in (_size(self.blob(file)), _size(self.snapshot / file.name))
+        return file.size in (_size_of(self.blob(file)), _size_of(self.snapshot / file.name))
 
     def fetch(self, files: list[HubFile]) -> None:
         """Make the blobs of `files`."""
-        files = list({file.key: file for file in files}.values())
+        files = list({file.digest: file for file in files}.values())
         total = sum(file.size for file in files)
-        done = sum(min(max(_size(self.partial(file)), 0), file.size) for file in files)
-        self._tell(len(files), total, done)
+        done = sum(min(max(_size_of(self.partial(file)), 0), file.size) for file in files)
+        self._print_plan(len(files), total, done)
         if not files:
             return
         (self.folder / "blobs").mkdir(parents=True, exist_ok=True)
         _check_space(self.folder, total - done)
-        progress = Progress(self.listing.repo, total, done)
+        progress = ProgressBar(self.listing.repo, total, done)
         with contextlib.closing(progress), ThreadPoolExecutor(THREADS) as pool:
-            tasks = [pool.submit(self._make_blob, file, progress) for file in files]
+            tasks = [pool.submit(self._fetch_blob, file, progress) for file in files]
             try:
                 for task in as_completed(tasks):
                     task.result()
@@ -99,55 +99,59 @@ class _Run:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def place(self, file: HubFile) -> None:
+    def link(self, file: HubFile) -> None:
         """Let the snapshot have the file: a link to its blob, or the blob itself where there are no links."""
         pointer = self.snapshot / file.name
-        if _size(pointer) == file.size:
+        if _size_of(pointer) == file.size:
             return
-        link = self.snapshot / f".{file.key}.link"
+        link = self.snapshot / f".{file.digest}.link"
         link.unlink(missing_ok=True)
         try:
-            link.symlink_to(Path("..", "..", "blobs", file.key))
+            link.symlink_to(Path("..", "..", "blobs", file.digest))
         except OSError:
             link = self.blob(file)
         link.replace(pointer)
 
-    def _tell(self, count: int, total: int, done: int) -> None:
-        before = f", of which {size(done)} came before" if done else ""
-        what = f"{count} file{'s' * (count > 1)} to download, {size(total)}{before}" if count else "all files are here"
+    def _print_plan(self, count: int, total: int, done: int) -> None:
+        before = f", of which {format_bytes(done)} came before" if done else ""
+        what = (
+            f"{count} file{'s' * (count > 1)} to download, {format_bytes(total)}{before}"
+            if count
+            else "all files are here"
+        )
         print(f"{self.listing.repo} at commit {self.listing.commit[:12]}: {what}", file=sys.stderr, flush=True)
 
-    def _make_blob(self, file: HubFile, progress: Progress) -> None:
+    def _fetch_blob(self, file: HubFile, progress: ProgressBar) -> None:
         """Whatever it takes, unless another thread fails first."""
         partial, failures = self.partial(file), 0
-        if _size(partial) > file.size:
+        if _size_of(partial) > file.size:
             partial.unlink()
         partial.touch()
-        while (done := _size(partial)) < file.size:
+        while (done := _size_of(partial)) < file.size:
             error = self._attempt(file, done, progress)
-            failures = 0 if _size(partial) > done else failures + 1
-            if failures == ATTEMPTS:
+            failures = 0 if _size_of(partial) > done else failures + 1
+            if failures == MAX_ATTEMPTS:
                 raise error or StartError(f"{file.name}: nothing comes after byte {done} of {file.size}")
-            if self.stop.wait(min(2.0 ** (failures - 1), MAX_WAIT_SECONDS) if failures else 0):
+            if self.stop.wait(min(2.0 ** (failures - 1), MAX_BACKOFF_SECONDS) if failures else 0):
                 return
-        _check(partial, file)
+        _verify_hash(partial, file)
         partial.replace(self.blob(file))
 
-    def _attempt(self, file: HubFile, done: int, progress: Progress) -> StartError | None:
+    def _attempt(self, file: HubFile, done: int, progress: ProgressBar) -> StartError | None:
         """Append what one request brings; returns why it ended early if another one may do better."""
         try:
             self._append(file, done, progress)
-        except hub.REQUEST_FAILURE as error:
-            reason = hub.failure(error, self.api, self.listing.repo, self.listing.commit)
+        except hub.HTTP_FAILURE as error:
+            reason = hub.start_error(error, self.api, self.listing.repo, self.listing.commit)
             status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-            if status == UNKNOWN_RANGE:
+            if status == RANGE_NOT_SATISFIABLE:
                 self.partial(file).unlink()  # the hub's file is shorter than this part of it
-            if status is not None and status not in AGAIN:
+            if status is not None and status not in RETRY_STATUSES:
                 raise reason from error
             return reason
         return None
 
-    def _append(self, file: HubFile, done: int, progress: Progress) -> None:
+    def _append(self, file: HubFile, done: int, progress: ProgressBar) -> None:
         url = hf_hub_url(self.listing.repo, file.name, revision=self.listing.commit, endpoint=self.api.endpoint)
         headers = build_hf_headers(
             token=self.api.token, library_name=self.api.library_name, library_version=self.api.library_version
@@ -171,7 +175,7 @@ def _folder(listing: Listing, cache: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _refusals(cache: Path) -> Iterator[None]:
+def _filesystem_errors(cache: Path) -> Iterator[None]:
     """What the file system refuses, above all when it is full."""
     try:
         yield
@@ -185,24 +189,24 @@ def _refusals(cache: Path) -> Iterator[None]:
 def _check_space(folder: Path, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise StartError(f"{folder} needs {size(need)} more, and its file system has {size(free)} free")
+        raise StartError(f"{folder} needs {format_bytes(need)} more, and its file system has {format_bytes(free)} free")
 
 
-def _check(partial: Path, file: HubFile) -> None:
+def _verify_hash(partial: Path, file: HubFile) -> None:
     """StartError, and the part is gone, unless its content is what the hub told."""
     with partial.open("rb") as content:
-        if len(file.key) == hashlib.sha256().digest_size * 2:
+        if len(file.digest) == hashlib.sha256().digest_size * 2:
             found = hashlib.file_digest(content, "sha256").hexdigest()
         else:  # as git names it
             start = b"blob %d\0" % file.size
             found = hashlib.file_digest(content, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()
         os.fsync(content.fileno())
-    if found != file.key:
+    if found != file.digest:
         partial.unlink()
-        raise StartError(f"{file.name} came with hash {found}, not {file.key}: it was thrown away, download again")
+        raise StartError(f"{file.name} came with hash {found}, not {file.digest}: it was thrown away, download again")
 
 
-def _point(folder: Path, revision: str, commit: str) -> None:
+def _update_ref(folder: Path, revision: str, commit: str) -> None:
     """Let the revision mean the commit from now on."""
     if ".." in PurePosixPath(revision).parts or revision.startswith("/"):
         raise StartError(f"{revision!r:.100} is no name of a revision")
@@ -215,7 +219,7 @@ def _point(folder: Path, revision: str, commit: str) -> None:
     fresh.replace(ref)
 
 
-def _size(path: Path) -> int:
+def _size_of(path: Path) -> int:
     """-1 if there is nothing."""
     try:
         return path.stat().st_size

@@ -61,7 +61,7 @@ def find_weights(path: Path) -> tuple[Path, ...]:
     if single.is_file():
         shards = [single]
     elif index.is_file():
-        shards = indexed_files(index)
+        shards = shard_files(index)
     else:
         way = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
         raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){way}")
@@ -70,7 +70,7 @@ def find_weights(path: Path) -> tuple[Path, ...]:
     return tuple(shards)
 
 
-def indexed_files(index: Path) -> list[Path]:
+def shard_files(index: Path) -> list[Path]:
     """The files that the index of a sharded model names, sorted; StartError unless all of them are beside it."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -101,7 +101,7 @@ def is_encoder_decoder(config: dict[str, Any]) -> bool:
     return value
 
 
-def eos_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
+def eos_token_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
     """Ids that end a text: those of config.json, then of generation_config.json.
 
     If neither names one, the id of the eos token of the tokenizer in directory `tokenizer`; may be empty.
@@ -111,7 +111,7 @@ def eos_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
         named = _text_config(model.config).get("eos_token_id")
     ids = _as_ids(named, "config.json")
     ids += _as_ids(model.generation_config.get("eos_token_id"), "generation_config.json")
-    return tuple(dict.fromkeys(ids)) or _tokenizer_eos(tokenizer)
+    return tuple(dict.fromkeys(ids)) or _tokenizer_eos_ids(tokenizer)
 
 
 def embedding_size(config: dict[str, Any]) -> int | None:
@@ -120,7 +120,7 @@ def embedding_size(config: dict[str, Any]) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
-def padding_id(config: dict[str, Any]) -> int | None:
+def pad_token_id(config: dict[str, Any]) -> int | None:
     """The id of the token that pads, if config.json names one."""
     ids = [_as_int(section.get("pad_token_id")) for section in (config, _text_config(config))]
     return next((id_ for id_ in ids if id_ is not None), None)
@@ -186,7 +186,7 @@ def _check_header(shard: Path) -> None:
         raise StartError(f"{shard} is not a safetensors file: perhaps a git-lfs pointer or half a download")
 
 
-def _tokenizer_eos(directory: Path) -> tuple[int, ...]:
+def _tokenizer_eos_ids(directory: Path) -> tuple[int, ...]:
     token = None
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         if token is None and (directory / file).is_file():

@@ -21,15 +21,15 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 from tgis.errors import StartError
 
-ABOUT_THE_MODEL = (".json", ".py", ".model", ".md", ".txt", ".spm")  # beside weights; tokenizers are in four of them
-NOT_WEIGHTS = re.compile("arguments|args|training")  # in the name of a file: how a model was made
+CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # beside weights; tokenizers are in four of them
+TRAINING_FILES = re.compile("arguments|args|training")  # in the name of a file: how a model was made
 COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 MAX_FILES = 10_000
-REQUEST_FAILURE: type[Exception] = HTTPError  # the hub says no, or does not answer
+HTTP_FAILURE: type[Exception] = HTTPError  # the hub says no, or does not answer
 
 
-class Unreachable(StartError):
+class HubUnreachable(StartError):
     """The hub does not answer, or must not be asked; what is in the cache may do."""
 
 
@@ -39,7 +39,7 @@ class HubFile:
 
     name: str
     size: int  # bytes
-    key: str  # sha256 of a large file, git's sha1 of a small one
+    digest: str  # sha256 of a large file, git's sha1 of a small one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Listing:
     files: tuple[HubFile, ...]
 
 
-def look_up(api: HfApi, repo: str, revision: str | None) -> Listing:
+def fetch_listing(api: HfApi, repo: str, revision: str | None) -> Listing:
     """Ask the hub once; StartError if it has no such thing or gives no access, Unreachable if it cannot be asked."""
     try:
         info = api.model_info(
@@ -60,22 +60,24 @@ def look_up(api: HfApi, repo: str, revision: str | None) -> Listing:
         return _listing(repo, info)
     except HFValidationError as error:
         raise StartError(f"{repo!r:.200} is no name of a model on the hub: {_one_line(error)}") from error
-    except (REQUEST_FAILURE, OfflineModeIsEnabled) as error:
-        raise failure(error, api, repo, revision) from error
+    except (HTTP_FAILURE, OfflineModeIsEnabled) as error:
+        raise start_error(error, api, repo, revision) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StartError(f"{api.endpoint} does not answer as a hub does: {_one_line(error)}") from error
 
 
-def wanted(listing: Listing, extensions: tuple[str, ...]) -> tuple[HubFile, ...]:
+def select_files(listing: Listing, extensions: tuple[str, ...]) -> tuple[HubFile, ...]:
     """The files with one of the extensions, but for those about how the model was made."""
-    return tuple(file for file in listing.files if file.name.endswith(extensions) and not NOT_WEIGHTS.search(file.name))
+    return tuple(
+        file for file in listing.files if file.name.endswith(extensions) and not TRAINING_FILES.search(file.name)
+    )
 
 
-def failure(error: Exception, api: HfApi, repo: str, revision: str | None) -> StartError:
+def start_error(error: Exception, api: HfApi, repo: str, revision: str | None) -> StartError:
     """What to tell about a request that failed."""
     match error:
         case OfflineModeIsEnabled():
-            return Unreachable("HF_HUB_OFFLINE is set: nothing is downloaded")
+            return HubUnreachable("HF_HUB_OFFLINE is set: nothing is downloaded")
         case GatedRepoError():
             return StartError(
                 f"access to {repo} is granted by its owners: ask for it on its page at {api.endpoint}, then give"
@@ -88,11 +90,11 @@ def failure(error: Exception, api: HfApi, repo: str, revision: str | None) -> St
                 f"{api.endpoint} has no model {repo}, or a private one, which needs a token in HF_TOKEN or --token"
             )
         case HfHubHTTPError(response=response) if response.status_code >= 500:
-            return Unreachable(f"{api.endpoint} answers {response.status_code}")
+            return HubUnreachable(f"{api.endpoint} answers {response.status_code}")
         case HfHubHTTPError(response=response):
             said = _one_line(response.headers.get("X-Error-Message") or response.reason_phrase)
             return StartError(f"{repo}: {api.endpoint} answers {response.status_code}: {said}")
-    return Unreachable(f"cannot reach {api.endpoint}: {_one_line(error) or type(error).__name__}")
+    return HubUnreachable(f"cannot reach {api.endpoint}: {_one_line(error) or type(error).__name__}")
 
 
 def _listing(repo: str, info: ModelInfo) -> Listing:
@@ -102,10 +104,10 @@ def _listing(repo: str, info: ModelInfo) -> Listing:
     if len(siblings) > MAX_FILES:
         raise ValueError(f"it lists {len(siblings)} files, more than {MAX_FILES}")
     assert info.sha is not None
-    return Listing(repo, info.sha, tuple(_file(sibling) for sibling in siblings if _at_the_root(sibling.rfilename)))
+    return Listing(repo, info.sha, tuple(_file(sibling) for sibling in siblings if _is_root_file(sibling.rfilename)))
 
 
-def _at_the_root(name: object) -> bool:
+def _is_root_file(name: object) -> bool:
     """Of the rest, many are files of other frameworks; a name that would lead elsewhere is none of ours either."""
     return isinstance(name, str) and name.isprintable() and "/" not in name and name.strip(".") != ""
 

@@ -2,12 +2,12 @@
 
 from importlib import import_module
 
-from tgis.ipc.adapters import PromptOptions
+from tgis.ipc.adapters import AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.resolver import Store
 
 
-def open_store(options: PromptOptions, info: EngineInfo) -> Store:
+def open_store(options: AdapterStoreOptions, info: EngineInfo) -> Store:
     """The store of `options`, what it holds made for the model that `info` describes."""
-    store: Store = import_module("tgis.prompts.store").PromptStore.for_engine(options, info)
+    store: Store = import_module("tgis.prompts.store").AdapterStore.for_engine(options, info)
     return store

@@ -16,7 +16,7 @@ class _Entry(Generic[V]):
     size: int
 
 
-class PromptCache(Generic[V]):
+class AdapterCache(Generic[V]):
     """A value is good for one signature of its files. Who has got one keeps it, whatever leaves the cache."""
 
     def __init__(self, capacity: int) -> None:
@@ -45,20 +45,20 @@ class PromptCache(Generic[V]):
     def put(self, key: str, signature: Signature, value: V, size: int) -> V:
         """Keep a value of `size` bytes; the one to use, which is another's if that was faster."""
         assert size <= self.capacity
-        gone = []  # freed only after the lock
+        evicted = []  # freed only after the lock
         with self._lock:
             old = self._entries.get(key)
             if old is not None and old.signature == signature:
                 return old.value
             if old is not None:
-                gone.append(self._take(key))
+                evicted.append(self._remove(key))
             while self._size + size > self.capacity:
-                gone.append(self._take(next(iter(self._entries))))
+                evicted.append(self._remove(next(iter(self._entries))))
             self._entries[key] = _Entry(signature, value, size)
             self._size += size
         return value
 
-    def _take(self, key: str) -> _Entry[V]:
+    def _remove(self, key: str) -> _Entry[V]:
         entry = self._entries.pop(key)
         self._size -= entry.size
         return entry

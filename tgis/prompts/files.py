@@ -5,36 +5,36 @@ import re
 import stat
 from dataclasses import dataclass
 
-from tgis.errors import PromptError
-from tgis.ipc.adapters import PromptProblem
-from tgis.utils.file_watch import Signature, signature
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem
+from tgis.utils.file_watch import Signature, file_signature
 
 CONFIG = "adapter_config.json"
-SAFETENSORS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
-FILES = (CONFIG, SAFETENSORS, PICKLED, DECODER, ENCODER)
+FILES = (CONFIG, SAFETENSORS, PICKLE, DECODER, ENCODER)
 
 _ID = re.compile(r"[/\w-]{1,512}")  # no dots: nothing but a name below the store
 
 
 @dataclass(frozen=True, slots=True)
-class PromptDirectory:
+class AdapterDirectory:
     """The directory of a prompt in a store, both as real paths."""
 
     store: str
     path: str
 
     @classmethod
-    def of(cls, store: str, prompt_id: str) -> "PromptDirectory":
+    def resolve(cls, store: str, adapter_id: str) -> "AdapterDirectory":
         """That of an id; PromptError for an id that cannot be one, leads out of the store or names nothing."""
-        if not _ID.fullmatch(prompt_id):
+        if not _ID.fullmatch(adapter_id):
             text = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
-            raise PromptError(PromptProblem.BAD_ID, text)
-        path = os.path.realpath(os.path.join(store, prompt_id))
-        if not _inside(path, store):
-            raise PromptError(PromptProblem.BAD_ID, "the id leads out of the store")
+            raise AdapterError(AdapterProblem.BAD_ID, text)
+        path = os.path.realpath(os.path.join(store, adapter_id))
+        if not _is_inside(path, store):
+            raise AdapterError(AdapterProblem.BAD_ID, "the id leads out of the store")
         if not os.path.isdir(path):
-            raise PromptError(PromptProblem.NOT_FOUND, "directory does not exist")
+            raise AdapterError(AdapterProblem.NOT_FOUND, "directory does not exist")
         return cls(store, path)
 
     def has(self, name: str) -> bool:
@@ -43,32 +43,32 @@ class PromptDirectory:
 
     def signature(self) -> Signature:
         """What changes when any of the files does."""
-        return signature(map(self._join, FILES))
+        return file_signature(map(self._join, FILES))
 
     def read(self, name: str, limit: int) -> bytes:
         """All of a file; PromptError unless it is a regular one inside the store and of at most `limit` bytes."""
         path = os.path.realpath(self._join(name))
-        if not _inside(path, self.store):
-            raise PromptError(PromptProblem.BROKEN, f"{name} leads out of the store")
+        if not _is_inside(path, self.store):
+            raise AdapterError(AdapterProblem.BROKEN, f"{name} leads out of the store")
         try:
-            with open(path, "rb", opener=_open) as file:
+            with open(path, "rb", opener=_open_nonblocking) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    raise PromptError(PromptProblem.BROKEN, f"{name} is not a regular file")
+                    raise AdapterError(AdapterProblem.BROKEN, f"{name} is not a regular file")
                 if status.st_size > limit:
                     text = f"{name} has {status.st_size} bytes, at most {limit} are allowed"
-                    raise PromptError(PromptProblem.BROKEN, text)
+                    raise AdapterError(AdapterProblem.BROKEN, text)
                 return file.read(status.st_size)
         except OSError as error:
-            raise PromptError(PromptProblem.BROKEN, f"{name} cannot be read: {error.strerror}") from error
+            raise AdapterError(AdapterProblem.BROKEN, f"{name} cannot be read: {error.strerror}") from error
 
     def _join(self, name: str) -> str:
         return os.path.join(self.path, name)
 
 
-def _open(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe must not hold us up
 
 
-def _inside(path: str, store: str) -> bool:
+def _is_inside(path: str, store: str) -> bool:
     return path.startswith(store.rstrip("/") + "/")

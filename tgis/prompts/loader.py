@@ -2,24 +2,31 @@
 
 import msgspec
 
-from tgis.prompts.files import CONFIG, PromptDirectory
-from tgis.prompts.lora import LoraAdapter, LoraFile, fit_lora, read_lora
-from tgis.prompts.tensor_file import Parts, SoftPrompt, Target, fit, read_config, read_parts
+from tgis.prompts.files import CONFIG, AdapterDirectory
+from tgis.prompts.lora import LoraAdapter, RawLora, fit_lora, read_lora
+from tgis.prompts.tensor_file import (
+    RawSoftPrompt,
+    SoftPrompt,
+    TargetModel,
+    fit_soft_prompt,
+    read_config,
+    read_soft_prompt,
+)
 
-Adapter = SoftPrompt | LoraAdapter
+LoadedAdapter = SoftPrompt | LoraAdapter
 
 
-class _Kind(msgspec.Struct):
+class _PeftType(msgspec.Struct):
     peft_type: str
 
 
-def read_adapter(directory: PromptDirectory, limit: int) -> Parts | LoraFile:
+def read_adapter(directory: AdapterDirectory, limit: int) -> RawSoftPrompt | RawLora:
     """What its files hold, none of them larger than `limit` bytes; PromptError for what is nothing of the kind."""
-    if directory.has(CONFIG) and read_config(directory, _Kind).peft_type == "LORA":
+    if directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA":
         return read_lora(directory, limit)
-    return read_parts(directory, limit)
+    return read_soft_prompt(directory, limit)
 
 
-def fit_adapter(found: Parts | LoraFile, target: Target, version: int) -> Adapter:
+def fit_adapter(found: RawSoftPrompt | RawLora, target: TargetModel, version: int) -> LoadedAdapter:
     """It for the model; PromptError for what that cannot use."""
-    return fit_lora(found, target, version) if isinstance(found, LoraFile) else fit(found, target, version)
+    return fit_lora(found, target, version) if isinstance(found, RawLora) else fit_soft_prompt(found, target, version)

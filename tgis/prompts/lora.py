@@ -13,19 +13,27 @@ from typing import Any
 import msgspec
 import torch
 
-from tgis.errors import PromptError
-from tgis.ipc.adapters import PromptProblem
-from tgis.prompts.files import CONFIG, PromptDirectory
-from tgis.prompts.tensor_file import Part, Target, allocated, checked, converted, load_peft, read_config
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem
+from tgis.prompts.files import CONFIG, AdapterDirectory
+from tgis.prompts.tensor_file import (
+    FileTensor,
+    TargetModel,
+    allocated_bytes,
+    check_tensor,
+    convert_tensor,
+    load_peft_tensors,
+    read_config,
+)
 
 MAX_RANK = 512
-_KEY = re.compile(r"base_model\.model\.([\w.]{1,100})\.lora_([AB])\.weight")
-_NAME = re.compile(r"[\w.]+")
+_TENSOR_NAME = re.compile(r"base_model\.model\.([\w.]{1,100})\.lora_([AB])\.weight")
+_MODULE_NAME = re.compile(r"[\w.]+")
 # what leaves the model's own weights as they are; PEFT's other ways of beginning change these, too
-_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_SUPPORTED_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-class _Extensions(msgspec.Struct):
+class _UnsupportedFields(msgspec.Struct):
     """What makes an adapter more than products of two matrices, unless it is empty or false."""
 
     use_dora: Any = None
@@ -43,7 +51,7 @@ class _Extensions(msgspec.Struct):
     megatron_config: Any = None
 
 
-class _Config(_Extensions):
+class _LoraConfig(_UnsupportedFields):
     """What matters of adapter_config.json."""
 
     r: int = 8
@@ -57,11 +65,11 @@ class _Config(_Extensions):
 
 
 @dataclass(frozen=True, slots=True)
-class LoraFile:
+class RawLora:
     """An adapter as it was read: what is true of it whatever the model."""
 
     file: str
-    config: _Config
+    config: _LoraConfig
     layers: dict[str, dict[str, torch.Tensor]]  # by layer, then "A" [rank, inputs] and "B" [outputs, rank]
 
     @property
@@ -76,11 +84,11 @@ class LoraFile:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LoraLayerWeights:
     """What is added to the output of a layer: its input times `down` (transposed) times `up`."""
 
-    down: torch.Tensor  # [rank, inputs]
-    up: torch.Tensor  # [rank, outputs], scaled
+    lora_a: torch.Tensor  # [rank, inputs]
+    lora_b: torch.Tensor  # [rank, outputs], scaled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +96,7 @@ class LoraAdapter:
     """An adapter that an engine can use, of the model's type and on its device."""
 
     version: int  # unlike that of any other, and of any soft prompt
-    layers: dict[str, LowRank]  # by the name of the layer
+    layers: dict[str, LoraLayerWeights]  # by the name of the layer
 
     @property
     def length(self) -> int:
@@ -103,66 +111,66 @@ class LoraAdapter:
     @property
     def rank(self) -> int:
         """The largest."""
-        return max(len(layer.down) for layer in self.layers.values())
+        return max(len(layer.lora_a) for layer in self.layers.values())
 
     @property
     def size(self) -> int:
         """Bytes of memory."""
-        return allocated(part for layer in self.layers.values() for part in (layer.down, layer.up))
+        return allocated_bytes(part for layer in self.layers.values() for part in (layer.lora_a, layer.lora_b))
 
 
-def read_lora(directory: PromptDirectory, limit: int) -> LoraFile:
+def read_lora(directory: AdapterDirectory, limit: int) -> RawLora:
     """The adapter of a directory, from a file of at most `limit` bytes; PromptError if it is not plain LoRA."""
-    config = read_config(directory, _Config)
+    config = read_config(directory, _LoraConfig)
     _check_config(config)
-    name, content = load_peft(directory, limit)
+    name, content = load_peft_tensors(directory, limit)
     if not isinstance(content, dict) or not content:
         raise _broken(f"{name} holds no tensors by name")
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in content.items():
-        match = _KEY.fullmatch(key) if isinstance(key, str) else None
+        match = _TENSOR_NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             raise _broken(f"{name} holds {repr(key)[:100]}, which is no matrix of LoRA for a linear layer")
         layer, side = match.groups()
-        layers.setdefault(layer, {})[side] = checked(Part(f"{name}: {layer}.lora_{side}", tensor))
+        layers.setdefault(layer, {})[side] = check_tensor(FileTensor(f"{name}: {layer}.lora_{side}", tensor))
     for layer, pair in sorted(layers.items()):
-        _check_pair(f"{name}: {layer}", pair, _by_pattern(config.rank_pattern, layer, config.r))
-        if isinstance(config.target_modules, list) and not any(_ends(layer, one) for one in config.target_modules):
+        _check_ranks(f"{name}: {layer}", pair, _pattern_value(config.rank_pattern, layer, config.r))
+        if isinstance(config.target_modules, list) and not any(_ends_with(layer, one) for one in config.target_modules):
             raise _broken(f"{name}: {layer} is not among the target_modules of {CONFIG}")
-    return LoraFile(name, config, layers)
+    return RawLora(name, config, layers)
 
 
-def fit_lora(lora: LoraFile, target: Target, version: int) -> LoraAdapter:
+def fit_lora(lora: RawLora, target: TargetModel, version: int) -> LoraAdapter:
     """The adapter for the model; PromptError for what it cannot use."""
-    if target.linears is not None and not target.linears:
+    if target.lora_targets is not None and not target.lora_targets:
         raise _broken("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
     layers = {}
     for layer, pair in sorted(lora.layers.items()):
         label = f"{lora.file}: {layer}"
-        if target.linears is not None:
-            _check_shape(label, pair, target.linears.get(layer))
-        down = converted(f"{label}.lora_A", pair["A"], target)
-        up = converted(f"{label}.lora_B", pair["B"].T, target, _scale(lora.config, layer))
-        layers[layer] = LowRank(down, up)
+        if target.lora_targets is not None:
+            _check_shape(label, pair, target.lora_targets.get(layer))
+        down = convert_tensor(f"{label}.lora_A", pair["A"], target)
+        up = convert_tensor(f"{label}.lora_B", pair["B"].T, target, _scaling(lora.config, layer))
+        layers[layer] = LoraLayerWeights(down, up)
     return LoraAdapter(version, layers)
 
 
-def _check_config(config: _Config) -> None:
-    for name in _Extensions.__struct_fields__:
+def _check_config(config: _LoraConfig) -> None:
+    for name in _UnsupportedFields.__struct_fields__:
         if getattr(config, name):
             raise _broken(f"{CONFIG} has {name}, which is not supported")
     if config.bias != "none":
         raise _broken(f"{CONFIG} has bias {config.bias[:20]!r}, only 'none' is supported")
-    if config.init_lora_weights not in _BEGINNINGS:
+    if config.init_lora_weights not in _SUPPORTED_INITS:
         text = f"{CONFIG} has init_lora_weights {repr(config.init_lora_weights)[:20]}, which is not supported"
         raise _broken(f"{text}: it changes the model's own weights")
     for name, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for key in pattern or ():
-            if not _NAME.fullmatch(key):
+            if not _MODULE_NAME.fullmatch(key):
                 raise _broken(f"{CONFIG} has {key[:40]!r} in its {name}, only names are supported")
 
 
-def _check_pair(label: str, pair: Mapping[str, torch.Tensor], rank: int) -> None:
+def _check_ranks(label: str, pair: Mapping[str, torch.Tensor], rank: int) -> None:
     if len(pair) < 2:
         raise _broken(f"{label} has lora_{min(pair)} alone")
     found = (pair["A"].shape[0], pair["B"].shape[1])
@@ -172,29 +180,29 @@ def _check_pair(label: str, pair: Mapping[str, torch.Tensor], rank: int) -> None
         raise _broken(f"{label} has rank {rank}, from 1 to {MAX_RANK} are allowed")
 
 
-def _check_shape(label: str, pair: Mapping[str, torch.Tensor], wanted: tuple[int, int] | None) -> None:
+def _check_shape(label: str, pair: Mapping[str, torch.Tensor], expected: tuple[int, int] | None) -> None:
     found = (pair["A"].shape[1], pair["B"].shape[0])
-    if wanted is None:
+    if expected is None:
         raise _broken(f"{label} is no linear layer of this model that can be adapted")
-    if found != wanted:
+    if found != expected:
         text = f"{label} is for {found[0]} inputs and {found[1]} outputs"
-        raise _broken(f"{text}, the model's layer has {wanted[0]} and {wanted[1]}")
+        raise _broken(f"{text}, the model's layer has {expected[0]} and {expected[1]}")
 
 
-def _scale(config: _Config, layer: str) -> float:
-    rank = _by_pattern(config.rank_pattern, layer, config.r)
-    alpha = _by_pattern(config.alpha_pattern, layer, config.lora_alpha)
+def _scaling(config: _LoraConfig, layer: str) -> float:
+    rank = _pattern_value(config.rank_pattern, layer, config.r)
+    alpha = _pattern_value(config.alpha_pattern, layer, config.lora_alpha)
     return float(alpha / (math.sqrt(rank) if config.use_rslora else rank))
 
 
-def _by_pattern(pattern: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
+def _pattern_value(pattern: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
     """The value of the first name that the layer's ends with, as in PEFT."""
-    return next((value for name, value in (pattern or {}).items() if _ends(layer, name)), default)
+    return next((value for name, value in (pattern or {}).items() if _ends_with(layer, name)), default)
 
 
-def _ends(layer: str, name: str) -> bool:
+def _ends_with(layer: str, name: str) -> bool:
     return layer == name or layer.endswith(f".{name}")
 
 
-def _broken(text: str) -> PromptError:
-    return PromptError(PromptProblem.BROKEN, text)
+def _broken(text: str) -> AdapterError:
+    return AdapterError(AdapterProblem.BROKEN, text)

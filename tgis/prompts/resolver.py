@@ -11,15 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from tgis.errors import PromptError
-from tgis.ipc.adapters import LookupPrompt, Prefix, PromptInfo, PromptProblem
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
 
 log = logging.getLogger(__name__)
 
 _THREADS = 4  # more than one, so that a slow disk or a large file holds up few
 
 
-class Prompt(Protocol):
+class Adapter(Protocol):
     """What an engine can use for a row."""
 
     @property
@@ -36,80 +36,82 @@ class Prompt(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoreResult:
     """A prompt, and whether files were read for it."""
 
-    prompt: Prompt
+    adapter: Adapter
     loaded: bool
 
 
 class Store(Protocol):
     """Where prompts come from."""
 
-    def find(self, prompt_id: str) -> Found:
+    def find(self, adapter_id: str) -> StoreResult:
         """The prompt of an id, for any thread; PromptError if it is not to be had."""
 
 
-class Lookups:
+class AdapterResolver:
     """All open lookups; for one id at most one thread is at work."""
 
-    def __init__(self, store: Store, send: Callable[[PromptInfo], None]) -> None:
+    def __init__(self, store: Store, send: Callable[[AdapterResolved], None]) -> None:
         self._store = store
         self._send = send
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
         self._lock = threading.Lock()
-        self._kept: dict[int, Prompt | None] = {}  # by lookup; None until it is found
-        self._waiting: dict[str, list[int]] = {}  # ids at work -> lookups that came too late for that look
+        self._resolved: dict[int, Adapter | None] = {}  # by lookup; None until it is found
+        self._pending: dict[str, list[int]] = {}  # ids at work -> lookups that came too late for that look
 
-    def ask(self, lookup: LookupPrompt) -> None:
+    def resolve(self, lookup: ResolveAdapter) -> None:
         """Answer it, soon and from another thread."""
         with self._lock:
-            self._kept[lookup.number] = None
-            if (waiting := self._waiting.get(lookup.id)) is not None:
-                waiting.append(lookup.number)
+            self._resolved[lookup.lookup_id] = None
+            if (waiting := self._pending.get(lookup.adapter_id)) is not None:
+                waiting.append(lookup.lookup_id)
                 return
-            self._waiting[lookup.id] = []
-        self._find(lookup.id, [lookup.number])
+            self._pending[lookup.adapter_id] = []
+        self._start(lookup.adapter_id, [lookup.lookup_id])
 
-    def prompt(self, prefix: Prefix) -> Prompt:
+    def adapter(self, prefix: AdapterRef) -> Adapter:
         """What the lookup of `prefix` has found."""
-        prompt = self._kept[prefix.lookup]
+        prompt = self._resolved[prefix.lookup_id]
         assert prompt is not None
         assert prompt.length == prefix.length
         return prompt
 
-    def cancel(self, numbers: Iterable[int]) -> None:
+    def release(self, numbers: Iterable[int]) -> None:
         """Keep nothing for these lookups any more; other numbers are ignored."""
         with self._lock:
             for number in numbers:
-                self._kept.pop(number, None)
+                self._resolved.pop(number, None)
 
-    def _find(self, prompt_id: str, numbers: list[int]) -> None:
-        future = self._pool.submit(self._store.find, prompt_id)
-        future.add_done_callback(lambda done: self._answer(prompt_id, numbers, done))
+    def _start(self, adapter_id: str, numbers: list[int]) -> None:
+        future = self._pool.submit(self._store.find, adapter_id)
+        future.add_done_callback(lambda done: self._finish(adapter_id, numbers, done))
 
-    def _answer(self, prompt_id: str, numbers: list[int], done: "Future[Found]") -> None:
-        answers = [_answer_of(number, done) for number in numbers]
+    def _finish(self, adapter_id: str, numbers: list[int], done: "Future[StoreResult]") -> None:
+        answers = [_message_of(number, done) for number in numbers]
         with self._lock:
-            for number in self._kept.keys() & set(numbers):
-                self._kept[number] = None if done.exception() else done.result().prompt
-            late = self._waiting.pop(prompt_id)
+            for number in self._resolved.keys() & set(numbers):
+                self._resolved[number] = None if done.exception() else done.result().adapter
+            late = self._pending.pop(adapter_id)
             if late:
-                self._waiting[prompt_id] = []
+                self._pending[adapter_id] = []
         for answer in answers:
             self._send(answer)
         if late:  # they want the files as they were when they came: one more look, which loads nothing if all is well
-            self._find(prompt_id, late)
+            self._start(adapter_id, late)
 
 
-def _answer_of(number: int, done: "Future[Found]") -> PromptInfo:
+def _message_of(number: int, done: "Future[StoreResult]") -> AdapterResolved:
     match done.exception():
         case None:
             found = done.result()
-            prompt = found.prompt
-            return PromptInfo(number, prompt.length, prompt.decoder_length, prompt.version, found.loaded)
-        case PromptError() as error:
-            return PromptInfo(number, problem=PromptProblem(error.problem), reason=str(error))
+            prompt = found.adapter
+            return AdapterResolved(number, prompt.length, prompt.decoder_length, prompt.version, found.loaded)
+        case AdapterError() as error:
+            return AdapterResolved(number, problem=AdapterProblem(error.problem), reason=str(error))
         case error:
             log.error("a soft prompt or adapter could not be loaded", exc_info=error)
-            return PromptInfo(number, problem=PromptProblem.BROKEN, reason=f"internal error: {type(error).__name__}")
+            return AdapterResolved(
+                number, problem=AdapterProblem.BROKEN, reason=f"internal error: {type(error).__name__}"
+            )

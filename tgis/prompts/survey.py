@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from tgis.errors import PromptError
-from tgis.ipc.adapters import PromptProblem
-from tgis.prompts.files import FILES, PromptDirectory
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem
+from tgis.prompts.files import FILES, AdapterDirectory
 from tgis.prompts.loader import fit_adapter, read_adapter
-from tgis.prompts.lora import LoraFile
-from tgis.prompts.tensor_file import Part, Parts, Target
+from tgis.prompts.lora import RawLora
+from tgis.prompts.tensor_file import FileTensor, RawSoftPrompt, TargetModel
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StoreEntry:
     """One prompt or adapter, or what stands in its place; empty where something is not known."""
 
     id: str
@@ -28,16 +28,16 @@ class Line:
     problem: str = ""
 
 
-def survey(store: str, target: Target, limit: int) -> Iterator[Line]:
+def check_store(store: str, target: TargetModel, limit: int) -> Iterator[StoreEntry]:
     """Look at every directory of the store whose files can be meant for a prompt, in the order of ids.
 
     `limit` is the size of a file in bytes.
     """
     root = os.path.realpath(store)
     if any(os.path.lexists(os.path.join(root, name)) for name in FILES):
-        yield Line(".", problem="files directly in the store cannot be named")
+        yield StoreEntry(".", problem="files directly in the store cannot be named")
     for prompt_id in _ids(root, ""):
-        yield _line(root, prompt_id, target, limit)
+        yield _entry(root, prompt_id, target, limit)
 
 
 def _ids(root: str, above: str) -> Iterator[str]:
@@ -53,40 +53,40 @@ def _ids(root: str, above: str) -> Iterator[str]:
             yield from _ids(root, here)
 
 
-def _line(root: str, prompt_id: str, target: Target, limit: int) -> Line:
+def _entry(root: str, adapter_id: str, target: TargetModel, limit: int) -> StoreEntry:
     try:
-        found = read_adapter(PromptDirectory.of(root, prompt_id), limit)
-    except PromptError as error:
-        return Line(prompt_id, problem=_problem(error))
-    layout = "LORA" if isinstance(found, LoraFile) else found.layout
+        found = read_adapter(AdapterDirectory.resolve(root, adapter_id), limit)
+    except AdapterError as error:
+        return StoreEntry(adapter_id, problem=_problem(error))
+    layout = "LORA" if isinstance(found, RawLora) else found.layout
     try:
         size = fit_adapter(found, target, version=0).size
-    except PromptError as error:
-        return Line(prompt_id, layout, problem=_problem(error))
-    if isinstance(found, LoraFile):
+    except AdapterError as error:
+        return StoreEntry(adapter_id, layout, problem=_problem(error))
+    if isinstance(found, RawLora):
         ranks = "/".join(map(str, sorted(found.ranks)))
-        return Line(prompt_id, layout, rank=ranks, dtype=_dtypes(found.tensors), size=size)
+        return StoreEntry(adapter_id, layout, rank=ranks, dtype=_dtypes(found.tensors), size=size)
     tensors = [part.tensor for part in (found.decoder, found.encoder) if part is not None]
     widths = "/".join(sorted({str(tensor.shape[1]) for tensor in tensors}))
-    return Line(prompt_id, layout, _tokens(found), width=widths, dtype=_dtypes(tensors), size=size)
+    return StoreEntry(adapter_id, layout, _tokens(found), width=widths, dtype=_dtypes(tensors), size=size)
 
 
-def _problem(error: PromptError) -> str:
+def _problem(error: AdapterError) -> str:
     match error.problem:
-        case PromptProblem.NOT_FOUND:
+        case AdapterProblem.NOT_FOUND:
             return "no soft prompt or adapter in it"
-        case PromptProblem.UNSUPPORTED:
+        case AdapterProblem.UNSUPPORTED:
             return f"an adapter of type {error}, which is not supported"
     return str(error)
 
 
-def _tokens(parts: Parts) -> str:
+def _tokens(parts: RawSoftPrompt) -> str:
     """The number of the decoder's, and apart from it of an encoder's."""
     texts = [_length(parts.decoder), _length(parts.encoder) and f"{_length(parts.encoder)} encoder"]
     return " + ".join(text for text in texts if text)
 
 
-def _length(part: Part | None) -> str:
+def _length(part: FileTensor | None) -> str:
     return str(len(part.tensor)) if part else ""
 
 

@@ -14,21 +14,21 @@ import msgspec
 import safetensors.torch
 import torch
 
-from tgis.errors import PromptError
-from tgis.ipc.adapters import PromptProblem
-from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLED, SAFETENSORS, PromptDirectory
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem
+from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, AdapterDirectory
 
-_KEY = "prompt_embeddings"
+_PROMPT_EMBEDDINGS = "prompt_embeddings"
 _PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_CONFIG_BYTES = 1 << 20
-_ALLOCATION = 512  # bytes that torch allocates at a time
+_ALLOCATION_BYTES = 512  # bytes that torch allocates at a time
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileTensor:
     """One tensor as it was read, and the file that holds it."""
 
     file: str
@@ -36,25 +36,27 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RawSoftPrompt:
     """What a directory holds, as it is."""
 
     layout: str
-    decoder: Part | None
-    encoder: Part | None
+    decoder: FileTensor | None
+    encoder: FileTensor | None
     peft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetModel:
     """What prompts must fit; None for what is not known."""
 
-    width: int | None  # of the model's embeddings
+    embedding_size: int | None  # of the model's embeddings
     max_length: int  # virtual tokens of one tensor
     dtype: torch.dtype
     device: torch.device
     encoder_decoder: bool | None = False
-    linears: Mapping[str, tuple[int, int]] | None = None  # inputs and outputs of layers that can be adapted, by name
+    lora_targets: Mapping[str, tuple[int, int]] | None = (
+        None  # inputs and outputs of layers that can be adapted, by name
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +82,10 @@ class SoftPrompt:
     @property
     def size(self) -> int:
         """Bytes of memory."""
-        return allocated(part for part in (self.decoder, self.encoder) if part is not None)
+        return allocated_bytes(part for part in (self.decoder, self.encoder) if part is not None)
 
 
-class _AdapterConfig(msgspec.Struct):
+class _PeftConfig(msgspec.Struct):
     """What matters of adapter_config.json."""
 
     peft_type: str
@@ -97,148 +99,151 @@ class _AdapterConfig(msgspec.Struct):
         return self.task_type == "SEQ_2_SEQ_LM"
 
     @property
-    def rows(self) -> int | None:
+    def num_rows(self) -> int | None:
         """Of the tensor, if that is said."""
         parts = self.num_transformer_submodules or (2 if self.encoder_decoder else 1)
         return None if self.num_virtual_tokens is None else parts * self.num_virtual_tokens
 
 
-def read_parts(directory: PromptDirectory, limit: int) -> Parts:
+def read_soft_prompt(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
     """The tensors of a directory, from files of at most `limit` bytes; what else is there decides the layout."""
-    if any(directory.has(name) for name in (CONFIG, SAFETENSORS, PICKLED)):
+    if any(directory.has(name) for name in (CONFIG, SAFETENSORS, PICKLE)):
         return _read_peft(directory, limit)
     decoder, encoder = (
-        Part(name, load(directory, name, limit)) if directory.has(name) else None for name in (DECODER, ENCODER)
+        FileTensor(name, load_tensors(directory, name, limit)) if directory.has(name) else None
+        for name in (DECODER, ENCODER)
     )
     if decoder is None and encoder is None:
-        raise PromptError(PromptProblem.NOT_FOUND, f"invalid adapter: no {CONFIG} found")
-    return Parts("TGIS", decoder, encoder)
+        raise AdapterError(AdapterProblem.NOT_FOUND, f"invalid adapter: no {CONFIG} found")
+    return RawSoftPrompt("TGIS", decoder, encoder)
 
 
-def fit(parts: Parts, target: Target, version: int) -> SoftPrompt:
+def fit_soft_prompt(parts: RawSoftPrompt, target: TargetModel, version: int) -> SoftPrompt:
     """The prompt for the model; PromptError for what it cannot use."""
     decoder, encoder = parts.decoder, parts.encoder
-    if target.width == 0:
-        raise PromptError(PromptProblem.BROKEN, "it is a soft prompt, which this model does not take")
+    if target.embedding_size == 0:
+        raise AdapterError(AdapterProblem.BROKEN, "it is a soft prompt, which this model does not take")
     if target.encoder_decoder is False:
         if decoder is None:
-            raise PromptError(PromptProblem.BROKEN, "it is for encoder-decoder models, this one is decoder-only")
-        return SoftPrompt(version, fitted(decoder, target))
+            raise AdapterError(AdapterProblem.BROKEN, "it is for encoder-decoder models, this one is decoder-only")
+        return SoftPrompt(version, fit_tensor(decoder, target))
     if target.encoder_decoder and parts.peft and encoder is None:
         text = f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model"
-        raise PromptError(PromptProblem.BROKEN, text)
+        raise AdapterError(AdapterProblem.BROKEN, text)
     return SoftPrompt(
         version,
-        decoder=fitted(decoder, target) if decoder else None,
-        encoder=fitted(encoder, target) if encoder else None,
+        decoder=fit_tensor(decoder, target) if decoder else None,
+        encoder=fit_tensor(encoder, target) if encoder else None,
         encoder_decoder=target.encoder_decoder is True,
     )
 
 
-def _read_peft(directory: PromptDirectory, limit: int) -> Parts:
-    config = read_config(directory, _AdapterConfig) if directory.has(CONFIG) else None
+def _read_peft(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
+    config = read_config(directory, _PeftConfig) if directory.has(CONFIG) else None
     if config is not None and config.peft_type not in _PEFT_TYPES:
-        raise PromptError(PromptProblem.UNSUPPORTED, config.peft_type[:40])
-    name, content = load_peft(directory, limit)
-    if not isinstance(content, dict) or _KEY not in content:
-        raise PromptError(PromptProblem.BROKEN, f"{name} holds no {_KEY}")
-    part = Part(name, content[_KEY])
+        raise AdapterError(AdapterProblem.UNSUPPORTED, config.peft_type[:40])
+    name, content = load_peft_tensors(directory, limit)
+    if not isinstance(content, dict) or _PROMPT_EMBEDDINGS not in content:
+        raise AdapterError(AdapterProblem.BROKEN, f"{name} holds no {_PROMPT_EMBEDDINGS}")
+    part = FileTensor(name, content[_PROMPT_EMBEDDINGS])
     if config is None:
-        return Parts("PEFT", part, None, peft=True)
-    tensor = checked(part)
-    if config.rows != len(tensor) and (config.encoder_decoder or config.rows is not None):
-        text = f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.rows}"
-        raise PromptError(PromptProblem.BROKEN, text)
+        return RawSoftPrompt("PEFT", part, None, peft=True)
+    tensor = check_tensor(part)
+    if config.num_rows != len(tensor) and (config.encoder_decoder or config.num_rows is not None):
+        text = f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.num_rows}"
+        raise AdapterError(AdapterProblem.BROKEN, text)
     if config.encoder_decoder:  # of what it trains, PEFT itself uses no more than this
-        part = Part(name, tensor[: config.num_virtual_tokens])
-        return Parts(config.peft_type, None, part, peft=True)
-    return Parts(config.peft_type, part, None, peft=True)
+        part = FileTensor(name, tensor[: config.num_virtual_tokens])
+        return RawSoftPrompt(config.peft_type, None, part, peft=True)
+    return RawSoftPrompt(config.peft_type, part, None, peft=True)
 
 
-def read_config(directory: PromptDirectory, kind: type[T]) -> T:
+def read_config(directory: AdapterDirectory, kind: type[T]) -> T:
     """What adapter_config.json says, as far as `kind` wants to know."""
     data = directory.read(CONFIG, _MAX_CONFIG_BYTES)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PromptError(PromptProblem.BROKEN, f"{CONFIG} is not valid: {error}") from error
+        raise AdapterError(AdapterProblem.BROKEN, f"{CONFIG} is not valid: {error}") from error
 
 
-def load_peft(directory: PromptDirectory, limit: int) -> tuple[str, Any]:
+def load_peft_tensors(directory: AdapterDirectory, limit: int) -> tuple[str, Any]:
     """The name of PEFT's file, which may be of two formats, and what it holds."""
-    name = SAFETENSORS if directory.has(SAFETENSORS) else PICKLED
+    name = SAFETENSORS if directory.has(SAFETENSORS) else PICKLE
     if not directory.has(name):
-        raise PromptError(PromptProblem.BROKEN, f"neither {SAFETENSORS} nor {PICKLED} is there")
-    return name, load(directory, name, limit)
+        raise AdapterError(AdapterProblem.BROKEN, f"neither {SAFETENSORS} nor {PICKLE} is there")
+    return name, load_tensors(directory, name, limit)
 
 
-def load(directory: PromptDirectory, name: str, limit: int) -> Any:
+def load_tensors(directory: AdapterDirectory, name: str, limit: int) -> Any:
     """What a file of at most `limit` bytes holds: one tensor, or several by name; with bad luck, anything."""
     data = directory.read(name, limit)
     try:
         if name == SAFETENSORS:
             return safetensors.torch.load(data)
-        if (size := _unpacked_size(data)) > limit:
-            raise PromptError(PromptProblem.BROKEN, f"{name} unpacks to {size} bytes, at most {limit} are allowed")
+        if (size := _uncompressed_size(data)) > limit:
+            raise AdapterError(AdapterProblem.BROKEN, f"{name} unpacks to {size} bytes, at most {limit} are allowed")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except PromptError:
+    except AdapterError:
         raise
     except pickle.UnpicklingError as error:
-        raise PromptError(PromptProblem.BROKEN, f"{name} holds something other than tensors") from error
+        raise AdapterError(AdapterProblem.BROKEN, f"{name} holds something other than tensors") from error
     except Exception as error:  # hostile bytes make the libraries raise whatever it may be
-        raise PromptError(PromptProblem.BROKEN, f"{name} is damaged, or not of this format") from error
+        raise AdapterError(AdapterProblem.BROKEN, f"{name} is damaged, or not of this format") from error
 
 
-def _unpacked_size(data: bytes) -> int:
+def _uncompressed_size(data: bytes) -> int:
     """Bytes in the archive that torch.save writes; before torch 1.6 it was none, and that is not read."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         return sum(entry.file_size for entry in archive.infolist())
 
 
-def checked(part: Part) -> torch.Tensor:
+def check_tensor(part: FileTensor) -> torch.Tensor:
     """The tensor, if it is one of two dimensions."""
     tensor = part.tensor
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise PromptError(PromptProblem.BROKEN, f"{part.file} holds a {type(tensor).__name__}, not a tensor")
+        raise AdapterError(AdapterProblem.BROKEN, f"{part.file} holds a {type(tensor).__name__}, not a tensor")
     if tensor.dim() != 2:
-        raise PromptError(PromptProblem.BROKEN, f"{part.file} holds a tensor of {tensor.dim()} dimensions, not 2")
-    if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise AdapterError(AdapterProblem.BROKEN, f"{part.file} holds a tensor of {tensor.dim()} dimensions, not 2")
+    if tensor.dtype not in _SUPPORTED_DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-        raise PromptError(PromptProblem.BROKEN, f"{part.file} holds a tensor that is no dense one of floats ({kind})")
+        raise AdapterError(AdapterProblem.BROKEN, f"{part.file} holds a tensor that is no dense one of floats ({kind})")
     if tensor.nbytes > tensor.untyped_storage().nbytes():  # a view that repeats its numbers, without end perhaps
-        raise PromptError(PromptProblem.BROKEN, f"{part.file} holds a tensor that is larger than what is stored of it")
+        raise AdapterError(
+            AdapterProblem.BROKEN, f"{part.file} holds a tensor that is larger than what is stored of it"
+        )
     return tensor.detach()
 
 
-def fitted(part: Part, target: Target) -> torch.Tensor:
+def fit_tensor(part: FileTensor, target: TargetModel) -> torch.Tensor:
     """The tensor as the model needs it, in memory of its own; PromptError if that cannot be."""
-    name, tensor = part.file, checked(part)
+    name, tensor = part.file, check_tensor(part)
     rows, width = tensor.shape
     if not 1 <= rows <= target.max_length:
         text = f"{name} has {rows} virtual tokens, from 1 to {target.max_length} are allowed"
-        raise PromptError(PromptProblem.BROKEN, text)
+        raise AdapterError(AdapterProblem.BROKEN, text)
     if target.encoder_decoder and rows % 2 and part.file in (DECODER, ENCODER):
-        raise PromptError(PromptProblem.BROKEN, f"{name} has {rows} virtual tokens, it must be an even number")
-    if target.width not in (None, width):
-        text = f"{name} has rows of {width} numbers, the model's embeddings have {target.width}"
-        raise PromptError(PromptProblem.BROKEN, text)
-    return converted(name, tensor, target)
+        raise AdapterError(AdapterProblem.BROKEN, f"{name} has {rows} virtual tokens, it must be an even number")
+    if target.embedding_size not in (None, width):
+        text = f"{name} has rows of {width} numbers, the model's embeddings have {target.embedding_size}"
+        raise AdapterError(AdapterProblem.BROKEN, text)
+    return convert_tensor(name, tensor, target)
 
 
-def converted(name: str, tensor: torch.Tensor, target: Target, scale: float = 1.0) -> torch.Tensor:
+def convert_tensor(name: str, tensor: torch.Tensor, target: TargetModel, scale: float = 1.0) -> torch.Tensor:
     """The tensor times `scale` in the model's type and on its device, in memory of its own, all of it finite."""
     if not tensor.isfinite().all():
-        raise PromptError(PromptProblem.BROKEN, f"{name} has numbers that are not finite")
+        raise AdapterError(AdapterProblem.BROKEN, f"{name} has numbers that are not finite")
     result = torch.empty(tensor.shape, dtype=target.dtype).copy_(tensor.double() * scale)
     if not result.isfinite().all():
         text = f"{name} has numbers that are not finite when converted from {tensor.dtype} to {result.dtype}"
-        raise PromptError(PromptProblem.BROKEN, text)
+        raise AdapterError(AdapterProblem.BROKEN, text)
     moved = result.to(target.device)
     if target.device.type == "cuda":
         torch.cuda.current_stream(target.device).synchronize()  # steps run on another stream
     return moved
 
 
-def allocated(tensors: Iterable[torch.Tensor]) -> int:
+def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of memory, as torch allocates them."""
-    return sum(-(-tensor.nbytes // _ALLOCATION) * _ALLOCATION for tensor in tensors)
+    return sum(-(-tensor.nbytes // _ALLOCATION_BYTES) * _ALLOCATION_BYTES for tensor in tensors)

@@ -15,20 +15,20 @@ from tgis.utils.file_watch import FileWatch
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
-_OPEN_TO_ALL = "/grpc.health.v1.Health/"
+_PUBLIC_METHODS = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 
 
-class Tokens:
+class TokenFile:
     """The tokens of a file, one per line; blank lines and lines that begin with # are none."""
 
     def __init__(self, path: Path) -> None:
         """Reads the file; StartError if it cannot be used."""
         self._path = path
         self._watch = FileWatch([str(path)])
-        self._digests = _read(path)
+        self._digests = _read_digests(path)
 
-    def accept(self, token: str) -> bool:
+    def accepts(self, token: str) -> bool:
         """Whether it is one of them, in a time that does not tell how much of it is right."""
         if self._watch.changed():
             self._reload()
@@ -37,16 +37,16 @@ class Tokens:
 
     def _reload(self) -> None:
         try:
-            self._digests = _read(self._path)
+            self._digests = _read_digests(self._path)
             log.info("the token file has changed: %d tokens", len(self._digests))
         except StartError as error:
             log.warning("the changed token file is unusable, keeping the old tokens: %s", error)
 
 
-class BearerAuth(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs make it generic
+class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs make it generic
     """Ends calls without a valid token as UNAUTHENTICATED, before their message is read."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: TokenFile) -> None:
         self._tokens = tokens
 
     async def intercept_service(
@@ -55,12 +55,14 @@ class BearerAuth(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the s
         details: grpc.HandlerCallDetails,
     ) -> Any:
         """The handler of the call, or one that refuses it."""
-        if details.method.startswith(_OPEN_TO_ALL) or self._tokens.accept(bearer_token(details.invocation_metadata)):
+        if details.method.startswith(_PUBLIC_METHODS) or self._tokens.accepts(
+            bearer_token(details.invocation_metadata)
+        ):
             return await continuation(details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)
+        return grpc.stream_stream_rpc_method_handler(_reject)
 
 
-async def _refuse(_requests: Any, context: Any) -> None:
+async def _reject(_requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
 
 
@@ -72,7 +74,7 @@ def bearer_token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return ""
 
 
-def _read(path: Path) -> list[bytes]:
+def _read_digests(path: Path) -> list[bytes]:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1).decode()

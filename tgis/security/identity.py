@@ -6,12 +6,12 @@ from typing import Any
 from tgis.security.bearer import bearer_token
 
 
-def identity_of(context: Any, *, tokens: bool) -> bytes:
+def caller_identity(context: Any, *, bearer_auth: bool) -> bytes:
     """A digest of the caller's token and certificate, empty where there is neither; it tells nothing about them.
 
     `tokens` says whether tokens are checked: otherwise one proves nothing.
     """
-    token = bearer_token(context.invocation_metadata()) if tokens else ""
+    token = bearer_token(context.invocation_metadata()) if bearer_auth else ""
     proofs = [token.encode(), *(context.peer_identities() or ())]
     if not any(proofs):
         return b""

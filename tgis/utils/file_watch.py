@@ -4,17 +4,17 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-CHECK_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
-def signature(paths: Iterable[str]) -> Signature:
+def file_signature(paths: Iterable[str]) -> Signature:
     """What changes when a file does: inode, time of change in nanoseconds and size; None for one that is not there."""
-    return tuple(_look(path) for path in paths)
+    return tuple(_stat(path) for path in paths)
 
 
-def _look(path: str) -> tuple[int, int, int] | None:
+def _stat(path: str) -> tuple[int, int, int] | None:
     try:
         status = os.stat(path)
     except OSError:
@@ -30,14 +30,14 @@ class FileWatch:
         self._paths = paths
         self._clock = clock
         self._checked_at = clock()
-        self._signature = signature(paths)
+        self._signature = file_signature(paths)
 
     def changed(self) -> bool:
         """Whether they differ from what was last known."""
         now = self._clock()
-        if now - self._checked_at < CHECK_SECONDS:
+        if now - self._checked_at < CHECK_INTERVAL_SECONDS:
             return False
         self._checked_at = now
         # Known before they are read, so that a swap in the middle of reading is seen the next time.
-        before, self._signature = self._signature, signature(self._paths)
+        before, self._signature = self._signature, file_signature(self._paths)
         return before != self._signature

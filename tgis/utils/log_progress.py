@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
-_SECONDS = 10.0
+_INTERVAL_SECONDS = 10.0
 
 
 @contextmanager
-def told(tell: Callable[[], str]) -> Iterator[None]:
+def log_progress(message: Callable[[], str]) -> Iterator[None]:
     """A block during which another thread logs what `tell` says."""
     done = threading.Event()
 
     def run() -> None:
-        while not done.wait(_SECONDS):
-            log.info("  %s", tell())
+        while not done.wait(_INTERVAL_SECONDS):
+            log.info("  %s", message())
 
     thread = threading.Thread(target=run, daemon=True, name="progress")
     thread.start()

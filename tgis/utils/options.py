@@ -20,23 +20,23 @@ from tgis.errors import OptionError
 T = TypeVar("T")
 D = TypeVar("D")
 
-NOT_YET = "is not supported yet"
+NOT_SUPPORTED = "is not supported yet"
 HELP_INDENT, HELP_WIDTH = 6, 73  # of a line of help
-_OPTION = "option"  # key of a field's metadata
+_METADATA_KEY = "option"  # key of a field's metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[T]):
+class ValueType(Generic[T]):
     """How text becomes a value; `read` raises ValueError with what to say after the value."""
 
     metavar: str
-    read: Callable[[str], T]
-    bare: str | None = None  # what a flag without a value means
+    parse: Callable[[str], T]
+    bare_value: str | None = None  # what a flag without a value means
 
     def __call__(self, text: str) -> T:
         """As the `type` of an argument of argparse."""
         try:
-            return self.read(text)
+            return self.parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text[:80]!r} {error}") from None
 
@@ -45,16 +45,16 @@ class Kind(Generic[T]):
 class Option:
     """One row of the table: a flag and the environment variable of the same name."""
 
-    kind: Kind[Any]
+    value_type: ValueType[Any]
     name: str = ""  # as a field: lower case with underscores
     group: str = ""
-    about: str = ""
+    help_text: str = ""
     aliases: tuple[str, ...] = ()  # other names of the same thing; all that are given must agree
     short: str | None = None
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old values that still work
-    shown: str | None = None  # the default, as the help says it
+    old_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old values that still work
+    shown_default: str | None = None  # the default, as the help says it
     required: bool = False
-    computed: Callable[[Mapping[str, str]], object] | None = None  # the default, from the environment
+    default_factory: Callable[[Mapping[str, str]], object] | None = None  # the default, from the environment
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,51 +62,60 @@ class Option:
         return (self.name, *self.aliases)
 
 
-def required(group: str, kind: Kind[T], about: str) -> T:
+def required_option(group: str, value_type: ValueType[T], help_text: str) -> T:
     """A field without which nothing works."""
-    row = Option(kind, group=group, about=about, required=True)
-    return cast("T", dataclasses.field(metadata={_OPTION: row}))
+    row = Option(value_type, group=group, help_text=help_text, required=True)
+    return cast("T", dataclasses.field(metadata={_METADATA_KEY: row}))
 
 
 def option(
     group: str,
-    kind: Kind[T],
-    about: str,
+    value_type: ValueType[T],
+    help_text: str,
     default: D,
     *,
     aliases: tuple[str, ...] = (),
     short: str | None = None,
-    renamed: Mapping[str, str] | None = None,
-    shown: str | None = None,
+    old_values: Mapping[str, str] | None = None,
+    shown_default: str | None = None,
 ) -> T | D:
     """A field with a default; `shown` replaces the default in the help."""
     row = Option(
-        kind,
+        value_type,
         group=group,
-        about=about,
+        help_text=help_text,
         aliases=aliases,
         short=short,
-        renamed=renamed or {},
-        shown=shown or _show(default),
+        old_values=old_values or {},
+        shown_default=shown_default or _format_default(default),
     )
-    return dataclasses.field(default=default, metadata={_OPTION: row})
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: row})
 
 
-def computed(group: str, kind: Kind[T], about: str, default: Callable[[Mapping[str, str]], T], *, shown: str) -> T:
+def computed_option(
+    group: str,
+    value_type: ValueType[T],
+    help_text: str,
+    default_factory: Callable[[Mapping[str, str]], T],
+    *,
+    shown_default: str,
+) -> T:
     """A field whose default depends on the machine and on the environment given to `default`."""
-    row = Option(kind, group=group, about=about, shown=shown, computed=default)
-    return dataclasses.field(default_factory=lambda: default({}), metadata={_OPTION: row})
+    row = Option(
+        value_type, group=group, help_text=help_text, shown_default=shown_default, default_factory=default_factory
+    )
+    return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: row})
 
 
-def _show(default: object) -> str:
+def _format_default(default: object) -> str:
     if isinstance(default, float):
         return f"{default:g}"
     return str(default).lower() if default is None or isinstance(default, bool) else str(default)
 
 
-def options_of(table: type) -> tuple[Option, ...]:
+def declared_options(table: type) -> tuple[Option, ...]:
     """The options that are fields of dataclass `table`, in its order."""
-    rows = [(field.name, field.metadata.get(_OPTION)) for field in dataclasses.fields(table)]
+    rows = [(field.name, field.metadata.get(_METADATA_KEY)) for field in dataclasses.fields(table)]
     return tuple(dataclasses.replace(row, name=name) for name, row in rows if row is not None)
 
 
@@ -136,14 +145,14 @@ def _address(text: str) -> str:
         raise ValueError("must be an IP address") from None
 
 
-TEXT = Kind("TEXT", _text)
-PATH = Kind("PATH", lambda text: Path(_text(text)))
-DIRECTORY = Kind("PATH", _directory)
-ADDRESS = Kind("IP", _address)
-BOOLEAN = Kind("BOOL", _boolean, bare="true")
+TEXT = ValueType("TEXT", _text)
+PATH = ValueType("PATH", lambda text: Path(_text(text)))
+DIRECTORY = ValueType("PATH", _directory)
+ADDRESS = ValueType("IP", _address)
+BOOLEAN = ValueType("BOOL", _boolean, bare_value="true")
 
 
-def integer(low: int, high: int = 2**31 - 1) -> Kind[int]:
+def integer(low: int, high: int = 2**31 - 1) -> ValueType[int]:
     """A whole number from `low` to `high`, both included."""
 
     def read(text: str) -> int:
@@ -155,10 +164,10 @@ def integer(low: int, high: int = 2**31 - 1) -> Kind[int]:
             raise ValueError(f"must be a whole number from {low} to {high}")
         return value
 
-    return Kind("N", read)
+    return ValueType("N", read)
 
 
-def decimal(low: float, high: float, *, above: bool = False) -> Kind[float]:
+def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[float]:
     """A finite number from `low` to `high`, both included; with `above`, `low` itself is out."""
 
     def read(text: str) -> float:
@@ -166,37 +175,37 @@ def decimal(low: float, high: float, *, above: bool = False) -> Kind[float]:
             value = float(text) if text.isascii() and "_" not in text else math.nan
         except ValueError:
             value = math.nan
-        if not low <= value <= high or (above and value == low):
-            bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
+        if not low <= value <= high or (exclude_low and value == low):
+            bounds = f"above {low:g}, at most {high:g}" if exclude_low else f"from {low:g} to {high:g}"
             raise ValueError(f"must be a number {bounds}")
         return value
 
-    return Kind("X", read)
+    return ValueType("X", read)
 
 
-def choice(*values: str, not_yet: tuple[str, ...] = ()) -> Kind[str]:
+def choice(*values: str, unsupported: tuple[str, ...] = ()) -> ValueType[str]:
     """One of `values`; those of `not_yet` are known and refused."""
 
     def read(text: str) -> str:
-        if text in not_yet:
-            raise ValueError(NOT_YET)
+        if text in unsupported:
+            raise ValueError(NOT_SUPPORTED)
         if text not in values:
             raise ValueError(f"must be one of {', '.join(values)}")
         return text
 
-    return Kind("NAME", read)
+    return ValueType("NAME", read)
 
 
-def not_yet(kind: Kind[T], *neutral: T) -> Kind[T]:
+def unsupported(value_type: ValueType[T], *neutral: T) -> ValueType[T]:
     """A known option whose part does not exist: only the values that ask for nothing are taken."""
 
     def read(text: str) -> T:
-        value = kind.read(text)
+        value = value_type.parse(text)
         if value not in neutral:
-            raise ValueError(NOT_YET)
+            raise ValueError(NOT_SUPPORTED)
         return value
 
-    return dataclasses.replace(kind, read=read)
+    return dataclasses.replace(value_type, parse=read)
 
 
 class Parser(argparse.ArgumentParser):
@@ -208,7 +217,7 @@ class Parser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RawValue:
     """A value as somebody gave it; `source` is the flag or the variable."""
 
     source: str
@@ -219,11 +228,11 @@ class Given:
         return f"{self.source}={text!r}"
 
 
-def parser_of(
+def build_parser(
     options: tuple[Option, ...], hidden: tuple[Option, ...], prog: str, description: str, epilog: str
 ) -> Parser:
     """A parser with a flag for every name of every option; aliases and `hidden` ones are not in the help."""
-    needed = [f"{flag(row.name)} {row.kind.metavar}" for row in options if row.required]
+    needed = [f"{flag_name(row.name)} {row.value_type.metavar}" for row in options if row.required]
     parser = Parser(
         prog=prog,
         usage=" ".join([prog, *needed, "[options]"]),
@@ -247,11 +256,11 @@ def _add_flag(target: argparse._ActionsContainer, row: Option, name: str, text: 
     names = [row.short] if row.short and name == row.name else []
     target.add_argument(
         *names,
-        flag(name),
+        flag_name(name),
         dest=name,
-        metavar=row.kind.metavar,
-        nargs="?" if row.kind.bare else None,
-        const=row.kind.bare,
+        metavar=row.value_type.metavar,
+        nargs="?" if row.value_type.bare_value else None,
+        const=row.value_type.bare_value,
         default=argparse.SUPPRESS,
         help=text,
     )
@@ -259,41 +268,41 @@ def _add_flag(target: argparse._ActionsContainer, row: Option, name: str, text: 
 
 def _help(row: Option) -> str:
     variables = ", ".join(name.upper() for name in row.names)
-    default = "required" if row.required else f"default: {row.shown}"
-    facts = _joined(f"[env: {variables}]", f"[{default}]")
-    return _joined(row.about, facts).replace("%", "%%")
+    default = "required" if row.required else f"default: {row.shown_default}"
+    facts = _join(f"[env: {variables}]", f"[{default}]")
+    return _join(row.help_text, facts).replace("%", "%%")
 
 
-def _joined(first: str, second: str) -> str:
+def _join(first: str, second: str) -> str:
     """On one line where they fit."""
     return f"{first}{' ' if len(first) + len(second) < HELP_WIDTH else chr(10)}{second}"
 
 
-def flag(name: str) -> str:
+def flag_name(name: str) -> str:
     """`max_batch_size` as `--max-batch-size`."""
     return "--" + name.replace("_", "-")
 
 
-def given(row: Option, flags: Mapping[str, str], environ: Mapping[str, str]) -> list[Given]:
+def find_raw_values(row: Option, flags: Mapping[str, str], environ: Mapping[str, str]) -> list[RawValue]:
     """Where the option was set: by flags, else by variables that are not blank."""
-    by_flag = [Given(flag(name), flags[name].strip()) for name in row.names if name in flags]
-    variables = [Given(name.upper(), environ.get(name.upper(), "").strip()) for name in row.names]
+    by_flag = [RawValue(flag_name(name), flags[name].strip()) for name in row.names if name in flags]
+    variables = [RawValue(name.upper(), environ.get(name.upper(), "").strip()) for name in row.names]
     return by_flag or [variable for variable in variables if variable.text]
 
 
-def read(row: Option, givens: list[Given]) -> Any:
+def parse_option(row: Option, raw_values: list[RawValue]) -> Any:
     """The one value that all of `givens` (at least one) say."""
-    values = [_read_one(row, given) for given in givens]
-    for given, value in zip(givens, values, strict=True):
+    values = [_parse_raw_value(row, given) for given in raw_values]
+    for given, value in zip(raw_values, values, strict=True):
         if value != values[0]:
-            raise OptionError(f"{givens[0]} and {given} must be the same")
+            raise OptionError(f"{raw_values[0]} and {given} must be the same")
     return values[0]
 
 
-def _read_one(row: Option, given: Given) -> Any:
+def _parse_raw_value(row: Option, given: RawValue) -> Any:
     if not given.text:
         raise OptionError(f"{given} must not be empty")
     try:
-        return row.kind.read(row.renamed.get(given.text, given.text))
+        return row.value_type.parse(row.old_values.get(given.text, given.text))
     except ValueError as error:
         raise OptionError(f"{given} {error}") from None

@@ -11,7 +11,7 @@ from huggingface_hub.utils import tqdm
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """A number of bytes for people: 12 bytes, 34.5 MB."""
     value, unit = float(count), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
@@ -20,16 +20,16 @@ def size(count: int) -> str:
     return f"{value:.3g} {unit}"
 
 
-class Progress:
+class ProgressBar:
     """Of `total` bytes, `done` of them before; threads may share it."""
 
-    def __init__(self, what: str, total: int, done: int = 0, stream: TextIO | None = None) -> None:
-        self._what, self._total, self._before, self._done = what, total, done, done
+    def __init__(self, label: str, total: int, done: int = 0, stream: TextIO | None = None) -> None:
+        self._label, self._total, self._initial, self._done = label, total, done, done
         self._stream, self._lock = stream or sys.stderr, threading.Lock()
-        self._start = self._told = time.monotonic()
+        self._start = self._printed_at = time.monotonic()
         columns, rows = shutil.get_terminal_size()  # some terminals do not know theirs, and tqdm then shows nothing
         self._bar = tqdm(
-            desc=what,
+            desc=label,
             total=total,
             initial=done,
             unit="B",
@@ -53,10 +53,10 @@ class Progress:
             self._done += count
             self._bar.update(count)
             now = time.monotonic()
-            if self._bar.disable and now - self._told >= LINE_SECONDS:
-                self._told = now
-                rate = size(round(max(self._done - self._before, 0) / (now - self._start)))
+            if self._bar.disable and now - self._printed_at >= LINE_SECONDS:
+                self._printed_at = now
+                rate = format_bytes(round(max(self._done - self._initial, 0) / (now - self._start)))
                 print(f"{self._line()}, {rate}/s", file=self._stream, flush=True)
 
     def _line(self) -> str:
-        return f"{self._what}: {size(self._done)} of {size(self._total)}"
+        return f"{self._label}: {format_bytes(self._done)} of {format_bytes(self._total)}"

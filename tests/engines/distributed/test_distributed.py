@@ -15,26 +15,26 @@ import pytest
 import torch
 import transformers
 from batches import engine_options, limits
-from harness import Server, call, serving, stream_of
+from harness import Server, as_stream_request, running_server, unary_request
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
-from tgis.engines.paged.batch import flat_batch
+from tgis.engines.paged.batch import prepare_inputs
 from tgis.errors import StartError
-from tgis.ipc.adapters import Prefix
-from tgis.ipc.messages import Details, EngineOptions, Request, Sampling, TokenFacts
+from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
 from tgis.prompts.tensor_file import SoftPrompt
 
 NEW_TOKENS = 12
 TOLERANCE = 1e-4  # of log-probabilities
 NEAR_TIE = 1e-3
-WANTED = Details(generated=True, inputs=True, logprobs=True)
+WANTED = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True)
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -92,24 +92,31 @@ def check(model: Path) -> None:
     prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     prompts.append(prompts[-1] + prompts[0])
     wanted = [
-        Request(n, prompt, NEW_TOKENS, False, Sampling(), WANTED if n % 2 else Details(generated=True, logprobs=True))
+        Request(
+            n,
+            prompt,
+            NEW_TOKENS,
+            False,
+            SamplingParams(),
+            WANTED if n % 2 else LogprobOptions(generated_tokens=True, logprobs=True),
+        )
         for n, prompt in enumerate(prompts)
     ]
     with sharded(model) as engine:
-        assert engine.info.weight_limit > 0
+        assert engine.info.token_capacity > 0
         got = run(engine, wanted)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for request in wanted:
         tokens, generated, inputs = got[request.id]
         logits = logits_of(reference, request.tokens + tokens)
         compare(logits[len(request.tokens) - 1 : -1], tokens, generated)
-        assert len(inputs) == (len(request.tokens) if request.details.inputs else 0)
+        assert len(inputs) == (len(request.tokens) if request.logprob_options.input_tokens else 0)
         scores = logits[: len(request.tokens) - 1].log_softmax(-1)
         for row, token, fact in zip(scores, request.tokens[1:], inputs[1:], strict=False):
             assert abs(fact.logprob - row[token].item()) <= TOLERANCE
 
 
-Got = tuple[list[int], list[TokenFacts], list[TokenFacts]]  # tokens, facts about them, facts about the input
+Got = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]  # tokens, facts about them, facts about the input
 
 
 def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
@@ -120,11 +127,11 @@ def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
     while plan := batcher.plan(0.0):
         engine.release(plan.preempted)
         result = engine.step(plan)
-        for row, token, fact in zip(plan.sampled, result.tokens, result.facts or [], strict=True):
+        for row, token, fact in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):
             assert fact is not None
             got[row.id][0].append(token)
             got[row.id][1].append(fact)
-        for request_id, inputs in result.inputs.items():
+        for request_id, inputs in result.prompt_logprobs.items():
             got[request_id][2].extend(inputs)
         engine.release(batcher.commit(plan, result.tokens, 0.0))
     return got
@@ -136,7 +143,7 @@ def logits_of(reference: Any, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenFacts]) -> None:
+def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenLogprobs]) -> None:
     """The best token everywhere, and its log-probability."""
     assert len(tokens) == NEW_TOKENS or tokens[-1] == 2
     for row, token, fact in zip(logits, tokens, facts, strict=True):
@@ -151,29 +158,31 @@ def test_a_pass_says_all_that_a_step_needs(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     for n in range(data.draw(st.integers(1, 5))):
         length, generated = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3))
-        details = Details(inputs=data.draw(st.booleans()))
+        details = LogprobOptions(input_tokens=data.draw(st.booleans()))
         virtual = data.draw(st.integers(0, length))
-        prefix = Prefix("p", virtual, 0, 1, 1) if virtual else None
-        row = Sequence(Request(n, list(range(length)), 9, False, Sampling(), details, prefix=prefix), 0.0)
-        row.prefix = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
+        prefix = AdapterRef("p", virtual, 0, 1, 1) if virtual else None
+        row = Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=prefix), 0.0)
+        row.adapter = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
         row.tokens += [90 + k for k in range(generated)]
-        row.computed = data.draw(st.integers(0, len(row.tokens) - 1))
-        row.blocks = data.draw(st.permutations(range(30)))[: -(-len(row.tokens) // 4)]
+        row.num_computed_tokens = data.draw(st.integers(0, len(row.tokens) - 1))
+        row.block_table = data.draw(st.permutations(range(30)))[: -(-len(row.tokens) // 4)]
         rows.append(row)
-        counts.append(data.draw(st.integers(1, row.pending)))
-    plan = Plan.of(rows, counts)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks.Pass.of(plan)), type=ranks.ToRank)
-    assert isinstance(sent, ranks.Pass)
-    (ours, explained), (theirs, same) = (flat_batch(each, 4, torch.device("cpu")) for each in (plan, sent.plan(dtype)))
+        counts.append(data.draw(st.integers(1, row.num_uncomputed_tokens)))
+    plan = StepPlan.of(rows, counts)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks.StepInput.of(plan)), type=ranks.RankMessage)
+    assert isinstance(sent, ranks.StepInput)
+    (ours, explained), (theirs, same) = (
+        prepare_inputs(each, 4, torch.device("cpu")) for each in (plan, sent.to_plan(dtype))
+    )
     assert explained == same
-    for name in ("ids", "positions", "slots", "tables", "lengths", "kept"):
+    for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logits_indices"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     for span, copy in zip(ours.spans, theirs.spans, strict=True):
         assert (span.row, span.start) == (copy.row, copy.start)
         assert torch.equal(span.embeddings, copy.embeddings)
     for one, other in zip(ours.chunks, theirs.chunks, strict=True):
-        assert (one.tokens, one.before) == (other.tokens, other.before)
-        assert torch.equal(one.blocks, other.blocks)
+        assert (one.tokens, one.num_computed_tokens) == (other.tokens, other.num_computed_tokens)
+        assert torch.equal(one.block_table, other.block_table)
 
 
 def refused(config: Any, directory: Path) -> str:
@@ -198,9 +207,9 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
 def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    ranks.check(transformers.LlamaConfig(**SMALL), 2)
+    ranks.check_shardable(transformers.LlamaConfig(**SMALL), 2)
     with pytest.raises(StartError, match="NUM_SHARD=4 is more than the 3 GPUs"):
-        ranks.check(transformers.LlamaConfig(**SMALL), 4)
+        ranks.check_shardable(transformers.LlamaConfig(**SMALL), 4)
 
 
 def test_a_server_of_two_ranks_answers_as_of_one_and_ends_with_either(glassllm_dir: Path, tmp_path: Path) -> None:
@@ -208,15 +217,15 @@ def test_a_server_of_two_ranks_answers_as_of_one_and_ends_with_either(glassllm_d
     with start(tmp_path, glassllm_dir) as server, server.stub() as stub:
         text = "The weather"
         response = pb.ResponseOptions(input_tokens=True, generated_tokens=True, token_logprobs=True)
-        request = call(text, NEW_TOKENS)
+        request = unary_request(text, NEW_TOKENS)
         request.params.response.CopyFrom(response)
         answer = stub.Generate(request).responses[0]
         check_answer(glassllm_dir, text, answer)
-        stream = stub.GenerateStream(stream_of(call(text, 100, min_new_tokens=100)))
+        stream = stub.GenerateStream(as_stream_request(unary_request(text, 100, min_new_tokens=100)))
         next(stream), next(stream)
         follower = follower_of(server)
         os.kill(follower, signal.SIGSTOP)
-        late = stub.Generate.future(call(text, 5))
+        late = stub.Generate.future(unary_request(text, 5))
         time.sleep(0.2)  # for the step to begin; the outcome is the same if it has not
         os.kill(follower, signal.SIGKILL)
         killed = time.monotonic()
@@ -246,7 +255,7 @@ def start(directory: Path, model: Path) -> Any:
     log.touch()
     cache = directory / "cache"
     settings: dict[str, Any] = {"NUM_SHARD": 2, "DTYPE": "float32", "KV_CACHE_SIZE_MB": 4, "CACHE_DIR": cache}
-    return serving(directory, model, timeout=120, TERMINATION_LOG=log, **settings)
+    return running_server(directory, model, timeout=120, TERMINATION_LOG=log, **settings)
 
 
 def follower_of(server: Server) -> int:
@@ -264,4 +273,4 @@ def check_answer(model: Path, text: str, answer: pb.GenerationResponse) -> None:
     assert prompt == tokenizer(text).input_ids
     tokens = tokenizer.convert_tokens_to_ids([token.text for token in answer.tokens])
     logits = logits_of(reference, prompt + tokens)[len(prompt) - 1 : -1]
-    compare(logits, tokens, [TokenFacts(token.logprob) for token in answer.tokens])
+    compare(logits, tokens, [TokenLogprobs(token.logprob) for token in answer.tokens])

@@ -7,7 +7,7 @@ from decode_cases import BFLOAT16, CASES, error, expected
 from torch import Tensor
 
 from tgis.engines.paged import attention
-from tgis.engines.paged.attention import Rules
+from tgis.engines.paged.attention import AttentionParams
 from tgis.engines.paged.batch import FlatBatch
 
 pytestmark = [
@@ -19,35 +19,37 @@ ROWS = [(7, 30), (0, 5), (16, 2), (1000, 333), (31, 17)]
 
 
 def test_decode_gives_what_attention_is() -> None:
-    from tgis.engines.kernels.cuda.paged_decode import decode_attention
+    from tgis.engines.kernels.cuda.paged_decode import paged_decode
 
     cases = CASES | BFLOAT16
-    errors = {name: error(case, "cuda", decode_attention, processors=case.processors) for name, case in cases.items()}
+    errors = {name: error(case, "cuda", paged_decode, processors=case.processors) for name, case in cases.items()}
     assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
 
 
 def test_decode_equals_the_plain_body() -> None:
-    rules = Rules(0.1, window=40, softcap=20.0, sinks=torch.randn(8, device="cuda"))
+    rules = AttentionParams(0.1, window=40, softcap=20.0, sinks=torch.randn(8, device="cuda"))
     batch, q, keys, values = _singles(torch.float32)
-    batch.lengths.copy_(torch.tensor([1, 37, 64]))
-    plain, fast = (body(batch, q, (keys, values), rules) for body in (attention._singles, attention._fast_singles))
+    batch.seq_lens.copy_(torch.tensor([1, 37, 64]))
+    plain, fast = (
+        body(batch, q, (keys, values), rules) for body in (attention._torch_decode, attention._triton_decode)
+    )
     torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-5)
 
 
 def test_a_captured_decode_follows_new_tables_and_lengths() -> None:
-    rules = Rules(0.1)
+    rules = AttentionParams(0.1)
     batch, q, keys, values = _singles(torch.bfloat16)
     layer = keys, values
-    attention._fast_singles(batch, q, layer, rules)
+    attention._triton_decode(batch, q, layer, rules)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = attention._fast_singles(batch, q, layer, rules)
+        output = attention._triton_decode(batch, q, layer, rules)
     for lengths in ([64, 1, 0], [3, 50, 64], [0, 0, 0]):
-        batch.lengths.copy_(torch.tensor(lengths))
-        batch.tables.copy_(torch.randperm(12)[:12].view(3, 4))
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        batch.block_tables.copy_(torch.randperm(12)[:12].view(3, 4))
         q.normal_()
         graph.replay()
-        oracle = expected(q, keys, values, batch.tables, batch.lengths, scale=0.1)
+        oracle = expected(q, keys, values, batch.block_tables, batch.seq_lens, scale=0.1)
         torch.testing.assert_close(output.double(), oracle, atol=3e-2, rtol=0)
 
 
@@ -59,10 +61,10 @@ def test_prefill_gives_what_attention_is(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None, rows: list[tuple[int, int]]
 ) -> None:
     chunks = chunk_batch(rows, heads, kv_heads, size, dtype, "cuda")
-    rules = Rules(size**-0.5, window)
+    rules = AttentionParams(size**-0.5, window)
     arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, rules
-    assert attention._bodies(chunks.q, chunks.layer, rules)[1] is attention._fast_chunks
-    for body in (attention._fast_chunks, attention._chunks):
+    assert attention._select_backends(chunks.q, chunks.layer, rules)[1] is attention._varlen_prefill
+    for body in (attention._varlen_prefill, attention._torch_prefill):
         output = torch.cat(body(*arguments))
         torch.testing.assert_close(output.double(), chunks.expected(rules), atol=TOLERANCE[dtype], rtol=0)
 
@@ -72,8 +74,8 @@ def test_prefill_takes_the_strides_of_merged_projections() -> None:
     chunks = chunk_batch([(0, 300), (0, 20)], 8, 2, 128, torch.bfloat16, "cuda")
     merged = torch.cat([chunks.q, chunks.k, chunks.v], 1)
     q, k, v = merged.split([8, 2, 2], 1)
-    (output,) = attention._fast_chunks(chunks.batch, q, k, v, chunks.layer, Rules(0.1))
-    torch.testing.assert_close(output.double(), chunks.expected(Rules(0.1)), atol=3e-2, rtol=0)
+    (output,) = attention._varlen_prefill(chunks.batch, q, k, v, chunks.layer, AttentionParams(0.1))
+    torch.testing.assert_close(output.double(), chunks.expected(AttentionParams(0.1)), atol=3e-2, rtol=0)
 
 
 def _singles(dtype: torch.dtype) -> tuple[FlatBatch, Tensor, Tensor, Tensor]:

@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import attend
-from chunk_batches import Chunks, chunk_batch
+from attention_oracle import reference_attention
+from chunk_batches import ChunkedBatch, chunk_batch
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
 from tgis.engines.kernels.cpu import attention
 from tgis.engines.kernels.cpu.attention import Kernel, find_kernel, kernel_rows
 from tgis.engines.kernels.cpu.build import library
-from tgis.engines.paged.attention import Rules
-from tgis.engines.paged.batch import Chunk, FlatBatch
+from tgis.engines.paged.attention import AttentionParams
+from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 
 FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}
 NOTHING = torch.zeros(0, dtype=torch.int64)
 ROWS = [(0, 2), (0, 16), (0, 130), (127, 2), (126, 5), (509, 7), (1000, 33), (15, 64)]  # tokens before, new tokens
 RULES = {
-    "plain": Rules(0.3),
-    "window of one token": Rules(0.3, 1),
-    "window": Rules(0.3, 100),
-    "window longer than a span": Rules(0.3, 600),
-    "soft cap": Rules(0.3, softcap=3.0),
-    "sinks": Rules(0.3, sinks=torch.linspace(-2, 2, 6)),
-    "all at once": Rules(0.3, 70, 3.0, torch.linspace(-2, 2, 6)),
+    "plain": AttentionParams(0.3),
+    "window of one token": AttentionParams(0.3, 1),
+    "window": AttentionParams(0.3, 100),
+    "window longer than a span": AttentionParams(0.3, 600),
+    "soft cap": AttentionParams(0.3, softcap=3.0),
+    "sinks": AttentionParams(0.3, sinks=torch.linspace(-2, 2, 6)),
+    "all at once": AttentionParams(0.3, 70, 3.0, torch.linspace(-2, 2, 6)),
 }
 
 
@@ -46,21 +46,21 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Ten
     return kernel_for(q, keys, values).attend(q, keys, values, kernel_rows(batch), **rules)
 
 
-def arguments(rules: Rules) -> dict[str, Any]:
+def arguments(rules: AttentionParams) -> dict[str, Any]:
     return {"scale": rules.scale, "window": rules.window, "softcap": rules.softcap, "sinks": rules.sinks}
 
 
-def whole(chunks: Chunks, rules: Rules) -> Tensor:
+def whole(chunks: ChunkedBatch, rules: AttentionParams) -> Tensor:
     """What is given to the chunks of a batch."""
     kernel = kernel_for(chunks.q, *chunks.layer)
     output = kernel.attend(chunks.q, *chunks.layer, kernel_rows(chunks.batch), **arguments(rules))
-    return output[chunks.batch.singles :]
+    return output[chunks.batch.num_decodes :]
 
 
-def difference(chunks: Chunks, rules: Rules) -> float:
+def difference(chunks: ChunkedBatch, rules: AttentionParams) -> float:
     """Of the kernel from the oracle, at most."""
     expected = [
-        attend(chunks.q[chunk.tokens], k, v, **arguments(rules))
+        reference_attention(chunks.q[chunk.tokens], k, v, **arguments(rules))
         for chunk, (k, v) in zip(chunks.batch.chunks, chunks.contexts, strict=True)
     ]
     found: float = (whole(chunks, rules).double() - torch.cat(expected)).abs().max().item()
@@ -113,7 +113,7 @@ def test_chunks_see_what_came_before_and_themselves(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_of_many_shapes(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     chunks = chunk_batch([(0, 40), (130, 3)], heads, kv_heads, size, dtype)
-    assert difference(chunks, Rules(size**-0.5)) < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert difference(chunks, AttentionParams(size**-0.5)) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,16 +135,16 @@ def test_any_number_of_threads(count: int) -> None:
     with threads(count):
         assert error(Case([600, 20, 33], heads=6, kv_heads=3), "cpu", decode) < 1e-5
         assert error(Case([2600], heads=6, kv_heads=3), "cpu", decode) < 1e-5
-        assert difference(chunks, Rules(0.3)) < 1e-5
+        assert difference(chunks, AttentionParams(0.3)) < 1e-5
 
 
-@pytest.mark.parametrize("rules", [Rules(0.3), Rules(0.3, 100), RULES["all at once"]])
+@pytest.mark.parametrize("rules", [AttentionParams(0.3), AttentionParams(0.3, 100), RULES["all at once"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_gets_the_same_bits_in_any_chunk_and_company(rules: Rules, dtype: torch.dtype) -> None:
+def test_a_token_gets_the_same_bits_in_any_chunk_and_company(rules: AttentionParams, dtype: torch.dtype) -> None:
     """However a prompt is cut, by however many threads, and beside whomever."""
     total = 1300
     chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
-    expected, blocks = whole(chunks, rules), chunks.batch.chunks[0].blocks
+    expected, blocks = whole(chunks, rules), chunks.batch.chunks[0].block_table
     kernel = kernel_for(chunks.q, *chunks.layer)
     cuts = ([1, 1, 14, 1, 240, 255, 1, 511, 276], [130] * 10, [1024, 276], [37] * 35 + [5])
     for count, cut in zip((1, 2, 7, 2), cuts, strict=True):
@@ -173,9 +173,9 @@ def test_what_is_no_number_stays_visible(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_no_number_in_a_chunk_is_seen_by_what_comes_after(dtype: torch.dtype) -> None:
     chunks = chunk_batch([(0, 40), (0, 20)], 4, 2, 16, dtype)
-    slot = chunks.batch.chunks[0].blocks[1], 5  # token 21
+    slot = chunks.batch.chunks[0].block_table[1], 5  # token 21
     chunks.layer[0][slot] = float("nan")
-    output = whole(chunks, Rules(0.3))
+    output = whole(chunks, AttentionParams(0.3))
     assert output[:21].isfinite().all()
     assert output[21:40].isnan().all()
     assert output[40:].isfinite().all()
@@ -186,10 +186,10 @@ def test_nothing_is_read_that_nobody_has_written(dtype: torch.dtype) -> None:
     chunks = chunk_batch([(600, 21)], 4, 2, 16, dtype)
     (chunk,) = chunks.batch.chunks
     for states in chunks.layer:
-        states[chunk.blocks[-1], (600 + 21) % 16 :] = float("nan")
-        states[chunk.blocks[:30]] = float("nan")
-    chunk.blocks[:30] = 2**30
-    rules = Rules(0.3, 100)
+        states[chunk.block_table[-1], (600 + 21) % 16 :] = float("nan")
+        states[chunk.block_table[:30]] = float("nan")
+    chunk.block_table[:30] = 2**30
+    rules = AttentionParams(0.3, 100)
     assert whole(chunks, rules).isfinite().all()
 
 
@@ -200,20 +200,20 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
     assert decode(*tensors, **rules).isfinite().all()
     chunks = chunk_batch([(600, 20)], 4, 2, 16, dtype)
     chunks.q *= 1e4
-    assert whole(chunks, Rules(0.3)).isfinite().all()
+    assert whole(chunks, AttentionParams(0.3)).isfinite().all()
 
 
 def test_queries_lie_as_the_model_has_them() -> None:
     chunks = chunk_batch([(20, 30)], 4, 2, 16, torch.float32)
-    expected = whole(chunks, Rules(0.3))
+    expected = whole(chunks, AttentionParams(0.3))
     for dims in ((1, 0, 2), (2, 1, 0)):  # heads first; numbers apart
         chunks.q = chunks.q.permute(dims).contiguous().permute(dims)
-        assert torch.equal(whole(chunks, Rules(0.3)), expected)
+        assert torch.equal(whole(chunks, AttentionParams(0.3)), expected)
 
 
 def test_rows_are_told_by_where_their_blocks_are() -> None:
     tables, lengths, blocks = torch.zeros(2, 5, dtype=torch.int64), torch.tensor([70, 3]), torch.arange(4)
-    batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [Chunk(slice(2, 9), 50, blocks)], NOTHING, [])
+    batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [PrefillChunk(slice(2, 9), 50, blocks)], NOTHING, [])
     assert kernel_rows(batch).tolist() == [
         [0, 1, 70, tables.data_ptr()],
         [1, 1, 3, tables[1].data_ptr()],

@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.kernels.transfers import Download, to_device, upload
-from tgis.engines.paged.batch import flat_batch
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.engines.paged.batch import prepare_inputs
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -28,22 +28,30 @@ def test_there_and_back() -> None:
 
 def test_a_batch_is_one_copy() -> None:
     """Whatever is in it, the floats that travel with it bit by bit."""
-    rows = [Sequence(Request(n, list(range(20)), 9, False, Sampling(), Details()), 0.0) for n in range(3)]
+    rows = [Sequence(Request(n, list(range(20)), 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(3)]
     for row, blocks, computed in zip(rows, ([7, 1, 4], [3, 9], [2, 5]), (19, 0, 12), strict=True):
-        row.blocks, row.computed = blocks, computed
+        row.block_table, row.num_computed_tokens = blocks, computed
     numbers = np.array([[0.1, 2.0**-53, 5e-324], [np.inf, -0.0, 1e300]])
-    batch, _ = flat_batch(Plan(rows, [1, 3, 2], rows[:1], prefill=True), 8, CPU, numbers)
-    assert batch.ids.tolist() == [19, 0, 1, 2, 12, 13]
+    batch, _ = prepare_inputs(StepPlan(rows, [1, 3, 2], rows[:1], has_prefill=True), 8, CPU, numbers)
+    assert batch.input_ids.tolist() == [19, 0, 1, 2, 12, 13]
     assert batch.positions.tolist() == [19, 0, 1, 2, 12, 13]
-    assert batch.slots.tolist() == [4 * 8 + 3, 24, 25, 26, 5 * 8 + 4, 5 * 8 + 5]
-    assert batch.tables.tolist() == [[7, 1, 4]]
-    assert batch.lengths.tolist() == [20]
-    assert batch.kept.tolist() == [0]
-    assert [(chunk.tokens, chunk.before, chunk.blocks.tolist()) for chunk in batch.chunks] == [
+    assert batch.slot_mapping.tolist() == [4 * 8 + 3, 24, 25, 26, 5 * 8 + 4, 5 * 8 + 5]
+    assert batch.block_tables.tolist() == [[7, 1, 4]]
+    assert batch.seq_lens.tolist() == [20]
+    assert batch.logits_indices.tolist() == [0]
+    assert [(chunk.tokens, chunk.num_computed_tokens, chunk.block_table.tolist()) for chunk in batch.chunks] == [
         (slice(1, 4), 0, [3]),
         (slice(4, 6), 12, [2, 5]),
     ]
-    assert batch.numbers.numpy().tobytes() == numbers.tobytes()
-    tensors = [batch.ids, batch.positions, batch.slots, batch.tables, batch.lengths, batch.kept, batch.numbers]
-    tensors += [chunk.blocks for chunk in batch.chunks]
+    assert batch.step_metadata.numpy().tobytes() == numbers.tobytes()
+    tensors = [
+        batch.input_ids,
+        batch.positions,
+        batch.slot_mapping,
+        batch.block_tables,
+        batch.seq_lens,
+        batch.logits_indices,
+        batch.step_metadata,
+    ]
+    tensors += [chunk.block_table for chunk in batch.chunks]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import attend
+from attention_oracle import reference_attention
 from chunk_batches import chunk_batch
 from torch import Tensor
 
 from tgis.engines.kernels.cuda import varlen_prefill
-from tgis.engines.kernels.cuda.varlen_prefill import fits, make_groups
+from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches
 from tgis.engines.paged import attention
-from tgis.engines.paged.attention import Rules
+from tgis.engines.paged.attention import AttentionParams
 
 NEW = [(0, 40), (0, 2), (0, 16), (0, 17)]
 MIXED = [(7, 30), (0, 5), (16, 2), (100, 33), (31, 17)]
@@ -50,7 +50,7 @@ class OldVarlen:
         assert scale is not None
         rules: dict[str, Any] = {"scale": scale, "window": None if left < 0 else left + 1}
         rows = zip(*(ends.tolist() for ends in (cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])), strict=True)
-        return torch.cat([attend(query[a:b], key[c:d], value[c:d], **rules) for a, b, c, d in rows])
+        return torch.cat([reference_attention(query[a:b], key[c:d], value[c:d], **rules) for a, b, c, d in rows])
 
 
 class NewVarlen(OldVarlen):
@@ -80,36 +80,38 @@ class NewVarlen(OldVarlen):
 def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OldVarlen]:
     stand_in: OldVarlen = request.param()
     monkeypatch.setattr(varlen_prefill, "varlen_attn", stand_in)
-    varlen_prefill._grouped.cache_clear()
+    varlen_prefill._gqa_arguments.cache_clear()
     yield stand_in
-    varlen_prefill._grouped.cache_clear()
+    varlen_prefill._gqa_arguments.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [NEW, MIXED, MIXED[:1]])
 @pytest.mark.parametrize("window", [None, 1, 20, 1000])
 def test_chunks_of_a_step_go_in_one_call(varlen: OldVarlen, rows: list[tuple[int, int]], window: int | None) -> None:
     chunks = chunk_batch(rows, 4, 2, 16, torch.float32)
-    rules = Rules(0.3, window)
+    rules = AttentionParams(0.3, window)
     arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, rules
-    for body in (attention._fast_chunks, attention._chunks):
+    for body in (attention._varlen_prefill, attention._torch_prefill):
         torch.testing.assert_close(torch.cat(body(*arguments)).double(), chunks.expected(rules), atol=1e-5, rtol=1e-5)
     assert varlen.calls == 1
 
 
 def test_long_contexts_are_copied_in_parts(varlen: OldVarlen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_prefill, "MOST_GATHERED", 60)
+    monkeypatch.setattr(varlen_prefill, "MAX_GATHERED_TOKENS", 60)
     chunks = chunk_batch(MIXED, 4, 2, 16, torch.float32)
-    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, Rules(0.3)
-    parts = attention._fast_chunks(*arguments)
-    torch.testing.assert_close(torch.cat(parts).double(), chunks.expected(Rules(0.3)), atol=1e-5, rtol=1e-5)
-    lengths = [0 if group.slots is None else len(group.slots) for group in chunks.batch.groups or []]
+    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, AttentionParams(0.3)
+    parts = attention._varlen_prefill(*arguments)
+    torch.testing.assert_close(torch.cat(parts).double(), chunks.expected(AttentionParams(0.3)), atol=1e-5, rtol=1e-5)
+    lengths = [
+        0 if group.context_slots is None else len(group.context_slots) for group in chunks.batch.varlen_batches or []
+    ]
     assert lengths == [37 + 5 + 18, 133, 48]  # 133 is one row: it cannot be in parts
     assert varlen.calls == 3
 
 
 def test_new_prompts_are_not_copied() -> None:
-    (group,) = make_groups(chunk_batch(NEW, 1, 1, 8, torch.float32).batch.chunks, 16)
-    assert group.slots is None
+    (group,) = make_varlen_batches(chunk_batch(NEW, 1, 1, 8, torch.float32).batch.chunks, 16)
+    assert group.context_slots is None
 
 
 @pytest.mark.parametrize(
@@ -141,11 +143,11 @@ def test_what_does_not_fit_goes_to_the_plain_bodies(
     facts |= change
     q = torch.empty(3, 4, facts["k_size"], dtype=facts["dtype"])
     keys, values = (torch.empty(1, 16, 2, facts[n], dtype=facts["cache"] or q.dtype) for n in ("k_size", "v_size"))
-    rules = Rules(1.0, None, facts["softcap"], facts["sinks"])
-    assert fits(q, keys, values, rules.softcap, rules.sinks) == fitting
-    assert attention._bodies(q, (keys, values), rules) == (attention._singles, attention._chunks)
-    monkeypatch.setattr(attention, "_is_modern", lambda _device: True)
-    decode, prefill = attention._bodies(q, (keys, values), rules)
-    assert prefill is (attention._fast_chunks if fitting else attention._chunks)
+    rules = AttentionParams(1.0, None, facts["softcap"], facts["sinks"])
+    assert is_supported(q, keys, values, rules.softcap, rules.sinks) == fitting
+    assert attention._select_backends(q, (keys, values), rules) == (attention._torch_decode, attention._torch_prefill)
+    monkeypatch.setattr(attention, "_has_cuda_kernels", lambda _device: True)
+    decode, prefill = attention._select_backends(q, (keys, values), rules)
+    assert prefill is (attention._varlen_prefill if fitting else attention._torch_prefill)
     same = facts["cache"] is None
-    assert decode is (attention._fast_singles if same else attention._singles)
+    assert decode is (attention._triton_decode if same else attention._torch_decode)

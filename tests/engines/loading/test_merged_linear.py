@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from repository import REPOSITORY
-from tiny_models import make_from, make_model
+from tiny_models import make_model, make_model_from_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
 
-from tgis.engines.loading.merged_linear import Part, merge_siblings
+from tgis.engines.loading.merged_linear import MergedLinearSlice, merge_linears
 
 IDS = torch.tensor([[5, 9, 13, 2, 7]])
 MERGED = {  # per layer: those of the queries, keys and values, then gate and up
@@ -36,8 +36,8 @@ def load(name: str, directory: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(make_model(name, directory), dtype=torch.float32).eval()
 
 
-def parts(model: nn.Module) -> list[Part]:
-    return [module for module in model.modules() if isinstance(module, Part)]
+def parts(model: nn.Module) -> list[MergedLinearSlice]:
+    return [module for module in model.modules() if isinstance(module, MergedLinearSlice)]
 
 
 @pytest.mark.parametrize("name", MERGED)
@@ -45,7 +45,7 @@ def test_the_model_gives_what_it_gave(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
     before = model(IDS).logits
     layers = model.config.num_hidden_layers
-    assert merge_siblings(model, input_ids=IDS) == MERGED[name] * layers == len(parts(model))
+    assert merge_linears(model, input_ids=IDS) == MERGED[name] * layers == len(parts(model))
     torch.testing.assert_close(model(IDS).logits, before)
     torch.testing.assert_close(model(IDS[:, :2]).logits, before[:, :2])
 
@@ -53,7 +53,7 @@ def test_the_model_gives_what_it_gave(name: str, tmp_path: Path) -> None:
 def test_an_encoder_decoder_too(tmp_path: Path) -> None:
     model = AutoModelForSeq2SeqLM.from_pretrained(make_model("T5", tmp_path), dtype=torch.float32).eval()
     before = model(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits
-    assert merge_siblings(model, input_ids=IDS, decoder_input_ids=IDS[:, :1]) > 0
+    assert merge_linears(model, input_ids=IDS, decoder_input_ids=IDS[:, :1]) > 0
     torch.testing.assert_close(model(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits, before)
 
 
@@ -72,23 +72,23 @@ class Odd(nn.Module):  # type: ignore[misc]
 def test_others_are_left_alone() -> None:
     model, x = Odd(), torch.randn(3, 4)
     before = model(x, False)
-    assert merge_siblings(model, x=x) == 2
-    assert isinstance(model.a, Part)
-    assert isinstance(model.b, Part)
+    assert merge_linears(model, x=x) == 2
+    assert isinstance(model.a, MergedLinearSlice)
+    assert isinstance(model.b, MergedLinearSlice)
     torch.testing.assert_close(model(x, False), before)
 
 
 def test_parts_called_with_other_inputs_and_out_of_order() -> None:
     model, x, y = Odd(), torch.randn(3, 4), torch.randn(2, 4)
     expected = model.b(y), model.a(x), model.b(x), model.a(y)
-    merge_siblings(model, x=x)
+    merge_linears(model, x=x)
     for found, wanted in zip((model.b(y), model.a(x), model.b(x), model.a(y)), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
 def test_nothing_is_kept_after_the_last_part() -> None:
     model, x = Odd(), torch.randn(3, 4)
-    merge_siblings(model, x=x)
+    merge_linears(model, x=x)
     model(x, False)
     assert model.a.product._input is None
     assert model.a.product._outputs == []
@@ -99,7 +99,7 @@ def test_ranks_merge_their_parts(changes: dict[str, Any], tmp_path: Path) -> Non
     """Two of them; what is merged is packed afterwards."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    path = make_from(LlamaConfig(**(sizes | heads | changes)), tmp_path)
+    path = make_model_from_config(LlamaConfig(**(sizes | heads | changes)), tmp_path)
     commands = [
         [sys.executable, "tests/support/sharded_siblings.py", str(path), str(tmp_path / "store"), str(rank)]
         for rank in (0, 1)

@@ -9,9 +9,9 @@ import torch
 from batches import engine_options
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 SMALL = {
     "vocab_size": 97,
@@ -58,14 +58,14 @@ def load(model: Path, longest: int) -> PagedEngine:
 
 def row(number: int, length: int, first_block: int) -> Sequence:
     tokens = [(7 * place + number) % 90 + 3 for place in range(length)]
-    made = Sequence(Request(number, tokens, 2, False, Sampling(), Details()), 0.0)
-    made.blocks = list(range(first_block, first_block + -(-length // 16)))
+    made = Sequence(Request(number, tokens, 2, False, SamplingParams(), LogprobOptions()), 0.0)
+    made.block_table = list(range(first_block, first_block + -(-length // 16)))
     return made
 
 
 def last_logits(engine: PagedEngine, *rows: Sequence) -> torch.Tensor:
     """[rows, V]"""
-    logits, _ = engine.compute(Plan([*rows], [len(r.tokens) for r in rows], [*rows], prefill=True))
+    logits, _ = engine.compute_logits(StepPlan([*rows], [len(r.tokens) for r in rows], [*rows], has_prefill=True))
     return logits.clone()
 
 

@@ -11,25 +11,34 @@ from typing import Any
 import pytest
 import torch
 import tuning
-from companies import ENGINES, Job, Setup, check_greedy, found, made, run, settled
+from companies import (
+    ENGINES,
+    AdapterRequest,
+    EngineSetup,
+    check_greedy,
+    find_adapter,
+    generate_all,
+    make_setup,
+    without_near_ties,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import EOS, START, VOCABULARY, make_model
+from tiny_models import DECODER_START, EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 from tuning import Tuned
 
 from tgis.batcher.memory_model import MemoryModel
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.engines.loading.merged_linear import merge_siblings
-from tgis.engines.lora.adapter_bank import LoraStack
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.loading.merged_linear import merge_linears
+from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.padded.model import PREFILL_TOKENS
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import Unsupported
-from tgis.ipc.messages import Details
-from tgis.prompts.lora import LoraAdapter, LowRank
-from tgis.prompts.store import PromptStore
-from tgis.prompts.tensor_file import SoftPrompt, Target
+from tgis.ipc.messages import LogprobOptions
+from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
+from tgis.prompts.store import AdapterStore
+from tgis.prompts.tensor_file import SoftPrompt, TargetModel
 
-LESSONS = tuning.COURSES["glassllm-lora"].lessons
+LESSONS = tuning.TUNING_PLANS["glassllm-lora"].tasks
 
 
 @pytest.fixture(scope="module")
@@ -38,71 +47,77 @@ def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> Setup:
-    return made(request.param, glassllm_dir)
+def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
+    return make_setup(request.param, glassllm_dir)
 
 
-def store_for(setup: Setup, path: Path) -> PromptStore:
+def store_for(setup: EngineSetup, path: Path) -> AdapterStore:
     """As the engine's process opens it."""
     info = setup.engine.info
-    target = Target(info.embedding_size, 64, torch.float32, torch.device("cpu"), info.encoder_decoder, info.linears)
-    return PromptStore(str(path), 16 << 20, target)
+    target = TargetModel(
+        info.embedding_size, 64, torch.float32, torch.device("cpu"), info.encoder_decoder, info.lora_targets
+    )
+    return AdapterStore(str(path), 16 << 20, target)
 
 
 @pytest.fixture(scope="module")
-def store(setup: Setup, tuned: Tuned) -> PromptStore:
+def store(setup: EngineSetup, tuned: Tuned) -> AdapterStore:
     return store_for(setup, tuned.store)
 
 
 def test_training_changes_what_is_generated(tuned: Tuned) -> None:
     assert all(after < 0.5 * before for before, after in tuned.trained.losses.values())
-    for inputs in range(len(tuning.COURSES["glassllm-lora"].inputs)):
-        alike = tuned.trained.continuations[inputs :: len(tuning.COURSES["glassllm-lora"].inputs)]
+    for inputs in range(len(tuning.TUNING_PLANS["glassllm-lora"].inputs)):
+        alike = tuned.trained.continuations[inputs :: len(tuning.TUNING_PLANS["glassllm-lora"].inputs)]
         assert len(alike) == len({tuple(one.generated) for one in alike}) == len(LESSONS) + 1
 
 
 @pytest.mark.parametrize("name", ["", *LESSONS])
-def test_alone_each_gives_what_peft_generates(setup: Setup, store: PromptStore, tuned: Tuned, name: str) -> None:
-    for one in settled([one for one in tuned.trained.continuations if one.prompt == name]):
-        (generated,), _ = run(setup, [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS)])
+def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str) -> None:
+    for one in without_near_ties([one for one in tuned.trained.continuations if one.prompt == name]):
+        (generated,), _ = generate_all(
+            setup, [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS)]
+        )
         assert generated == one.generated
 
 
 @pytest.mark.parametrize("piece", [512, 24])
 def test_eight_adapters_and_none_in_one_batch_give_what_each_gives_alone(
-    setup: Setup, store: PromptStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, piece: int
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setitem(PREFILL_TOKENS, "cpu", piece)
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", piece)
     company: list[int] = []
     step = setup.engine.step
 
-    def watched(plan: Plan) -> Any:
-        company.append(len({row.prefix for row in plan.rows}))
+    def watched(plan: StepPlan) -> Any:
+        company.append(len({row.adapter for row in plan.seqs}))
         return step(plan)
 
     monkeypatch.setattr(setup.engine, "step", watched)
-    wanted = settled(random.Random(piece).sample(tuned.trained.continuations, len(tuned.trained.continuations)))
+    wanted = without_near_ties(
+        random.Random(piece).sample(tuned.trained.continuations, len(tuned.trained.continuations))
+    )
     wanted.sort(key=lambda one: len(one.tokens))  # all adapters and none for one input, then for another
-    jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    room = MemoryModel.of_tokens(setup.engine.info.weight_limit)
+    jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+    room = MemoryModel.from_tokens(setup.engine.info.token_capacity)
     for bounds in (setup.bounds, dataclasses.replace(setup.bounds, max_batch_size=16, memory=room, prefill_tokens=64)):
-        generated, _ = run(Setup(setup.engine, bounds, setup.ids), jobs, seed=piece)
+        generated, _ = generate_all(EngineSetup(setup.engine, bounds, setup.ids), jobs, seed=piece)
         assert generated == [one.generated for one in wanted]
     assert max(company) == len(LESSONS) + 1
 
 
 def test_nobody_gets_what_was_computed_with_another_adapter(
-    setup: Setup, store: PromptStore, tuned: Tuned, glassllm_dir: Path
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, glassllm_dir: Path
 ) -> None:
     """All have the same tokens, enough for whole blocks."""
     draw = random.Random(3)
     tokens = [draw.randrange(4, 1024) for _ in range(40)]
-    adapters = [store.find(name).prompt for name in ("queen", "mouse", "hatter")]
+    adapters = [store.find(name).adapter for name in ("queen", "mouse", "hatter")]
     assert all(isinstance(adapter, LoraAdapter) for adapter in adapters)
-    jobs: list[Any] = [Job(tokens, adapter, 8) for adapter in (*adapters, None)]  # type: ignore[arg-type]
-    expected = [run(setup, [job], seed)[0][0] for seed, job in enumerate(jobs)]
+    jobs: list[Any] = [AdapterRequest(tokens, adapter, 8) for adapter in (*adapters, None)]  # type: ignore[arg-type]
+    expected = [generate_all(setup, [job], seed)[0][0] for seed, job in enumerate(jobs)]
     assert len({tuple(some) for some in expected}) == 4
-    generated, _ = run(setup, jobs * 3, seed=5)
+    generated, _ = generate_all(setup, jobs * 3, seed=5)
     assert generated == expected * 3
     check_greedy(AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval(), tokens, expected[3])
 
@@ -130,7 +145,7 @@ MODELS = ["Llama", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "Bloom", "Falcon", "G
 def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, kind: str) -> None:
     tiny = make_model(name, tmp_path / "model")
     try:
-        setup = made(kind, tiny)
+        setup = make_setup(kind, tiny)
     except Unsupported:
         assert (name, kind) in (("Bloom", "paged"), ("Falcon", "paged"), ("DeepseekV3", "paged"))
         return
@@ -141,28 +156,33 @@ def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, ki
 
     layers: Any = "all-linear"
     if name in ("Mixtral", "DeepseekV3"):  # of experts PEFT would change what are no layers, too
-        layers = sorted(layer for layer in setup.engine.info.linears if "self_attn" in layer)
+        layers = sorted(layer for layer in setup.engine.info.lora_targets if "self_attn" in layer)
     models = [base(), *(with_lora(base(), tmp_path, number, target_modules=layers) for number in (1, 2, 3))]
     store = store_for(setup, tmp_path)
-    adapters: list[Any] = [None, *(store.find(str(number)).prompt for number in (1, 2, 3))]
-    assert set(adapters[1].layers) == set(setup.engine.info.linears if layers == "all-linear" else layers)
-    tokens = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(12)]
-    generated, _ = run(setup, [Job(tokens[n], adapters[n % 4], 10) for n in range(12)], eos=EOS)
+    adapters: list[Any] = [None, *(store.find(str(number)).adapter for number in (1, 2, 3))]
+    assert set(adapters[1].layers) == set(setup.engine.info.lora_targets if layers == "all-linear" else layers)
+    tokens = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(12)]
+    generated, _ = generate_all(setup, [AdapterRequest(tokens[n], adapters[n % 4], 10) for n in range(12)], eos=EOS)
     for n in range(12):
         check_greedy(models[n % 4], tokens[n], generated[n])
-    assert sum(generated[n] != run(setup, [Job(tokens[n], None, 10)], eos=EOS)[0][0] for n in range(12)) >= 7
+    assert (
+        sum(
+            generated[n] != generate_all(setup, [AdapterRequest(tokens[n], None, 10)], eos=EOS)[0][0] for n in range(12)
+        )
+        >= 7
+    )
 
 
 def test_an_encoder_decoder_gives_what_peft_generates(titles_dir: Path, cache_dir: Path) -> None:
     """With trained adapters and none, alone, and all in one batch."""
     tuned = tuning.tuned("titles-lora", titles_dir, cache_dir)
-    titles = made("padded", titles_dir)
+    titles = make_setup("padded", titles_dir)
     store = store_for(titles, tuned.store)
-    wanted = settled(tuned.trained.continuations)
+    wanted = without_near_ties(tuned.trained.continuations)
     assert len({tuple(one.generated) for one in wanted}) > len(wanted) // 2
-    jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    alone = [run(titles, [job], eos=1)[0][0] for job in jobs]
-    together, _ = run(titles, jobs, seed=1, eos=1)
+    jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+    alone = [generate_all(titles, [job], eos=1)[0][0] for job in jobs]
+    together, _ = generate_all(titles, jobs, seed=1, eos=1)
     assert alone == together == [one.generated for one in wanted]
 
 
@@ -170,9 +190,9 @@ def test_an_encoder_decoder_gives_what_peft_generates(titles_dir: Path, cache_di
 def test_encoder_and_decoder_are_changed_beside_soft_prompts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 6)
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 6)
     tiny = make_model(name, tmp_path / "model")
-    setup, rng = made("padded", tiny), random.Random(2)
+    setup, rng = make_setup("padded", tiny), random.Random(2)
 
     def base() -> Any:
         return AutoModelForSeq2SeqLM.from_pretrained(tiny, dtype=torch.float32).eval()
@@ -180,28 +200,28 @@ def test_encoder_and_decoder_are_changed_beside_soft_prompts(
     models = [with_lora(base(), tmp_path, number, target_modules="all-linear") for number in (1, 2)]
     store = store_for(setup, tmp_path)
     soft = SoftPrompt(9, None, torch.randn((4, 32)), encoder_decoder=True)
-    adapters: list[Any] = [*(store.find(str(number)).prompt for number in (1, 2)), soft, None]
-    tokens = [[rng.randrange(4, VOCABULARY) for _ in range(rng.randint(3, 16))] for _ in range(16)]
-    jobs = [Job(tokens[n], adapters[n % 4], 10) for n in range(16)]
-    generated, _ = run(setup, jobs, eos=EOS)
+    adapters: list[Any] = [*(store.find(str(number)).adapter for number in (1, 2)), soft, None]
+    tokens = [[rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(3, 16))] for _ in range(16)]
+    jobs = [AdapterRequest(tokens[n], adapters[n % 4], 10) for n in range(16)]
+    generated, _ = generate_all(setup, jobs, eos=EOS)
     for n in range(16):
         if n % 4 < 2:
             check_output(models[n % 4], tokens[n], generated[n])
         else:
-            assert generated[n] == run(setup, [jobs[n]], eos=EOS)[0][0]
+            assert generated[n] == generate_all(setup, [jobs[n]], eos=EOS)[0][0]
 
 
 def check_output(model: Any, tokens: list[int], output: list[int]) -> None:
     """Every token is the best one after those before it, in one plain pass of PEFT."""
     with torch.no_grad():
-        decoded = torch.tensor([[START, *output]])
+        decoded = torch.tensor([[DECODER_START, *output]])
         logits = model(input_ids=torch.tensor([tokens]), decoder_input_ids=decoded).logits[0].float()
     for scores, token in zip(logits, output, strict=False):
         assert scores.max() - scores[token] < 1e-3
 
 
 def test_facts_of_input_tokens_are_those_of_the_adapted_model(
-    setup: Setup, store: PromptStore, tuned: Tuned, glassllm_dir: Path
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, glassllm_dir: Path
 ) -> None:
     tokens = [500, 62, 17, 300, 9]
     base = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32)
@@ -210,32 +230,34 @@ def test_facts_of_input_tokens_are_those_of_the_adapted_model(
         adapted = PeftModel.from_pretrained(base, str(tuned.store / "queen")).eval()
     with torch.no_grad():
         logprobs = adapted(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-    adapter: Any = store.find("queen").prompt
-    details = Details(inputs=True, logprobs=True)
-    _, facts = run(setup, [Job(tokens, adapter, 3, details), Job(tokens, None, 3, details)])
+    adapter: Any = store.find("queen").adapter
+    details = LogprobOptions(input_tokens=True, logprobs=True)
+    _, facts = generate_all(
+        setup, [AdapterRequest(tokens, adapter, 3, details), AdapterRequest(tokens, None, 3, details)]
+    )
     for place in range(1, len(tokens)):
         assert facts[0][place].logprob == pytest.approx(float(logprobs[place - 1, tokens[place]]), abs=1e-3)
     assert facts[0][1:] != facts[1][1:]
 
 
-def test_an_adapter_that_overflows_harms_no_other(setup: Setup, store: PromptStore, tuned: Tuned) -> None:
+def test_an_adapter_that_overflows_harms_no_other(setup: EngineSetup, store: AdapterStore, tuned: Tuned) -> None:
     """Its products are infinite for every row, and kept by its own."""
-    good: Any = store.find("queen").prompt
-    layers = {name: LowRank(layer.down * 1e38, layer.up) for name, layer in good.layers.items()}
+    good: Any = store.find("queen").adapter
+    layers = {name: LoraLayerWeights(layer.down * 1e38, layer.up) for name, layer in good.layers.items()}
     wanted = [one for one in tuned.trained.continuations if one.prompt in ("queen", "")]
-    jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    bad = Sequence(Job([5, 6, 7], LoraAdapter(99, layers), 3).request(next(setup.ids)), 0.0)
-    bad.prefix = LoraAdapter(99, layers)
+    jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+    bad = Sequence(AdapterRequest([5, 6, 7], LoraAdapter(99, layers), 3).request(next(setup.ids)), 0.0)
+    bad.adapter = LoraAdapter(99, layers)
     rows = [bad]
     for job in jobs:
         row = Sequence(job.request(next(setup.ids)), 0.0)
-        row.prefix = job.prompt
+        row.adapter = job.prompt
         rows.append(row)
     at = 0
     for row in rows:
-        row.blocks = list(range(at, at + 3))
+        row.block_table = list(range(at, at + 3))
         at += 3
-    result = setup.engine.step(Plan.whole(rows))
+    result = setup.engine.step(StepPlan.compute_all(rows))
     setup.engine.release(rows)
     assert list(result.failed) == [bad.id]
     assert result.tokens[1:] == [one.generated[0] for one in wanted]
@@ -247,17 +269,17 @@ def test_layers_that_were_merged_are_changed_each_for_itself() -> None:
     torch.manual_seed(0)
     network = LlamaForCausalLM(config).eval()
     layers, ids = LoraLayers(network), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    linears = layers.linears
+    linears = layers.targets
     adapters = [
-        LoraAdapter(rank, {name: LowRank(torch.randn(rank, i), torch.randn(rank, o)) for name, (i, o) in some})
+        LoraAdapter(rank, {name: LoraLayerWeights(torch.randn(rank, i), torch.randn(rank, o)) for name, (i, o) in some})
         for rank, some in ((2, list(linears.items())), (3, list(linears.items())[1::2]))
     ]
     with torch.no_grad():
         with layers.applied(adapters):
             expected = network(ids).logits
-        assert merge_siblings(network, input_ids=ids) == 10
+        assert merge_linears(network, input_ids=ids) == 10
         merged = LoraLayers(network)
-        assert merged.linears == linears
+        assert merged.targets == linears
         with merged.applied(adapters):
             torch.testing.assert_close(network(ids).logits, expected)
 
@@ -267,13 +289,13 @@ def test_adapters_leave_the_model_when_nobody_uses_them() -> None:
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
     network = LlamaForCausalLM(config).eval()
     layers = LoraLayers(network)
-    assert "lm_head" not in layers.linears
+    assert "lm_head" not in layers.targets
     name = "model.layers.0.mlp.up_proj"
-    inputs, ids = layers.linears[name], torch.tensor([[1, 2, 3]])
+    inputs, ids = layers.targets[name], torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         plain = network(ids).logits
-        adapter = LoraAdapter(1, {name: LowRank(torch.ones(2, inputs[0]), torch.ones(2, inputs[1]))})
-        gone = weakref.ref(adapter.layers[name].down)
+        adapter = LoraAdapter(1, {name: LoraLayerWeights(torch.ones(2, inputs[0]), torch.ones(2, inputs[1]))})
+        gone = weakref.ref(adapter.layers[name].lora_a)
         with layers.applied([adapter]):
             assert not torch.allclose(network(ids).logits, plain)
         with layers.applied([None, adapter, None]):  # by tokens
@@ -298,9 +320,9 @@ def test_a_stack_keeps_its_adapters_apart_whoever_comes_and_goes(monkeypatch: py
     for version in range(12):
         rank, names = rng.randint(1, 9), rng.sample("abc", rng.randint(1, 3))
         ranks = {name: rng.randint(1, rank) for name in names}
-        layers = {name: LowRank(torch.randn(some, 5), torch.randn(some, 6)) for name, some in ranks.items()}
+        layers = {name: LoraLayerWeights(torch.randn(some, 5), torch.randn(some, 6)) for name, some in ranks.items()}
         everyone.append(LoraAdapter(version, layers))
-    stack, x = LoraStack(dict.fromkeys("abc", torch.float32)), torch.randn(5)
+    stack, x = AdapterBank(dict.fromkeys("abc", torch.float32)), torch.randn(5)
     for turn in range(200):
         here = set(stack.adapters)
         come = set(rng.sample(everyone, rng.randint(0, 3))) - here
@@ -310,18 +332,18 @@ def test_a_stack_keeps_its_adapters_apart_whoever_comes_and_goes(monkeypatch: py
                 patch.setattr(torch, "zeros", None)
                 stack._capacity = 0  # so that it has to ask for memory
                 with pytest.raises(TypeError):
-                    stack.change(come, go)
+                    stack.update(come, go)
             assert not stack.adapters
             assert not stack.layers
             continue
-        stack.change(come, go)
+        stack.update(come, go)
         assert set(stack.adapters) == (here | come) - go
         width = sum(one.rank for one in stack.adapters)
         order = sorted(stack.adapters, key=lambda one: one.version)
-        for one, foreign in zip([*order, None], stack.foreign([*order, None]), strict=True):
+        for one, foreign in zip([*order, None], stack.foreign_columns([*order, None]), strict=True):
             assert int((~foreign).sum()) == (one.rank if one else 0)
             for name, (down, up) in stack.layers.items():
                 assert len(down) == len(up) < 2 * width
                 got = (down @ x).masked_fill(foreign[0], 0.0) @ up
                 layer = one.layers.get(name) if one else None
-                torch.testing.assert_close(got, torch.zeros(6) if layer is None else layer.down @ x @ layer.up)
+                torch.testing.assert_close(got, torch.zeros(6) if layer is None else layer.lora_a @ x @ layer.lora_b)

@@ -12,18 +12,30 @@ import torch
 import transformers
 import tuning
 from batches import engine_options
-from companies import BOUNDS, ENGINES, NEAR_TIE, PLACEHOLDER, Job, Setup, check_greedy, found, made, run, settled
+from companies import (
+    BOUNDS,
+    ENGINES,
+    NEAR_TIE,
+    PLACEHOLDER,
+    AdapterRequest,
+    EngineSetup,
+    check_greedy,
+    find_adapter,
+    generate_all,
+    make_setup,
+    without_near_ties,
+)
 from peft import PeftModelForCausalLM, PromptTuningConfig
-from tiny_models import EOS, START, VOCABULARY, make_model
+from tiny_models import DECODER_START, EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from tuning import Tuned
 
 from tgis.engines.distributed.engine import ShardedEngine
-from tgis.engines.padded.model import PREFILL_TOKENS
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import Unsupported
-from tgis.ipc.messages import Details
-from tgis.prompts.store import PromptStore
-from tgis.prompts.tensor_file import SoftPrompt, Target
+from tgis.ipc.messages import LogprobOptions
+from tgis.prompts.store import AdapterStore
+from tgis.prompts.tensor_file import SoftPrompt, TargetModel
 
 
 @pytest.fixture(scope="module")
@@ -37,43 +49,45 @@ def tuned_titles(titles_dir: Path, cache_dir: Path) -> Tuned:
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> Setup:
-    return made(request.param, glassllm_dir)
+def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
+    return make_setup(request.param, glassllm_dir)
 
 
 @pytest.fixture(scope="module")
-def store(glassllm_dir: Path, tuned: Tuned) -> PromptStore:
-    return PromptStore(str(tuned.store), 1 << 20, Target(128, 64, torch.float32, torch.device("cpu")))
+def store(glassllm_dir: Path, tuned: Tuned) -> AdapterStore:
+    return AdapterStore(str(tuned.store), 1 << 20, TargetModel(128, 64, torch.float32, torch.device("cpu")))
 
 
 def test_training_changes_what_is_generated(tuned: Tuned) -> None:
     assert all(after < 0.8 * before for before, after in tuned.trained.losses.values())
     bare = {tuple(one.tokens): one.generated for one in tuned.trained.continuations if not one.prompt}
-    assert len(bare) == len(tuning.COURSES["glassllm"].inputs)
-    for name in tuning.COURSES["glassllm"].lessons:
+    assert len(bare) == len(tuning.TUNING_PLANS["glassllm"].inputs)
+    for name in tuning.TUNING_PLANS["glassllm"].tasks:
         changed = [
             one.generated != bare[tuple(one.tokens)] for one in tuned.trained.continuations if one.prompt == name
         ]
         assert sum(changed) >= 5
 
 
-@pytest.mark.parametrize("name", ["", *tuning.COURSES["glassllm"].lessons])
-def test_alone_each_gives_what_peft_generates(setup: Setup, store: PromptStore, tuned: Tuned, name: str) -> None:
-    for one in settled([one for one in tuned.trained.continuations if one.prompt == name]):
-        (generated,), _ = run(setup, [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS)])
+@pytest.mark.parametrize("name", ["", *tuning.TUNING_PLANS["glassllm"].tasks])
+def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str) -> None:
+    for one in without_near_ties([one for one in tuned.trained.continuations if one.prompt == name]):
+        (generated,), _ = generate_all(
+            setup, [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS)]
+        )
         assert generated == one.generated
 
 
-def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: PromptStore, tuned: Tuned) -> None:
+def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
     """The other rank has no store: it gets the embeddings that it needs with each step."""
     options = engine_options(glassllm_dir, 8, threads=2)
     engine = ShardedEngine(msgspec.structs.replace(options, kv_cache_bytes=1 << 20, shards=2), pytest.fail)
     try:
         engine.warm_up()
-        assert engine.info.linears == {}  # nor LoRA adapters, of which it would need more
+        assert engine.info.lora_targets == {}  # nor LoRA adapters, of which it would need more
         wanted = tuned.trained.continuations
-        jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-        generated, _ = run(Setup(engine, BOUNDS["paged"]), jobs)
+        jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+        generated, _ = generate_all(EngineSetup(engine, BOUNDS["paged"]), jobs)
     finally:
         engine.close()
     assert generated == [one.generated for one in wanted]
@@ -81,12 +95,18 @@ def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: PromptSto
 
 @pytest.mark.parametrize("piece", [512, 24])
 def test_different_prompts_and_none_in_one_batch_give_what_each_gives_alone(
-    setup: Setup, store: PromptStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, piece: int
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     """With small pieces a padded prefill of eight rows computes three columns at a time, through the prompts."""
-    monkeypatch.setitem(PREFILL_TOKENS, "cpu", piece)
-    wanted = settled(random.Random(piece).sample(tuned.trained.continuations, len(tuned.trained.continuations)))
-    generated, _ = run(setup, [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted], seed=piece)
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", piece)
+    wanted = without_near_ties(
+        random.Random(piece).sample(tuned.trained.continuations, len(tuned.trained.continuations))
+    )
+    generated, _ = generate_all(
+        setup,
+        [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted],
+        seed=piece,
+    )
     assert generated == [one.generated for one in wanted]
 
 
@@ -96,12 +116,15 @@ def embeddings_of(model: Path, tokens: list[int], version: int = 1) -> SoftPromp
     return SoftPrompt(version, network.get_input_embeddings().weight.detach()[tokens])
 
 
-def test_a_prompt_of_embeddings_of_tokens_is_these_tokens(setup: Setup, glassllm_dir: Path) -> None:
+def test_a_prompt_of_embeddings_of_tokens_is_these_tokens(setup: EngineSetup, glassllm_dir: Path) -> None:
     """Everything about the real tokens is the same, too."""
     words, tokens = [40, 41, 300, 7, 99], [500, 62, 17, 300]
-    details = Details(inputs=True, logprobs=True, ranks=True)
-    jobs = [Job(tokens, embeddings_of(glassllm_dir, words), 12, details), Job(words + tokens, None, 12, details)]
-    generated, (ours, real) = run(setup, jobs)
+    details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True)
+    jobs = [
+        AdapterRequest(tokens, embeddings_of(glassllm_dir, words), 12, details),
+        AdapterRequest(words + tokens, None, 12, details),
+    ]
+    generated, (ours, real) = generate_all(setup, jobs)
     assert generated[0] == generated[1]
     assert len(ours) == len(real) == len(words) + len(tokens)
     assert math.isnan(ours[0].logprob)  # as that of any first token
@@ -110,10 +133,10 @@ def test_a_prompt_of_embeddings_of_tokens_is_these_tokens(setup: Setup, glassllm
         assert one.rank == other.rank
 
 
-def test_repetition_is_penalised_for_real_tokens_only(setup: Setup, glassllm_dir: Path) -> None:
+def test_repetition_is_penalised_for_real_tokens_only(setup: EngineSetup, glassllm_dir: Path) -> None:
     """The placeholder is no token: a penalty does not touch it, nor anything else because of a prompt."""
     words, tokens = [4, *[PLACEHOLDER] * 6], [500, 62, 17, 300]
-    (generated,), _ = run(setup, [Job(tokens, embeddings_of(glassllm_dir, words), 16, penalty=1.7)])
+    (generated,), _ = generate_all(setup, [AdapterRequest(tokens, embeddings_of(glassllm_dir, words), 16, penalty=1.7)])
     assert generated == penalised_greedy(glassllm_dir, words, tokens, 1.7, 16)
 
 
@@ -130,17 +153,17 @@ def penalised_greedy(model: Path, words: list[int], tokens: list[int], penalty: 
     return generated
 
 
-def test_nobody_gets_what_was_computed_behind_another_prompt(setup: Setup, glassllm_dir: Path) -> None:
+def test_nobody_gets_what_was_computed_behind_another_prompt(setup: EngineSetup, glassllm_dir: Path) -> None:
     """All have the same token ids, enough for whole blocks: placeholders, and real tokens of the same id."""
     tokens = [500, 62, 17, 300]
     draw = random.Random(3)
     words = [[draw.randrange(4, 1024) for _ in range(40)] for _ in range(3)]
     prompts = [embeddings_of(glassllm_dir, some, version) for version, some in enumerate(words, 1)]
-    bare = [Job(some + tokens, None, 8) for some in [*words, [PLACEHOLDER] * 40]]
-    expected, _ = run(setup, bare)
+    bare = [AdapterRequest(some + tokens, None, 8) for some in [*words, [PLACEHOLDER] * 40]]
+    expected, _ = generate_all(setup, bare)
     assert len({tuple(some) for some in expected}) == 4
-    jobs = [*(Job(tokens, prompt, 8) for prompt in prompts), bare[3]]
-    generated, _ = run(setup, jobs * 3, seed=5)
+    jobs = [*(AdapterRequest(tokens, prompt, 8) for prompt in prompts), bare[3]]
+    generated, _ = generate_all(setup, jobs * 3, seed=5)
     assert generated == expected * 3
 
 
@@ -153,7 +176,7 @@ MODELS = ["Llama", "Gemma", "Gemma3Text", "Bloom", "GPT2", "OPT"]
 def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, kind: str) -> None:
     tiny = make_model(name, tmp_path)
     try:
-        setup = made(kind, tiny)
+        setup = make_setup(kind, tiny)
     except Unsupported:  # it has an attention of its own
         assert (name, kind) == ("Bloom", "paged")
         return
@@ -161,8 +184,8 @@ def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, ki
     bare = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     models = [bare, *(with_prompt(tiny, length) for length in (1, 4, 9))]
     prompts = [None, *(soft_prompt_of(model) for model in models[1:])]
-    tokens = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(12)]
-    generated, _ = run(setup, [Job(tokens[n], prompts[n % 4], 10) for n in range(12)], eos=EOS)
+    tokens = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(12)]
+    generated, _ = generate_all(setup, [AdapterRequest(tokens[n], prompts[n % 4], 10) for n in range(12)], eos=EOS)
     for n in range(12):
         check_greedy(models[n % 4], tokens[n], generated[n])
     differs = [best(bare, tokens[n]) != best(models[n % 4], tokens[n]) for n in range(12)]
@@ -173,11 +196,11 @@ def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, ki
 def test_embeddings_narrower_than_the_model(tmp_path: Path, kind: str) -> None:
     """OPT can project them; PEFT cannot train prompts for such a model, TGIS could serve them."""
     model = make_model("OPT, 350m", tmp_path)
-    setup = made(kind, model)
+    setup = make_setup(kind, model)
     assert setup.engine.info.embedding_size == 16
     soft = SoftPrompt(1, torch.randn((3, 16), generator=torch.Generator().manual_seed(0)))
     tokens = [5, 9, 11, 40]
-    (generated,), _ = run(setup, [Job(tokens, soft, 8)], eos=EOS)
+    (generated,), _ = generate_all(setup, [AdapterRequest(tokens, soft, 8)], eos=EOS)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     table = reference.get_input_embeddings()
     with torch.no_grad():
@@ -208,21 +231,21 @@ def best(model: Any, tokens: list[int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def titles(titles_dir: Path) -> Setup:
-    return made("padded", titles_dir)
+def titles(titles_dir: Path) -> EngineSetup:
+    return make_setup("padded", titles_dir)
 
 
-def test_an_encoder_decoder_gives_what_peft_generates(titles: Setup, tuned_titles: Tuned) -> None:
+def test_an_encoder_decoder_gives_what_peft_generates(titles: EngineSetup, tuned_titles: Tuned) -> None:
     """With trained prompts and none, alone, and all in one batch."""
-    target = Target(512, 64, torch.float32, torch.device("cpu"), encoder_decoder=True)
-    store = PromptStore(str(tuned_titles.store), 1 << 20, target)
-    wanted = settled(tuned_titles.trained.continuations)
+    target = TargetModel(512, 64, torch.float32, torch.device("cpu"), encoder_decoder=True)
+    store = AdapterStore(str(tuned_titles.store), 1 << 20, target)
+    wanted = without_near_ties(tuned_titles.trained.continuations)
     bare = {tuple(one.tokens): one.generated for one in wanted if not one.prompt}
     changed = [one.generated != bare[tuple(one.tokens)] for one in wanted if one.prompt]
     assert sum(changed) >= 6
-    jobs = [Job(one.tokens, found(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    alone = [run(titles, [job], eos=1)[0][0] for job in jobs]
-    together, _ = run(titles, jobs, seed=1, eos=1)
+    jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
+    alone = [generate_all(titles, [job], eos=1)[0][0] for job in jobs]
+    together, _ = generate_all(titles, jobs, seed=1, eos=1)
     assert alone == together == [one.generated for one in wanted]
 
 
@@ -234,10 +257,10 @@ def test_prompts_of_an_encoder_of_a_decoder_and_of_both(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one batch, the decoder's parts computed in pieces, and some texts with the token that pads."""
-    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 6)
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 6)
     model = make_model(name, tmp_path)
     reference = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32).eval()
-    setup, rng = made("padded", model), random.Random(2)
+    setup, rng = make_setup("padded", model), random.Random(2)
     draw = torch.Generator().manual_seed(1)
     first, second, third = (torch.randn((rows, 32), generator=draw) for rows in (4, 2, 7))
     prompts = [
@@ -247,11 +270,13 @@ def test_prompts_of_an_encoder_of_a_decoder_and_of_both(
         SoftPrompt(3, third, second, encoder_decoder=True),
     ]
     assert [prompt.length for prompt in prompts if prompt] == [4, 3, 10]  # as TGIS counts, with the start token
-    tokens = [[rng.randrange(4, VOCABULARY) for _ in range(rng.randint(3, 16))] for _ in range(16)]
+    tokens = [[rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(3, 16))] for _ in range(16)]
     for n in (4, 8):
         tokens[n][1] = PLACEHOLDER
-    details = Details(inputs=True, logprobs=True)
-    generated, inputs = run(setup, [Job(tokens[n], prompts[n % 4], 10, details) for n in range(16)], eos=EOS)
+    details = LogprobOptions(input_tokens=True, logprobs=True)
+    generated, inputs = generate_all(
+        setup, [AdapterRequest(tokens[n], prompts[n % 4], 10, details) for n in range(16)], eos=EOS
+    )
     clear = [check_answer(reference, tokens[n], prompts[n % 4], generated[n]) for n in range(16)]
     assert sum(clear) > 0.8 * sum(map(len, generated))
     assert [len(inputs[n]) - len(tokens[n]) for n in range(4)] == [0, 4, 0, 2]  # the encoder's virtual tokens
@@ -266,7 +291,7 @@ def seen(network: Any, tokens: list[int], prompt: SoftPrompt | None, output: lis
     if prompt is not None and prompt.encoder is not None:
         rest = encoder.get_input_embeddings()(torch.tensor(tokens))
         given = {"inputs_embeds": torch.cat([prompt.encoder, rest])[None]}
-    outputs = torch.tensor([START, *output])
+    outputs = torch.tensor([DECODER_START, *output])
     if prompt is not None and prompt.decoder is not None:
         rest = decoder.get_input_embeddings()(outputs)
         given["decoder_inputs_embeds"] = torch.cat([prompt.decoder, rest])[None]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tgis.engines.memory import available
-from tgis.engines.memory.available import granted_memory, in_words, memory_limit
+from tgis.engines.memory.available import available_memory, format_bytes, total_memory
 from tgis.engines.memory.peaks import peak_meter
 
 CPU = torch.device("cpu")
@@ -48,46 +48,46 @@ def version_1(limit: int, used: int) -> dict[str, str]:
 
 def test_a_machine_without_limits_grants_what_is_available(system: System) -> None:
     system("0::/\n", _={})
-    assert (granted_memory(CPU), memory_limit(CPU)) == (8000 << 10, 10000 << 10)
+    assert (available_memory(CPU), total_memory(CPU)) == (8000 << 10, 10000 << 10)
 
 
 def test_a_container_grants_less_and_its_cached_files_do_not_count(system: System) -> None:
     system("0::/\n", _=version_2("1000000", 400_000))
-    assert (granted_memory(CPU), memory_limit(CPU)) == (1_000_000 - (400_000 - 750), 1_000_000)
+    assert (available_memory(CPU), total_memory(CPU)) == (1_000_000 - (400_000 - 750), 1_000_000)
 
 
 def test_a_container_with_room_beyond_the_machine(system: System) -> None:
     system("0::/\n", _=version_2("99000000", 0))
-    assert (granted_memory(CPU), memory_limit(CPU)) == (8000 << 10, 10000 << 10)
+    assert (available_memory(CPU), total_memory(CPU)) == (8000 << 10, 10000 << 10)
 
 
 def test_the_narrowest_group_on_the_way_up_counts(system: System) -> None:
     groups = {"_": version_2("max", 0), "slice": version_2("500000", 100_000), "slice__unit": version_2("max", 9)}
     system("0::/slice/unit\n", **groups)
-    assert granted_memory(CPU) == 500_000 - (100_000 - 750)
+    assert available_memory(CPU) == 500_000 - (100_000 - 750)
 
 
 def test_groups_of_version_1(system: System) -> None:
     groups = {"memory": version_1(2**63 - 4096, 7), "memory__pod": version_1(600_000, 200_000)}
     system("9:cpu,cpuacct:/pod\n4:memory:/pod\n0::/\n", **groups)
-    assert (granted_memory(CPU), memory_limit(CPU)) == (600_000 - (200_000 - 750), 600_000)
+    assert (available_memory(CPU), total_memory(CPU)) == (600_000 - (200_000 - 750), 600_000)
 
 
 def test_a_group_seen_from_within_is_the_root(system: System) -> None:
     system("0::/kubepods/pod1/abc\n", _=version_2("700000", 100_750))
-    assert granted_memory(CPU) == 600_000
+    assert available_memory(CPU) == 600_000
 
 
 def test_this_machine_grants_something() -> None:
-    assert 1 << 20 < granted_memory(CPU) <= memory_limit(CPU) < 1 << 50
+    assert 1 << 20 < available_memory(CPU) <= total_memory(CPU) < 1 << 50
 
 
 def test_the_meter_sees_what_came_and_went() -> None:
     meter = peak_meter(CPU)
-    rest = meter.rest()
+    rest = meter.reset()
     torch.ones(64 << 20, dtype=torch.uint8)
     assert 63 << 20 < meter.peak() - rest < 80 << 20
-    assert abs(meter.rest() - rest) < 16 << 20
+    assert abs(meter.reset() - rest) < 16 << 20
     assert meter.peak() - rest < 16 << 20
 
 
@@ -96,4 +96,4 @@ def test_the_meter_sees_what_came_and_went() -> None:
     [(0, "0 bytes"), (999, "999 bytes"), (1 << 10, "1 KiB"), (1 << 20, "1 MiB"), (3.5 * 2**40, "3.58e+03 GiB")],
 )
 def test_sizes_are_said_as_limits_are_written(size: float, words: str) -> None:
-    assert in_words(size) == words
+    assert format_bytes(size) == words

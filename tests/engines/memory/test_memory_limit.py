@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from batches import engine_options
-from harness import environment, serving
+from harness import running_server, server_environment
 from repository import REPOSITORY
 from tiny_models import make_model
 
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.config import LIBRARY_DEFAULTS
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.config import LIBRARY_ENVIRONMENT
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 MiB = 1 << 20
 
@@ -30,7 +30,7 @@ def test_full_batches_stay_within_the_memory_granted(
 ) -> None:
     """45 KiB of keys and values a token in float32: room for some thousand, in 48 requests of 8 to 512."""
     command = [sys.executable, "tests/support/memory_proof.py", engine, str(smollm2_dir), str(granted)]
-    variables = environment(**LIBRARY_DEFAULTS, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    variables = server_environment(**LIBRARY_ENVIRONMENT, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)
     print(found)
@@ -44,17 +44,17 @@ def test_every_kind_of_padded_model_is_measured(name: str, tmp_path: Path) -> No
     changes = {"estimate_memory": "auto", "cache_dir": str(tmp_path / "cache"), "max_sequence_length": 64}
     engine = PaddedEngine(msgspec.structs.replace(engine_options(make_model(name, tmp_path), 3, 1), **changes))
     engine.warm_up()
-    assert 1000 < engine.info.weight_limit < 1 << 40
+    assert 1000 < engine.info.token_capacity < 1 << 40
     assert engine.info.prefill_linear >= 1
     assert len([*(tmp_path / "cache" / "memory").iterdir()]) == 1
-    row = Sequence(Request(1, [5, 6, 7], 2, False, Sampling(), Details()), 0.0)
-    assert len(engine.step(Plan.whole([row])).tokens) == 1  # nothing is left of what was run
+    row = Sequence(Request(1, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0)
+    assert len(engine.step(StepPlan.compute_all([row])).tokens) == 1  # nothing is left of what was run
 
 
 @pytest.mark.slow
 def test_ranks_measure_together(glassllm_dir: Path, tmp_path: Path) -> None:
     settings = {"NUM_SHARD": 2, "ESTIMATE_MEMORY": "auto", "CACHE_DIR": tmp_path / "cache", "MAX_BATCH_SIZE": 4}
-    with serving(tmp_path, glassllm_dir, timeout=120, **settings) as server:
+    with running_server(tmp_path, glassllm_dir, timeout=120, **settings) as server:
         assert server.log.read_text().count("measured in") == 2
-    with serving(tmp_path, glassllm_dir, timeout=120, **settings) as server:
+    with running_server(tmp_path, glassllm_dir, timeout=120, **settings) as server:
         assert server.log.read_text().count("memory was measured at an earlier start") == 2

@@ -12,17 +12,17 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from synthetic import Formula, MiB, SyntheticEngine
+from synthetic import MemoryFormula, MiB, SyntheticEngine
 
 from tgis.batcher.memory_model import MemoryModel
 from tgis.engines.memory import available, profiler
-from tgis.engines.padded.kv_cache import KvCost
+from tgis.engines.padded.kv_cache import KvCacheCost
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
 FREE = 8 << 30
 CPU = torch.device("cpu")
-KV = KvCost(60_000.0, 10 * MiB)
+KV = KvCacheCost(60_000.0, 10 * MiB)
 
 Start = Callable[..., tuple[MemoryModel, SyntheticEngine]]
 
@@ -42,12 +42,12 @@ def start(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> Start:
     """A start of a synthetic engine on a system with `limit` bytes, with some facts and options changed."""
 
     def run(*, limit: int = 2 * FREE, facts: dict[str, Any] | None = None, **changes: Any) -> Any:
-        wanted: dict[str, Any] = {"formula": Formula(token=1000), "room": FREE} | (facts or {})
+        wanted: dict[str, Any] = {"formula": MemoryFormula(token=1000), "room": FREE} | (facts or {})
         engine = SyntheticEngine(**wanted)
         monkeypatch.setattr(available, "granted_memory", lambda _: FREE)
         monkeypatch.setattr(profiler, "memory_limit", lambda _: limit)
         monkeypatch.setattr(profiler, "peak_meter", lambda _: engine)
-        found = profiler.padded_memory(engine, msgspec.structs.replace(options, **changes), CPU, KV, engine.held)
+        found = profiler.profile_padded(engine, msgspec.structs.replace(options, **changes), CPU, KV, engine.held)
         return found, engine
 
     return run
@@ -63,22 +63,22 @@ def test_the_margin_is_taken_off_once(start: Start) -> None:
     assert whole.weight_limit - less.weight_limit == pytest.approx(FREE / 4 / 61_000, abs=1)
     assert not engine.steps  # the margin is no reason to measure again
     worst_step = 30 * MiB + 64 * MiB
-    assert less.weight_limit == int((0.75 * FREE - KV.fixed - worst_step) / 61_000)
-    assert (less.prefill_linear, less.gradient(padded=True)) == (1.0, 1.0)
+    assert less.weight_limit == int((0.75 * FREE - KV.fixed_bytes - worst_step) / 61_000)
+    assert (less.prefill_linear, less.cost_per_token(padded=True)) == (1.0, 1.0)
 
 
 def test_logits_with_facts_count_on_a_cpu_even_if_they_are_not_seen(start: Start) -> None:
-    silent = {"formula": Formula(token=1000), "vocab_size": 50_000}
+    silent = {"formula": MemoryFormula(token=1000), "vocab_size": 50_000}
     seen, _ = start(facts=silent | {"device": "cuda:0"})
     known, _ = start(facts=silent | {"device": "cpu"})
     worst_pass = 3 * 512 * 50_000 * 4  # of three copies of all scores, in float32
-    room = int((0.8 * FREE - KV.fixed - worst_pass) / 61_000)
+    room = int((0.8 * FREE - KV.fixed_bytes - worst_pass) / 61_000)
     assert known.weight_limit == pytest.approx(room, abs=1)
     assert known.weight_limit < seen.weight_limit
 
 
 def test_prefills_of_whole_inputs_weigh_by_the_square(start: Start) -> None:
-    found, _ = start(facts={"encoder_decoder": True, "formula": Formula(token=1000, square=610.0)})
+    found, _ = start(facts={"encoder_decoder": True, "formula": MemoryFormula(token=1000, square=610.0)})
     assert found.prefill_quadratic_1 == pytest.approx(0.01, rel=0.01)  # of a token, which is 61,000 bytes
     assert found.prefill_linear == 1.0
 
@@ -86,13 +86,13 @@ def test_prefills_of_whole_inputs_weigh_by_the_square(start: Start) -> None:
 def test_off_runs_nothing_and_counts_keys_and_values(start: Start) -> None:
     found, engine = start(estimate_memory="off")
     assert not engine.steps
-    assert found.weight_limit == int((0.8 * FREE - KV.fixed) / KV.token)
+    assert found.weight_limit == int((0.8 * FREE - KV.fixed_bytes) / KV.bytes_per_token)
 
 
 def test_manual_runs_nothing_and_trusts(start: Start) -> None:
     found, engine = start(estimate_memory="manual")
     assert not engine.steps
-    assert found == profiler.declared(2048, 64, 20)
+    assert found == profiler.declared_memory(2048, 64, 20)
 
 
 def test_the_next_start_measures_nothing(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,7 +205,7 @@ def test_a_system_that_tells_nothing_is_as_off(
         raise PermissionError("no clear_refs")
 
     monkeypatch.setattr(profiler, "peak_meter", refuse)
-    assert profiler.padded_memory(engine, options, CPU, KV, engine.held).weight_limit == expected.weight_limit
+    assert profiler.profile_padded(engine, options, CPU, KV, engine.held).weight_limit == expected.weight_limit
     assert warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
 
 
@@ -218,22 +218,22 @@ def test_blocks_get_what_the_worst_step_leaves(
     start: Start, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(estimate_memory="off")  # for the system
-    engine = SyntheticEngine(Formula(token=1000), block_size=16)
+    engine = SyntheticEngine(MemoryFormula(token=1000), block_size=16)
     monkeypatch.setattr(profiler, "peak_meter", lambda _: engine)
-    taken = profiler.beside_blocks(engine, options, CPU, 1000, engine.held)
+    taken = profiler.profile_paged(engine, options, CPU, 1000, engine.held)
     assert taken == pytest.approx(30 * MiB + 64 * MiB + 1000 * 2048, rel=0.01)
 
 
 def test_ranks_measure_together_if_one_of_them_must(start: Start, options: EngineOptions) -> None:
     start(estimate_memory="off")
-    engine = SyntheticEngine(Formula(), block_size=16)
-    profiler.beside_blocks(engine, options, CPU, 1000, engine.held)
+    engine = SyntheticEngine(MemoryFormula(), block_size=16)
+    profiler.profile_paged(engine, options, CPU, 1000, engine.held)
     steps, asked = engine.steps, []
 
     def smallest(value: int) -> int:
         asked.append(value)
         return 0
 
-    profiler.beside_blocks(engine, options, CPU, 1000, engine.held, smallest)
+    profiler.profile_paged(engine, options, CPU, 1000, engine.held, smallest)
     assert asked == [True]
     assert engine.steps == 2 * steps

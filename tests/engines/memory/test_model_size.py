@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from harness import environment
+from harness import server_environment
 from repository import REPOSITORY
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tgis.config import LIBRARY_DEFAULTS
+from tgis.config import LIBRARY_ENVIRONMENT
 from tgis.engines.loading.loader import load_causal_lm, load_config
 from tgis.engines.memory import model_size
 from tgis.errors import StartError
@@ -42,7 +42,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
 
 
 def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, family: Any = AutoModelForCausalLM) -> None:
-    model_size.check_size(family, options, load_config(options), dtype, device)
+    model_size.check_model_fits(family, options, load_config(options), dtype, device)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 2 * SMOLLM2), ("float32", 4 * (LINEARS + OTHERS))])
@@ -50,7 +50,7 @@ def test_loading_takes_what_it_is_said_to_take(
     smollm2_dir: Path, dtype: str, expected: int, free: Free, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "tests/support/loading_peak.py", str(smollm2_dir), dtype]
-    variables = environment(**LIBRARY_DEFAULTS, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    variables = server_environment(**LIBRARY_ENVIRONMENT, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
     assert 0.98 * expected < int(done.stdout) < 2 * expected  # the C library keeps some of what is given back
     options = msgspec.structs.replace(engine_options(smollm2_dir, 8, threads=1), dtype=dtype)

@@ -13,25 +13,25 @@ import oracle
 import pytest
 import torch
 from batches import engine_options, limits
-from equality import EVERYTHING, Comparison, forty_and_eight, generate, meet_all
-from harness import serving
+from equality import EVERYTHING, Comparison, generate, random_requests, send_all
+from harness import running_server
 from onnx_exports import beside, exported, halves, without_past
 from oracle import MAX_NEW_TOKENS
 from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
-from tiny_models import run
+from tiny_models import generate_all
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.onnx.decoder import ignores_padding
 from tgis.engines.onnx.engine import load_engine
-from tgis.engines.onnx.kv_cache import Block
-from tgis.engines.onnx.models import OnnxCausalModel, OnnxSeq2SeqModel
-from tgis.engines.onnx.session import Graph
+from tgis.engines.onnx.kv_cache import PastKeyValues
+from tgis.engines.onnx.models import OnnxCausalLM, OnnxSeq2SeqLM
+from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.model import PREFILL_TOKENS
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import OutOfMemory, StartError
-from tgis.ipc.adapters import PromptOptions
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 SMALL = ["glassllm", "detransliterator"]
 CPU = torch.device("cpu")
@@ -59,8 +59,8 @@ def load(directory: Path, rows: int = 8) -> PaddedEngine:
     return engine
 
 
-def inside(engine: PaddedEngine) -> OnnxCausalModel | OnnxSeq2SeqModel:
-    assert isinstance(engine._model, OnnxCausalModel | OnnxSeq2SeqModel)
+def inside(engine: PaddedEngine) -> OnnxCausalLM | OnnxSeq2SeqLM:
+    assert isinstance(engine._model, OnnxCausalLM | OnnxSeq2SeqLM)
     return engine._model
 
 
@@ -75,30 +75,30 @@ def test_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_
     most = MAX_NEW_TOKENS[name]
     graphs = exported(model, cache_dir)
     with (
-        serving(tmp_path, graphs, DEPLOYMENT_FRAMEWORK="hf_optimum_ort", NUM_THREADS=1) as server,
+        running_server(tmp_path, graphs, DEPLOYMENT_FRAMEWORK="hf_optimum_ort", NUM_THREADS=1) as server,
         server.stub() as stub,
     ):
         for answer in answers:
             (got,) = generate(stub, [answer], most, EVERYTHING)
             Comparison(answer, most, EVERYTHING).check(got)
-        print(f"ended at a near tie: {meet_all(stub, forty_and_eight(answers, 11, 0.5, (1, most)))} of 48")
+        print(f"ended at a near tie: {send_all(stub, random_requests(answers, 11, 0.5, (1, most)))} of 48")
 
 
 def wanted(count: int = 24) -> list[Request]:
     draw = random.Random(3)
     prompts = [[draw.randrange(4, 800) for _ in range(draw.randint(1, 40))] for _ in range(count)]
     return [
-        Request(n, prompt, draw.randint(1, 24), False, Sampling(), Details(inputs=n % 3 == 0))
+        Request(n, prompt, draw.randint(1, 24), False, SamplingParams(), LogprobOptions(input_tokens=n % 3 == 0))
         for n, prompt in enumerate(prompts)
     ]
 
 
 def alone(engine: PaddedEngine) -> list[list[int]]:
-    return [run(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted()]
+    return [generate_all(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted()]
 
 
 def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
-    return run(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
+    return generate_all(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -106,11 +106,11 @@ def test_rows_that_join_and_leave_get_what_transformers_says_alone(
     graphs: Path, model: Path, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where each length must go by itself, and in pieces shorter than prompts."""
-    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 32)
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 32)
     expected = alone(PaddedEngine(engine_options(model, 8, threads=1)))
     engine = load(graphs)
-    assert inside(engine)._together
-    inside(engine)._together = together
+    assert inside(engine)._mixed_lengths
+    inside(engine)._mixed_lengths = together
     assert joined(engine, 1) == expected
     assert joined(engine, 2) == expected
 
@@ -132,8 +132,8 @@ def test_graphs_may_lie_in_a_folder_below(graphs: Path, tmp_path: Path) -> None:
 def test_a_pass_that_fails_changes_nobodys_result(graphs: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(graphs)
     expected = {n: found for request in requests() for n, found in run_with_setbacks(engine, [request]).items()}
-    failing = Failing(Graph.run, OutOfMemory("none left"), {call, call + 1})
-    monkeypatch.setattr(Graph, "run", lambda self, *args: failing(self, *args))  # noqa: PLW0108 - to bind
+    failing = Failing(Session.run, OutOfMemory("none left"), {call, call + 1})
+    monkeypatch.setattr(Session, "run", lambda self, *args: failing(self, *args))  # noqa: PLW0108 - to bind
     check(run_with_setbacks(engine, requests()), expected)
     assert failing.count > call
 
@@ -141,13 +141,15 @@ def test_a_pass_that_fails_changes_nobodys_result(graphs: Path, call: int, monke
 @pytest.mark.parametrize("name", ["detransliterator"])
 def test_padding_that_a_graph_sees_is_noticed(graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = inside(load(graphs))
-    assert isinstance(engine, OnnxSeq2SeqModel)
-    assert ignores_padding(engine._decoder, CPU, engine._probe)
-    monkeypatch.setattr(Block, "mask", lambda self, columns: torch.ones(len(self.lengths), columns, dtype=torch.bool))
-    assert not ignores_padding(engine._decoder, CPU, engine._probe)
-    blind = replace(engine._decoder.others.inputs["input_ids"])
-    monkeypatch.setattr(engine._decoder.others, "inputs", {"input_ids": blind})
-    assert not ignores_padding(engine._decoder, CPU, engine._probe)
+    assert isinstance(engine, OnnxSeq2SeqLM)
+    assert ignores_padding(engine._decoder, CPU, engine._probe_outputs)
+    monkeypatch.setattr(
+        PastKeyValues, "mask", lambda self, columns: torch.ones(len(self.lengths), columns, dtype=torch.bool)
+    )
+    assert not ignores_padding(engine._decoder, CPU, engine._probe_outputs)
+    blind = replace(engine._decoder.with_past.inputs["input_ids"])
+    monkeypatch.setattr(engine._decoder.with_past, "inputs", {"input_ids": blind})
+    assert not ignores_padding(engine._decoder, CPU, engine._probe_outputs)
 
 
 def test_what_is_told_of_the_model(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,12 +167,12 @@ def test_lack_of_memory_is_told_from_bugs() -> None:
     class Broken(Exception):
         pass
 
-    class Session:
+    class BrokenSession:
         def run_with_iobinding(self, text: str) -> None:
             raise Broken(text)
 
-    graph = object.__new__(Graph)
-    graph._session, graph._errors = Session(), (Broken,)
+    graph = object.__new__(Session)
+    graph._session, graph._errors = BrokenSession(), (Broken,)
     with pytest.raises(OutOfMemory, match="out of memory in a pass of onnxruntime"):
         graph._run("Failed to allocate memory for requested buffer of size 99")
     with pytest.raises(Broken):
@@ -261,7 +263,7 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
 
 
 def test_soft_prompts_are_refused_at_the_start(glassllm_dir: Path) -> None:
-    prompts = PromptOptions("/store", 1 << 20, 16)
+    prompts = AdapterStoreOptions("/store", 1 << 20, 16)
     with pytest.raises(StartError, match="PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters"):
         load_engine(msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=1), prompts=prompts))
 
@@ -281,15 +283,15 @@ def test_int8_chooses_nearly_the_same(graphs: Path, model: Path, cache_dir: Path
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompts = [tokenizer.encode(f"A sentence about {thing} is").ids for thing in ["rain", "war", "tea", "art", "gold"]]
-    greedy = [Request(n, ids, 48, False, Sampling(), Details()) for n, ids in enumerate(prompts)]
-    expected = run(load(graphs), limits(10**6, max_batch_size=8, prefill_tokens=512), greedy, random.Random(0))
+    greedy = [Request(n, ids, 48, False, SamplingParams(), LogprobOptions()) for n, ids in enumerate(prompts)]
+    expected = generate_all(load(graphs), limits(10**6, max_batch_size=8, prefill_tokens=512), greedy, random.Random(0))
     engine = load(exported(model, cache_dir, "--optimize", "--quantize=int8"))
-    ranks = Details(inputs=True, ranks=True)
+    ranks = LogprobOptions(input_tokens=True, ranks=True)
     rows = [
-        Sequence(Request(n, ids + found, 1, False, Sampling(), ranks), 0.0)
+        Sequence(Request(n, ids + found, 1, False, SamplingParams(), ranks), 0.0)
         for n, (ids, found) in enumerate(zip(prompts, expected, strict=True))
     ]
-    facts = engine.step(Plan.whole(rows)).inputs
+    facts = engine.step(StepPlan.compute_all(rows)).prompt_logprobs
     firsts = [
         fact.rank == 1 for row, found in zip(rows, expected, strict=True) for fact in facts[row.id][-len(found) :]
     ]

@@ -23,17 +23,17 @@ class Model:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for layer in range(LAYERS):
-            seen = self.cache.states.update(keys + layer, values - layer, layer)
+            seen = self.cache.past_key_values.update(keys + layer, values - layer, layer)
         return seen[0] - (LAYERS - 1), seen[1] + (LAYERS - 1)
 
     def join(self, lengths: list[int], piece: int) -> None:
         first = len(self.keys)
-        self.cache.join(lengths)
+        self.cache.append(lengths)
         width = max(lengths)
         keys = self.states(len(lengths), width)
         for start in range(0, width, piece):
             stop = min(width, start + piece)
-            assert self.cache.prefill(first, start, stop) == width
+            assert self.cache.view_prefill(first, start, stop) == width
             part = keys[:, :, start:stop]
             seen_keys, seen_values = self.update(part, -part)
         assert torch.allclose(seen_keys, -seen_values)
@@ -42,23 +42,23 @@ class Model:
 
     def decode(self) -> None:
         keys = self.states(len(self.keys), 1)
-        self.cache.decode()
+        self.cache.view_decode()
         seen, values = self.update(keys, -keys)
         self.keys = [torch.cat([row, keys[i]], 1) for i, row in enumerate(self.keys)]
         assert torch.allclose(seen, -values)
         self.check(seen, 0)
 
     def leave(self, row: int) -> None:
-        self.cache.leave(row)
+        self.cache.remove(row)
         self.keys[row] = self.keys[-1]
         self.keys.pop()
 
     def check(self, seen: torch.Tensor, first: int) -> None:
         rows = self.keys[first:]
         width = max(row.shape[1] for row in rows)
-        mask = self.cache.mask(first, width)
+        mask = self.cache.attention_mask(first, width)
         assert seen.shape == (len(rows), HEADS, width, SIZE)
-        assert self.cache.lengths[first:] == [row.shape[1] for row in rows]
+        assert self.cache.seq_lens[first:] == [row.shape[1] for row in rows]
         for i, row in enumerate(rows):
             assert mask[i].tolist() == [False] * (width - row.shape[1]) + [True] * row.shape[1]
             assert torch.allclose(seen[i, :, width - row.shape[1] :], row, atol=1e-5)
@@ -84,7 +84,7 @@ def test_what_a_row_left_behind_harms_nobody() -> None:
     model = Model()
     model.join([10], piece=100)
     poison = torch.full((1, HEADS, 1, SIZE), float("nan"))
-    model.cache.decode()
+    model.cache.view_decode()
     model.update(poison, poison)
     model.leave(0)
     model.join([20, 3], piece=100)  # `check` looks at the padding too
@@ -97,7 +97,7 @@ def test_an_emptied_cache_starts_again_without_growing() -> None:
         for _ in range(20):
             model.decode()
         model.leave(0)
-    assert model.cache.states.layers[0].key_buffer.shape[2] <= 128
+    assert model.cache.past_key_values.layers[0].key_buffer.shape[2] <= 128
 
 
 def test_bytes_per_token_counts_all_layers() -> None:

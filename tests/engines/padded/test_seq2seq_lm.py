@@ -10,26 +10,29 @@ from typing import Any
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import EOS, START, VOCABULARY, make_model, run
+from tiny_models import DECODER_START, EOS, VOCAB_SIZE, generate_all, make_model
 from transformers import AutoModelForSeq2SeqLM
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.model import PREFILL_TOKENS
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 NEW_TOKENS = 12
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 Outputs = list[list[int]]
 
 
 def prompts() -> Outputs:
     rng = random.Random(2)
-    return [[rng.randrange(4, VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(8)]
+    return [[rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(8)]
 
 
-def requests(sampling: Sampling = GREEDY, details: Details | None = None) -> list[Request]:
-    return [Request(n, prompt, NEW_TOKENS, False, sampling, details or Details()) for n, prompt in enumerate(prompts())]
+def requests(sampling: SamplingParams = GREEDY, details: LogprobOptions | None = None) -> list[Request]:
+    return [
+        Request(n, prompt, NEW_TOKENS, False, sampling, details or LogprobOptions())
+        for n, prompt in enumerate(prompts())
+    ]
 
 
 def generate(directory: Path, **settings: Any) -> Outputs:
@@ -37,14 +40,14 @@ def generate(directory: Path, **settings: Any) -> Outputs:
     model = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
     settings |= {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     outputs = [model.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in prompts()]
-    assert {output[0] for output in outputs} == {START}
+    assert {output[0] for output in outputs} == {DECODER_START}
     return [output[1:] for output in outputs]
 
 
 def joined(directory: Path, wanted: list[Request], seed: int) -> Outputs:
     """What the engine says to requests that come at random times."""
     engine = PaddedEngine(engine_options(directory, 6, threads=1))
-    return run(engine, limits(100_000, max_batch_size=6, prefill_tokens=512), wanted, random.Random(seed))
+    return generate_all(engine, limits(100_000, max_batch_size=6, prefill_tokens=512), wanted, random.Random(seed))
 
 
 def load(directory: Path) -> PaddedEngine:
@@ -72,17 +75,17 @@ def test_a_repetition_penalty_is_about_the_output(name: str, tmp_path: Path) -> 
     directory = make_model(name, tmp_path, forced_eos_token_id=None)
     expected = generate(directory, repetition_penalty=1.7)
     assert expected != generate(directory)
-    assert joined(directory, requests(Sampling(repetition_penalty=1.7)), 4) == expected
+    assert joined(directory, requests(SamplingParams(repetition_penalty=1.7)), 4) == expected
 
 
 def compute(engine: PaddedEngine, rows: list[Sequence]) -> None:
-    for row, token in zip(rows, engine.step(Plan.whole(rows)).tokens, strict=True):
-        row.computed = len(row.tokens)
+    for row, token in zip(rows, engine.step(StepPlan.compute_all(rows)).tokens, strict=True):
+        row.num_computed_tokens = len(row.tokens)
         row.tokens.append(token)
 
 
 def ended(row: Sequence) -> bool:
-    return not row.remaining or row.tokens[-1] == EOS
+    return not row.num_remaining_tokens or row.tokens[-1] == EOS
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5", "M2M100"])
@@ -90,7 +93,7 @@ def test_rows_that_come_back_go_on_as_if_nothing_had_been(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they have of their outputs is computed anew at once, here in pieces that are shorter than that."""
-    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 16)
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 16)
     directory = make_model(name, tmp_path, forced_eos_token_id=None, forced_bos_token_id=7)
     engine, rng = load(directory), random.Random(5)
     rows = [Sequence(request, 0.0) for request in requests()]
@@ -108,32 +111,35 @@ def test_rows_that_come_back_go_on_as_if_nothing_had_been(
         away += [row for row in leaving if not ended(row)]
         returns += len(away)
         for row in away:
-            row.computed = 0
+            row.num_computed_tokens = 0
     assert returns > 10
     assert [row.tokens[row.prompt_length :] for row in rows] == generate(directory)
 
 
 def test_facts_of_inputs_are_empty(tmp_path: Path) -> None:
     engine = load(make_model("T5", tmp_path))
-    plain, full = Details(inputs=True), Details(inputs=True, logprobs=True, ranks=True, top_n=3)
+    plain, full = (
+        LogprobOptions(input_tokens=True),
+        LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=3),
+    )
     asked = [*requests(details=plain)[:2], *requests(details=full)[2:4], *requests()[4:6]]
-    found = engine.step(Plan.whole([Sequence(request, 0.0) for request in asked])).inputs
+    found = engine.step(StepPlan.compute_all([Sequence(request, 0.0) for request in asked])).prompt_logprobs
     assert list(found) == [0, 1, 2, 3]
     for request in asked[:4]:
         facts = found[request.id]
         assert len(facts) == len(request.tokens)
-        assert all(math.isnan(fact.logprob) == request.details.logprobs for fact in facts)
-        assert {(fact.rank, len(fact.top)) for fact in facts} == {(0, 0)}
+        assert all(math.isnan(fact.logprob) == request.logprob_options.logprobs for fact in facts)
+        assert {(fact.rank, len(fact.top_logprobs)) for fact in facts} == {(0, 0)}
 
 
 @pytest.mark.parametrize(("name", "most"), [("Bart", 128), ("M2M100", 128), ("T5", 256)])
 def test_places_that_a_model_embeds_are_a_limit(name: str, most: int, tmp_path: Path) -> None:
     engine = load(make_model(name, tmp_path))  # for sequences of 256
-    assert engine.info.positions == most
+    assert engine.info.max_positions == most
     assert engine.info.encoder_decoder
-    row = Sequence(Request(1, [5] * most, most, False, Sampling(), Details()), 0.0)
-    engine.step(Plan.whole([row]))
+    row = Sequence(Request(1, [5] * most, most, False, SamplingParams(), LogprobOptions()), 0.0)
+    engine.step(StepPlan.compute_all([row]))
     row.tokens += [6] * (most - 1)  # as if generated; the last is to be computed
-    row.computed = 0
+    row.num_computed_tokens = 0
     engine.release([row])
-    engine.step(Plan.whole([row]))
+    engine.step(StepPlan.compute_all([row]))

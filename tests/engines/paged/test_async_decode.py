@@ -14,11 +14,11 @@ import torch
 from batches import engine_options, limits
 from random_requests import KINDS, WISHES
 from recording import record
-from tiny_models import EOS, VOCABULARY, make_model
+from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.paged import async_decode
 from tgis.engines.paged import engine as paged_engine
@@ -26,7 +26,7 @@ from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
-from tgis.ipc.messages import Details, Request, Sampling, StopReason, TokenFacts
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
 SIZE, ROWS = 4, 6
 
@@ -40,11 +40,11 @@ class Passes:
 
     @classmethod
     def of(cls, engine: PagedEngine, patch: pytest.MonkeyPatch) -> "Passes":
-        seen, steps = cls(), engine._steps
+        seen, steps = cls(), engine._decoder
         launch, launch_next = steps._launch, steps._launch_next
         assert launch_next is not None
 
-        def planned(plan: Plan) -> Any:
+        def planned(plan: StepPlan) -> Any:
             seen.planned.append(len(plan.sampled))
             return launch(plan)
 
@@ -52,7 +52,7 @@ class Passes:
             seen.flights.append(len(rows))
             return launch_next(rows, *others)
 
-        patch.setattr(steps, "_pause", 0)
+        patch.setattr(steps, "_cooldown", 0)
         patch.setattr(steps, "_launch", planned)
         patch.setattr(steps, "_launch_next", flight)
         return seen
@@ -64,38 +64,40 @@ class Subject:
 
     engine: PagedEngine
     model: Any
-    facts: dict[int, list[TokenFacts | None]] = field(default_factory=dict)
-    inputs: dict[int, list[TokenFacts]] = field(default_factory=dict)
+    facts: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    inputs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult:
         """Note what is said."""
         result = self.engine.step(plan)
         for place, row in enumerate(plan.sampled):
             if row.id not in result.failed:
-                self.facts.setdefault(row.id, []).append(result.facts[place] if result.facts else None)
-        self.inputs |= result.inputs
+                self.facts.setdefault(row.id, []).append(result.logprobs[place] if result.logprobs else None)
+        self.inputs |= result.prompt_logprobs
         return result
 
     def check(self, row: Sequence) -> None:
         """All that the row has got so far."""
         logits = self.model(torch.tensor([row.tokens])).logits[0]
         request, facts = row.request, self.facts.pop(row.id, [])
-        assert len(facts) == row.generated
+        assert len(facts) == row.num_generated_tokens
         for step, fact in enumerate(facts):
             context = row.tokens[: row.prompt_length + step]
-            expected = oracle.process(logits[len(context) - 1].tolist(), request.sampling, step, [EOS], context)
+            expected = oracle.process(logits[len(context) - 1].tolist(), request.sampling_params, step, [EOS], context)
             if expected.ambiguous:
                 continue
             token = row.tokens[len(context)]
-            oracle.check_token(token, expected, request.sampling, step)
-            assert (fact is not None) == request.details.generated
+            oracle.check_token(token, expected, request.sampling_params, step)
+            assert (fact is not None) == request.logprob_options.generated_tokens
             if fact is not None:
-                oracle.check_facts(fact, token, expected, request.details)
+                oracle.check_logprobs(fact, token, expected, request.logprob_options)
         self._check_inputs(row, logits.log_softmax(-1))
 
     def _check_inputs(self, row: Sequence, logprobs: torch.Tensor) -> None:
         told = self.inputs.pop(row.id, [])
-        assert len(told) == (row.prompt_length if row.request.details.inputs and row.generated else 0)
+        assert len(told) == (
+            row.prompt_length if row.request.logprob_options.input_tokens and row.num_generated_tokens else 0
+        )
         expected = [logprobs[place, token].item() for place, token in enumerate(row.request.tokens[1:])]
         assert [fact.logprob for fact in told[1:]] == pytest.approx(expected[: len(told)], abs=1e-6)
 
@@ -110,7 +112,7 @@ def subject(model_dir: Path) -> Iterator[Subject]:
     options = msgspec.structs.replace(engine_options(model_dir, ROWS, threads=1), dtype="float64")
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(paged_engine, "BLOCK_SIZE", SIZE)
-        engine = PagedEngine(options, ahead=True)
+        engine = PagedEngine(options, async_decode=True)
         engine.warm_up()
         yield Subject(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval())
 
@@ -127,24 +129,24 @@ def lists(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
         return
     with (
-        mock.patch.multiple(logprobs, _SHORTEST=2, _LONGEST=2, _SPARE=0, _LONGER=2),
-        mock.patch.object(logits_processors, "_MOST_SELECTED", 9),
-        mock.patch.object(ours, "_OPEN_FILTER", 2),
+        mock.patch.multiple(logprobs, _MIN_CANDIDATES=2, _MAX_CANDIDATES=2, _TIE_MARGIN=0, _RETRY_GROWTH=2),
+        mock.patch.object(logits_processors, "_MAX_TOPK", 9),
+        mock.patch.object(ours, "_TOP_P_CANDIDATES", 2),
     ):
         yield request.param
 
 
 def request(rng: random.Random, number: int, new: int = 12, **changes: Any) -> Request:
     sampling = msgspec.structs.replace(rng.choice(KINDS), seed=rng.getrandbits(64))
-    prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 14))]
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
     values = {"sampling": sampling, "details": rng.choice(WISHES)} | changes
     return Request(number, prompt, new, False, **values)
 
 
-def commit(plan: Plan, result: StepResult) -> None:
+def commit(plan: StepPlan, result: StepResult) -> None:
     """As the batcher does, but that rows go on after an end."""
-    for row, count in zip(plan.rows, plan.counts, strict=True):
-        row.computed += count
+    for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
+        row.num_computed_tokens += count
     for row, token in zip(plan.sampled, result.tokens, strict=True):
         row.tokens.append(token)
 
@@ -155,23 +157,26 @@ def test_any_plan_may_follow_any_other(
 ) -> None:
     """Rows that stand still, in any order, in chunks of any size, with a block ahead or not; some go and come back."""
     if recorded:
-        graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine._blocks * SIZE)
-        graphs.record(record, subject.engine._device)
+        graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine._num_blocks * SIZE)
+        graphs.capture(record, subject.engine._device)
         monkeypatch.setattr(subject.engine, "_graphs", graphs)
-    changed = mock.Mock(wraps=subject.engine._steps._forget)
+    changed = mock.Mock(wraps=subject.engine._decoder._invalidate)
     tokens = back = 0
-    with mock.patch.object(subject.engine._steps, "_forget", changed), mock.patch.object(async_decode, "_PAUSE", 0):
+    with (
+        mock.patch.object(subject.engine._decoder, "_invalidate", changed),
+        mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0),
+    ):
         for seed in range(15):
             rng = random.Random(seed)
             rows = [Sequence(request(rng, number), 0.0) for number in range(ROWS)]
             for _ in range(40):
-                alive = [row for row in rows if row.remaining > 0]
+                alive = [row for row in rows if row.num_remaining_tokens > 0]
                 chosen = rng.sample(alive, rng.choice([len(alive), len(alive), rng.randint(0, len(alive))]))
                 if not chosen:
                     continue
                 back += _make_room(subject.engine, rng, rows, chosen)
-                counts = [1 if row.decoding else rng.randint(1, row.pending) for row in chosen]
-                plan = Plan.of(chosen, counts)
+                counts = [1 if row.decoding else rng.randint(1, row.num_uncomputed_tokens) for row in chosen]
+                plan = StepPlan.of(chosen, counts)
                 commit(plan, subject.step(plan))
                 tokens += len(plan.sampled)
             subject.engine.release(rows)
@@ -186,31 +191,31 @@ def test_any_plan_may_follow_any_other(
 
 def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:
     """Blocks that are needed, for each from its own; some lose what they have first, as if for others."""
-    lost = [row for row in chosen if row.computed and row.generated and rng.random() < 0.05]
+    lost = [row for row in chosen if row.num_computed_tokens and row.num_generated_tokens and rng.random() < 0.05]
     engine.release(lost)
     for row in lost:
-        row.computed, row.blocks = 0, []
+        row.num_computed_tokens, row.block_table = 0, []
     for row in chosen:
         needed = -(-len(row.tokens) // SIZE)
         first = rows.index(row) * 8  # a row has 26 tokens at the most
-        row.blocks = list(range(first, first + max(needed + (rng.random() < 0.9), len(row.blocks))))
+        row.block_table = list(range(first, first + max(needed + (rng.random() < 0.9), len(row.block_table))))
     return len(lost)
 
 
 def test_a_steady_batch_takes_one_pass_a_token(subject: Subject, passes: Passes) -> None:
     rng = random.Random(1)
-    sampling = Sampling(temperature=1.0, min_new_tokens=20)
+    sampling = SamplingParams(temperature=1.0, min_new_tokens=20)
     rows = [Sequence(request(rng, n, 20, sampling=sampling), 0.0) for n in range(4)]
     for number, row in enumerate(rows):
-        row.blocks = list(range(number * 10, number * 10 + 10))
+        row.block_table = list(range(number * 10, number * 10 + 10))
     launched = []
     for _ in range(20):
-        plan = Plan.whole(rows)
+        plan = StepPlan.compute_all(rows)
         before = len(passes.planned), len(passes.flights)
         commit(plan, subject.step(plan))
         launched.append((len(passes.planned) - before[0], len(passes.flights) - before[1]))
     assert launched == [(1, 1), *[(0, 1)] * 18, (0, 0)]
-    assert subject.engine._steps._flight is None
+    assert subject.engine._decoder._in_flight is None
     for row in rows:
         subject.check(row)
 
@@ -219,24 +224,24 @@ def test_where_tokens_change_nothing_runs_ahead_for_a_while(
     subject: Subject, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All draw from a flat distribution, of which the device lists two tokens at first."""
-    monkeypatch.setattr(ours, "_OPEN_FILTER", 2)
-    for name, value in {"_SHORTEST": 2, "_LONGEST": 2, "_SPARE": 0}.items():
+    monkeypatch.setattr(ours, "_TOP_P_CANDIDATES", 2)
+    for name, value in {"_MIN_CANDIDATES": 2, "_MAX_CANDIDATES": 2, "_TIE_MARGIN": 0}.items():
         monkeypatch.setattr(logprobs, name, value)
-    flat, calm, rng = Sampling(temperature=5.0, top_p=0.99), Sampling(), random.Random(2)
-    rows = [Sequence(request(rng, n, 60, sampling=flat, details=Details()), 0.0) for n in range(4)]
+    flat, calm, rng = SamplingParams(temperature=5.0, top_p=0.99), SamplingParams(), random.Random(2)
+    rows = [Sequence(request(rng, n, 60, sampling=flat, details=LogprobOptions()), 0.0) for n in range(4)]
     for number, row in enumerate(rows):
-        row.blocks = list(range(number * 20, number * 20 + 20))
+        row.block_table = list(range(number * 20, number * 20 + 20))
     for _ in range(60):
-        plan = Plan.whole(rows)
+        plan = StepPlan.compute_all(rows)
         commit(plan, subject.step(plan))
     assert (passes.planned, passes.flights) == ([4] * 60, [4])
     for row in rows:
         subject.check(row)
     subject.engine.release(rows)
-    row = Sequence(request(rng, 9, 60, sampling=calm, details=Details()), 0.0)
-    row.blocks = list(range(20))
+    row = Sequence(request(rng, 9, 60, sampling=calm, details=LogprobOptions()), 0.0)
+    row.block_table = list(range(20))
     for _ in range(20):
-        plan = Plan.whole([row])
+        plan = StepPlan.compute_all([row])
         commit(plan, subject.step(plan))
     assert passes.planned[60:] == [1] * 17
     assert passes.flights[1:] == [1] * 4
@@ -244,27 +249,29 @@ def test_where_tokens_change_nothing_runs_ahead_for_a_while(
 
 
 def test_nobody_is_left_behind_for_lack_of_a_block(subject: Subject, passes: Passes) -> None:
-    rows = [Sequence(Request(n, [3] * 6, 9, False, Sampling(), Details()), 0.0) for n in range(2)]
+    rows = [Sequence(Request(n, [3] * 6, 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)]
     for number, row in enumerate(rows):
-        row.blocks = [2 * number, 2 * number + 1]
+        row.block_table = [2 * number, 2 * number + 1]
     for flights, blocks in (([2], []), ([2, 2], [5]), ([2, 2], [6]), ([2, 2, 2], [])):
-        plan = Plan.whole(rows)
+        plan = StepPlan.compute_all(rows)
         commit(plan, subject.step(plan))
         assert passes.flights == flights
-        rows[5 in blocks].blocks += blocks
+        rows[5 in blocks].block_table += blocks
     subject.engine.release(rows)
 
 
 def test_prompts_that_go_on_take_the_others_with_them(subject: Subject, passes: Passes) -> None:
-    rows = [Sequence(Request(n, [3] * (5 + 12 * n), 9, False, Sampling(), Details()), 0.0) for n in range(2)]
+    rows = [
+        Sequence(Request(n, [3] * (5 + 12 * n), 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)
+    ]
     for number, row in enumerate(rows):
-        row.blocks = list(range(number * 10, number * 10 + 10))
+        row.block_table = list(range(number * 10, number * 10 + 10))
     for work, launched in (
-        ({0: rows[0].pending}, ([1], [1])),
+        ({0: rows[0].num_uncomputed_tokens}, ([1], [1])),
         ({0: 1, 1: 9}, ([1, 0], [1])),
         ({0: 1, 1: 8}, ([1, 0, 2], [1, 2])),
     ):
-        plan = Plan.of([rows[number] for number in work], [*work.values()])
+        plan = StepPlan.of([rows[number] for number in work], [*work.values()])
         commit(plan, subject.step(plan))
         assert (passes.planned, passes.flights) == launched
     subject.engine.release(rows)
@@ -287,17 +294,19 @@ class Run:
         try:
             result = self.subject.step(plan)
         except RuntimeError:
-            engine.release(plan.rows)
-            assert self.batcher.retreat(plan, out_of_memory=False) == []
+            engine.release(plan.seqs)
+            assert self.batcher.rollback(plan, out_of_memory=False) == []
             return True
-        failed = [row for row in plan.rows if row.id in result.failed]
+        failed = [row for row in plan.seqs if row.id in result.failed]
         self.failed |= result.failed.keys()
         engine.release(failed)
-        self.batcher.abandon(failed)
+        self.batcher.drop(failed)
         sampled = [row for row in plan.sampled if row not in failed]
         tokens = [token for row, token in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
-        work = [(row, count) for row, count in zip(plan.rows, plan.counts, strict=True) if row not in failed]
-        rest = Plan([row for row, _ in work], [count for _, count in work], sampled, plan.prefill)
+        work = [
+            (row, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True) if row not in failed
+        ]
+        rest = StepPlan([row for row, _ in work], [count for _, count in work], sampled, plan.has_prefill)
         gone = self.batcher.commit(rest, tokens, 0.0)
         engine.release(gone)
         self.ended += gone
@@ -312,8 +321,8 @@ class Run:
         assert (self.batcher.idle, self._pool().used) == (True, 0)
 
     def _pool(self) -> Any:
-        assert self.batcher._pager is not None
-        return self.batcher._pager.pool
+        assert self.batcher._block_manager is not None
+        return self.batcher._block_manager.pool
 
 
 def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: Any) -> Run:
@@ -332,15 +341,15 @@ def test_rows_that_make_room_while_they_are_ahead(subject: Subject, passes: Pass
     while True:
         run = run_of(subject, 200, requests, prefix_cache=prefix_cache)
         steps = 0
-        while run.batcher.running or steps == 0:
-            if steps == when and run.batcher.running:
+        while run.batcher.num_running or steps == 0:
+            if steps == when and run.batcher.num_running:
                 row = run.batcher._preempt()
-                in_flight += row.id in subject.engine._steps._lengths
+                in_flight += row.id in subject.engine._decoder._expected_lengths
                 subject.engine.release([row])
             run.step()
             steps += 1
         run.finish()
-        ends |= {row.end for row in run.ended}
+        ends |= {row.stop_reason for row in run.ended}
         if steps <= when:
             break
         when += 1
@@ -357,7 +366,7 @@ def test_few_blocks(subject: Subject, passes: Passes, blocks: int) -> None:
         rng = random.Random(seed)
         run = run_of(subject, blocks, [request(rng, number) for number in range(10)])
         run.finish()
-        counts += run.batcher.take_admissions().preemptions
+        counts += run.batcher.take_counters().preemptions
         assert len(run.ended) == 10
     assert counts > 0
     assert len(passes.flights) > 20
@@ -367,7 +376,7 @@ def test_rows_without_usable_scores_fail_alone(
     subject: Subject, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever they are when it turns out; what is fed to a flight then is nothing that anybody gets."""
-    logits, poison = subject.engine._logits, range(40, 50)
+    logits, poison = subject.engine._run_model, range(40, 50)
 
     def poisoned(batch: Any) -> torch.Tensor:
         found = logits(batch)
@@ -375,9 +384,9 @@ def test_rows_without_usable_scores_fail_alone(
         found[(newest >= poison.start) & (newest < poison.stop)] = float("nan")
         return found
 
-    monkeypatch.setattr(subject.engine, "_logits", poisoned)
+    monkeypatch.setattr(subject.engine, "_run_model", poisoned)
     rng = random.Random(3)
-    requests = [request(rng, number, details=Details()) for number in range(40)]
+    requests = [request(rng, number, details=LogprobOptions()) for number in range(40)]
     run = run_of(subject, 100, requests, prefill_tokens=64)
     run.finish()
     assert {row.id for row in run.ended} | run.failed == set(range(40))
@@ -392,7 +401,7 @@ def test_rows_without_usable_scores_fail_alone(
 def test_a_launch_that_fails_changes_nobodys_result(
     subject: Subject, passes: Passes, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    launch: Callable[..., Any] = getattr(subject.engine._steps, failing)
+    launch: Callable[..., Any] = getattr(subject.engine._decoder, failing)
     calls = 0
 
     def broken(*arguments: Any) -> Any:
@@ -402,7 +411,7 @@ def test_a_launch_that_fails_changes_nobodys_result(
             raise RuntimeError("broken")
         return launch(*arguments)
 
-    monkeypatch.setattr(subject.engine._steps, failing, broken)
+    monkeypatch.setattr(subject.engine._decoder, failing, broken)
     rng = random.Random(4)
     run = run_of(subject, 100, [request(rng, number) for number in range(12)])
     run.finish()
@@ -413,9 +422,9 @@ def test_a_launch_that_fails_changes_nobodys_result(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
 def test_on_cpus_nothing_runs_ahead_unless_asked(model_dir: Path, subject: Subject) -> None:
     engine = PagedEngine(engine_options(model_dir, ROWS, threads=1))
-    assert (engine.info.ahead, subject.engine.info.ahead) == (0, 1)
+    assert (engine.info.lookahead, subject.engine.info.lookahead) == (0, 1)
     row = Sequence(request(random.Random(1), 1), 0.0)
-    row.blocks = list(range(9))
+    row.block_table = list(range(9))
     engine.warm_up()
-    engine.step(Plan.whole([row]))
-    assert engine._steps._flight is None
+    engine.step(StepPlan.compute_all([row]))
+    assert engine._decoder._in_flight is None

@@ -10,7 +10,7 @@ from batches import engine_options
 from random_requests import KINDS, WISHES
 from tiny_models import make_model
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
 from tgis.ipc.messages import Request
 
@@ -33,7 +33,7 @@ def waiting_forbidden() -> Iterator[None]:
 @pytest.mark.parametrize("ahead", [True, False])
 def test_nothing_waits_but_for_tokens(tmp_path: Path, ahead: bool) -> None:
     """Prompts, decodes, and rows that end one after the other; twice, since the first time kernels are compiled."""
-    engine = PagedEngine(engine_options(make_model("Llama", tmp_path), 16, threads=1), ahead=ahead)
+    engine = PagedEngine(engine_options(make_model("Llama", tmp_path), 16, threads=1), async_decode=ahead)
     engine.warm_up()
     for seed in range(2):
         rows = []
@@ -41,17 +41,17 @@ def test_nothing_waits_but_for_tokens(tmp_path: Path, ahead: bool) -> None:
             details = WISHES[number % len(WISHES)]
             request = Request(100 * seed + number, [3 + number] * (5 + number), 4 + number, False, sampling, details)
             rows.append(Sequence(request, 0.0))
-            rows[-1].blocks = list(range(number * 2, number * 2 + 2))
+            rows[-1].block_table = list(range(number * 2, number * 2 + 2))
             assert len(request.tokens) + request.max_new_tokens <= 2 * BLOCK_SIZE
         while rows:
-            plan = Plan.whole(rows)
+            plan = StepPlan.compute_all(rows)
             if seed:
                 with waiting_forbidden():
                     result = engine.step(plan)
             else:
                 result = engine.step(plan)
-            for row, count, token in zip(rows, plan.counts, result.tokens, strict=True):
-                row.computed += count
+            for row, count, token in zip(rows, plan.num_scheduled_tokens, result.tokens, strict=True):
+                row.num_computed_tokens += count
                 row.tokens.append(token)
-            engine.release([row for row in rows if not row.remaining])
-            rows = [row for row in rows if row.remaining]
+            engine.release([row for row in rows if not row.num_remaining_tokens])
+            rows = [row for row in rows if row.num_remaining_tokens]

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import make_model, run
+from tiny_models import generate_all, make_model
 from transformers import AutoModelForCausalLM
 
 from tgis.engines.paged.compile import CompiledDecoder
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import Details, EngineOptions, Request, Sampling
+from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
 
 NEW = 6
 
@@ -32,7 +32,9 @@ def options(model: Path) -> EngineOptions:
 def requests(count: int) -> list[Request]:
     draw = random.Random(count)
     return [
-        Request(n, [draw.randint(3, 60) for _ in range(draw.randint(1, 30))], NEW, False, Sampling(), Details())
+        Request(
+            n, [draw.randint(3, 60) for _ in range(draw.randint(1, 30))], NEW, False, SamplingParams(), LogprobOptions()
+        )
         for n in range(count)
     ]
 
@@ -56,7 +58,7 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_late(
 ) -> None:
     caplog.set_level(logging.INFO)
     at_the_start: list[int] = []
-    finish = CompiledDecoder.finish
+    finish = CompiledDecoder.freeze
 
     def counted(decoder: CompiledDecoder) -> None:
         at_the_start.append(graphs())
@@ -67,7 +69,7 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_late(
     engine = PagedEngine(options(model))
     made = requests(12)
     bounds = limits(60, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7)
-    found = run(engine, bounds, made, random.Random(1))
+    found = generate_all(engine, bounds, made, random.Random(1))
     assert "compiled in" in caplog.text
     assert found == [expected(model, request) for request in made]
     assert at_the_start == [graphs()]
@@ -83,7 +85,7 @@ def test_a_machine_without_a_compiler_goes_without(
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
     engine = PagedEngine(options(model))
     (request,) = requests(1)
-    found = run(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
     assert "PT2_COMPILE is without effect: no compiler" in caplog.text
     assert found == [expected(model, request)]
 
@@ -93,7 +95,7 @@ def test_nothing_is_compiled_where_the_cpu_has_kernels(model: Path, caplog: pyte
     engine = PagedEngine(msgspec.structs.replace(options(model), dtype="float32"))
     before = graphs()
     (request,) = requests(1)
-    found = run(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
     assert "PT2_COMPILE is without effect" in caplog.text
     assert graphs() == before
     assert found == [expected(model, request)]

@@ -7,8 +7,8 @@ import torch
 from recording import record
 from torch import Tensor
 
-from tgis.engines.paged.batch import Chunk, FlatBatch
-from tgis.engines.paged.cuda_graphs import DecodeGraphs, graph_sizes, recorder
+from tgis.engines.paged.batch import FlatBatch, PrefillChunk
+from tgis.engines.paged.cuda_graphs import DecodeGraphs, capture_sizes, cuda_capture
 
 ROWS, WIDTH, SCRATCH = 37, 6, 999
 
@@ -27,15 +27,21 @@ def batch_of(rows: int, draw: random.Random, kept: list[int] | None = None) -> F
 
 def forward(batch: FlatBatch) -> Tensor:
     """Something that depends on every number of each row, and on nothing of other rows."""
-    seen = torch.arange(batch.tables.shape[1]) < batch.lengths[:, None]
-    row = batch.ids + 3 * batch.positions + 7 * batch.slots + 11 * batch.lengths + (batch.tables * seen).sum(1)
-    return torch.stack([row, row * row], 1)[batch.kept].double()
+    seen = torch.arange(batch.block_tables.shape[1]) < batch.seq_lens[:, None]
+    row = (
+        batch.input_ids
+        + 3 * batch.positions
+        + 7 * batch.slot_mapping
+        + 11 * batch.seq_lens
+        + (batch.block_tables * seen).sum(1)
+    )
+    return torch.stack([row, row * row], 1)[batch.logits_indices].double()
 
 
 @pytest.fixture(scope="module")
 def graphs() -> DecodeGraphs:
     made = DecodeGraphs(forward, ROWS, WIDTH, SCRATCH)
-    made.record(record, torch.device("cpu"))
+    made.capture(record, torch.device("cpu"))
     return made
 
 
@@ -43,7 +49,7 @@ def test_any_number_of_rows_in_any_order_of_sizes(graphs: DecodeGraphs) -> None:
     draw = random.Random(1)
     for _ in range(60):
         batch = batch_of(draw.randint(1, ROWS), draw)
-        found = graphs.logits(batch)
+        found = graphs.run(batch)
         assert found is not None
         assert torch.equal(found, forward(batch))
 
@@ -52,7 +58,7 @@ def test_a_later_step_leaves_the_logits_of_an_earlier_one_alone(graphs: DecodeGr
     """Of both nothing may have been read yet."""
     draw = random.Random(3)
     batches = [batch_of(rows, draw) for rows in (4, 4, 3)]
-    found = [graphs.logits(batch) for batch in batches]
+    found = [graphs.run(batch) for batch in batches]
     for logits, batch in zip(found, batches, strict=True):
         assert logits is not None
         assert torch.equal(logits, forward(batch))
@@ -60,27 +66,29 @@ def test_a_later_step_leaves_the_logits_of_an_earlier_one_alone(graphs: DecodeGr
 
 def test_the_order_of_logits_is_that_of_the_batch(graphs: DecodeGraphs) -> None:
     batch = batch_of(4, random.Random(2), kept=[2, 0, 3, 1])
-    found = graphs.logits(batch)
+    found = graphs.run(batch)
     assert found is not None
     assert torch.equal(found[:, 0], forward(batch_with_all(batch))[[2, 0, 3, 1], 0])
 
 
 def batch_with_all(batch: FlatBatch) -> FlatBatch:
-    kept = torch.arange(batch.singles)
-    return FlatBatch(batch.ids, batch.positions, batch.slots, batch.tables, batch.lengths, [], kept, [])
+    kept = torch.arange(batch.num_decodes)
+    return FlatBatch(
+        batch.input_ids, batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, [], kept, []
+    )
 
 
 def test_rows_that_are_missing_read_nothing_and_write_to_the_scratch_slot() -> None:
     seen: list[tuple[list[int], list[int]]] = []
 
     def spy(batch: FlatBatch) -> Tensor:
-        seen.append((batch.lengths.tolist(), batch.slots.tolist()))
+        seen.append((batch.seq_lens.tolist(), batch.slot_mapping.tolist()))
         return forward(batch)
 
     made = DecodeGraphs(spy, 8, WIDTH, SCRATCH)
-    made.record(record, torch.device("cpu"))
-    made.logits(batch_of(8, random.Random(3)))
-    made.logits(batch_of(5, random.Random(4)))
+    made.capture(record, torch.device("cpu"))
+    made.run(batch_of(8, random.Random(3)))
+    made.run(batch_of(5, random.Random(4)))
     lengths, slots = seen[-1]
     assert len(lengths) == 8
     assert lengths[5:] == [0, 0, 0]
@@ -90,12 +98,12 @@ def test_rows_that_are_missing_read_nothing_and_write_to_the_scratch_slot() -> N
 
 def test_other_batches_are_not_for_graphs(graphs: DecodeGraphs) -> None:
     draw = random.Random(5)
-    assert graphs.logits(batch_of(ROWS + 1, draw)) is None
-    assert graphs.logits(batch_of(3, draw, kept=[0, 2])) is None
+    assert graphs.run(batch_of(ROWS + 1, draw)) is None
+    assert graphs.run(batch_of(3, draw, kept=[0, 2])) is None
     chunked = batch_of(3, draw)
-    chunked.chunks.append(Chunk(slice(3, 9), 0, torch.tensor([1])))
-    assert graphs.logits(chunked) is None
-    assert DecodeGraphs(forward, ROWS, WIDTH, SCRATCH).logits(batch_of(3, draw)) is None
+    chunked.chunks.append(PrefillChunk(slice(3, 9), 0, torch.tensor([1])))
+    assert graphs.run(chunked) is None
+    assert DecodeGraphs(forward, ROWS, WIDTH, SCRATCH).run(batch_of(3, draw)) is None
 
 
 def test_what_waits_for_the_device_is_not_begun_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +120,14 @@ def test_what_waits_for_the_device_is_not_begun_to_be_recorded(monkeypatch: pyte
 
     made = DecodeGraphs(lambda _: run(), 4, WIDTH, SCRATCH)
     with pytest.raises(RuntimeError, match="synchronizing"):
-        made.record(recorder(), torch.device("cpu"))
+        made.capture(cuda_capture(), torch.device("cpu"))
     assert modes == ["default", "error", "default"]
-    assert made.logits(batch_of(3, random.Random(6))) is None
+    assert made.run(batch_of(3, random.Random(6))) is None
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 63, 64, 65, 256])
 def test_sizes(most: int) -> None:
-    sizes = graph_sizes(most)
+    sizes = capture_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == most

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import EOS, VOCABULARY, make_model
+from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import Admissions, Details, Request, Sampling, TokenFacts
+from tgis.ipc.messages import AdmissionCounters, LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 MOST_NEW, ROWS = 20, 6
 PENALTIES = (1.0, 1.3)
@@ -31,7 +31,7 @@ SALTS = (b"", b"", b"tenant")
 def _prompts() -> list[tuple[int, ...]]:
     """Some of their own, some that begin alike, one that is the beginning of another."""
     rng = random.Random(7)
-    own = [tuple(rng.randrange(3, VOCABULARY) for _ in range(length)) for length in (1, 2, 5, 9, 16, 24)]
+    own = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in (1, 2, 5, 9, 16, 24)]
     shared = [own[5][:cut] + own[other][:more] for cut, other, more in ((8, 4, 9), (16, 3, 5), (13, 4, 3), (16, 0, 1))]
     return [*own, *shared, own[5][:16]]
 
@@ -51,7 +51,7 @@ class Subject:
 
     def batcher(self, blocks: int, chunk: int, **changes: Any) -> Batcher:
         """With so many blocks, and so many tokens of prompts in a step."""
-        ahead = self.engine.info.ahead
+        ahead = self.engine.info.lookahead
         values = {
             "block_size": self.block_size,
             "prefix_cache": False,
@@ -60,22 +60,22 @@ class Subject:
         } | changes
         return Batcher(limits(blocks * self.block_size, padded=False, prefill_tokens=chunk, **values), {EOS})
 
-    def check(self, row: Sequence, facts: list[TokenFacts] | None) -> None:
+    def check(self, row: Sequence, facts: list[TokenLogprobs] | None) -> None:
         """As far as it has come, a row got what its prompt gets alone, and nothing is said that was not asked."""
         prompt, generated = tuple(row.request.tokens), row.tokens[row.prompt_length :]
-        expected = self.solo(prompt, row.request.sampling.repetition_penalty)
+        expected = self.solo(prompt, row.request.sampling_params.repetition_penalty)
         assert generated == expected[: len(generated)]
         if facts is not None:
             assert [fact.logprob for fact in facts[1:]] == pytest.approx(
                 self.input_logprobs(prompt), abs=self.tolerance
             )
-        assert (facts is not None) == (row.request.details.inputs and row.generated > 0)
+        assert (facts is not None) == (row.request.logprob_options.input_tokens and row.num_generated_tokens > 0)
 
-    def ended(self, row: Sequence, facts: list[TokenFacts] | None) -> None:
+    def ended(self, row: Sequence, facts: list[TokenLogprobs] | None) -> None:
         """It has come as far as it could."""
         self.check(row, facts)
-        whole = self.solo(tuple(row.request.tokens), row.request.sampling.repetition_penalty)
-        assert row.generated == min(row.request.max_new_tokens, len(whole))
+        whole = self.solo(tuple(row.request.tokens), row.request.sampling_params.repetition_penalty)
+        assert row.num_generated_tokens == min(row.request.max_new_tokens, len(whole))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_engine, "BLOCK_SIZE", block_size)
         options = msgspec.structs.replace(engine_options(directory, ROWS, threads=1), dtype=dtype)
-        engine = PagedEngine(options, ahead=ahead)
+        engine = PagedEngine(options, async_decode=ahead)
         engine.warm_up()
         yield Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
 
@@ -117,17 +117,17 @@ class Run:
 
     subject: Subject
     batcher: Batcher
-    facts: dict[int, list[TokenFacts]] = field(default_factory=dict)
-    counts: Admissions = field(default_factory=Admissions)
+    facts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    counts: AdmissionCounters = field(default_factory=AdmissionCounters)
 
-    def step(self) -> Plan | None:
+    def step(self) -> StepPlan | None:
         plan = self.batcher.plan(0.0)
         if plan is None:
             return None
         self.subject.engine.release(plan.preempted)
         result = self.subject.engine.step(plan)
         assert not result.failed
-        self.facts |= result.inputs
+        self.facts |= result.prompt_logprobs
         ended = self.batcher.commit(plan, result.tokens, 0.0)
         self.subject.engine.release(ended)
         for row in ended:
@@ -146,22 +146,22 @@ class Run:
     def finish(self) -> None:
         while self.step():
             pass
-        pager = self.batcher._pager
+        pager = self.batcher._block_manager
         assert pager is not None
         pager.pool.check()
-        assert (self.batcher.idle, pager.pool.used) == (True, 0)
+        assert (self.batcher.idle, pager.pool.num_used) == (True, 0)
 
     def _count(self) -> None:
-        new = self.batcher.take_admissions()
+        new = self.batcher.take_counters()
         self.counts.preemptions += new.preemptions
-        self.counts.prefix_hits += new.prefix_hits
+        self.counts.prefix_cache_hits += new.prefix_cache_hits
         self.counts.queue_jumps += new.queue_jumps
 
 
 def _request(rng: random.Random, number: int) -> Request:
-    sampling = Sampling(repetition_penalty=rng.choice(PENALTIES))
+    sampling = SamplingParams(repetition_penalty=rng.choice(PENALTIES))
     facts = rng.random() < 0.2
-    details = Details(inputs=facts, logprobs=facts)
+    details = LogprobOptions(input_tokens=facts, logprobs=facts)
     prompt, new = list(rng.choice(PROMPTS)), rng.randint(1, MOST_NEW)
     return Request(number, prompt, new, False, sampling, details, None, rng.choice(SALTS))
 
@@ -189,7 +189,7 @@ def _interleave(rng: random.Random, run: Run) -> int:
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
 def test_two_hundred_interleavings(subject: Subject, few: bool, prefix_cache: bool) -> None:
     """Fifty of each kind, and as many that run ahead."""
-    total, left = Admissions(), 0
+    total, left = AdmissionCounters(), 0
     for seed in range(50):
         rng = random.Random(seed)
         blocks = rng.randint(22, 30) if few else 200  # the largest request has 22
@@ -199,7 +199,7 @@ def test_two_hundred_interleavings(subject: Subject, few: bool, prefix_cache: bo
         left += _interleave(rng, run)
     assert left > 5
     assert (total.preemptions > 50) == few
-    assert (total.prefix_hits > 50) == prefix_cache
+    assert (total.prefix_cache_hits > 50) == prefix_cache
     assert total.queue_jumps or not few
 
 
@@ -219,17 +219,17 @@ ATTENTION = pytest.mark.parametrize(
 @ATTENTION
 def test_chunks_of_every_size(subject: Subject) -> None:
     """Alone, and beside a row that decodes."""
-    long = Request(1, list(PROMPTS[5]), 8, False, Sampling(), Details(inputs=True, logprobs=True))
+    long = Request(1, list(PROMPTS[5]), 8, False, SamplingParams(), LogprobOptions(input_tokens=True, logprobs=True))
     for chunk in range(1, len(long.tokens) + 1):
         for beside in (0, 1):
             run = Run(subject, subject.batcher(100, chunk))
-            run.batcher.submit([Request(0, [5, 6], MOST_NEW, False, Sampling(), Details())] * beside, 0.0)
+            run.batcher.submit([Request(0, [5, 6], MOST_NEW, False, SamplingParams(), LogprobOptions())] * beside, 0.0)
             for _ in range(3 * beside):
                 run.step()
             run.batcher.submit([long], 0.0)
             plan = run.step()
             assert plan is not None
-            assert plan.counts == [1] * beside + [max(chunk - beside, 1)]
+            assert plan.num_scheduled_tokens == [1] * beside + [max(chunk - beside, 1)]
             run.finish()
 
 
@@ -246,17 +246,19 @@ def test_rows_that_make_room_at_any_step(subject: Subject, prefix_cache: bool) -
 def _squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int], bool]) -> int:
     """Two prompts token by token, so that the oldest needs one block in every step; the steps that it takes."""
     run = Run(subject, subject.batcher(100, 1, prefix_cache=prefix_cache))
-    run.batcher.submit([Request(n, list(PROMPTS[n]), 6, False, Sampling(), Details()) for n in (6, 8)], 0.0)
-    pager, steps = run.batcher._pager, 0
+    run.batcher.submit(
+        [Request(n, list(PROMPTS[n]), 6, False, SamplingParams(), LogprobOptions()) for n in (6, 8)], 0.0
+    )
+    pager, steps = run.batcher._block_manager, 0
     assert pager is not None
     while not run.batcher.idle:
-        others = pager.pool.used - len(run.batcher.rows[0].blocks) if run.batcher.rows else 0
+        others = pager.pool.num_used - len(run.batcher.running_seqs[0].block_table) if run.batcher.running_seqs else 0
         squeezed = others > 0 and squeezes(steps)
-        taken = pager.pool.take(pager.pool.available) if squeezed else []
+        taken = pager.pool.allocate(pager.pool.num_available) if squeezed else []
         plan = run.step()
         assert plan is not None
         assert bool(plan.preempted) == squeezed
-        pager.pool.give_back(taken)
+        pager.pool.free(taken)
         steps += 1
     run.finish()
     return steps

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import VOCABULARY, make_from, steps
+from tiny_models import VOCAB_SIZE, make_model_from_config, run_steps
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tgis.engines.kernels.cpu.linear import has_kernel
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import Details, Request, Sampling, TokenFacts
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 SHAPE = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
     "intermediate_size": 160,
     "num_hidden_layers": 3,
@@ -33,7 +33,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8
 
-Outcome = tuple[list[int], list[TokenFacts]]
+Outcome = tuple[list[int], list[TokenLogprobs]]
 
 pytestmark = pytest.mark.skipif(not has_kernel(torch.zeros(2, 2)), reason="no kernels for this processor")
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not has_kernel(torch.zeros(2, 2)), reason="no ke
 @pytest.fixture(scope="module", params=[(name, dtype) for name in CONFIGS for dtype in ("bfloat16", "float32")])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     name, dtype = request.param
-    path = make_from(CONFIGS[name], tmp_path_factory.mktemp("model"))
+    path = make_model_from_config(CONFIGS[name], tmp_path_factory.mktemp("model"))
     engine = PagedEngine(msgspec.structs.replace(engine_options(path, ROWS, threads=2), dtype=dtype))
     engine.warm_up()
     return engine
@@ -49,9 +49,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def requests() -> list[Request]:
     draw = random.Random(1)
-    details = Details(generated=True, logprobs=True, ranks=True, top_n=3)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
-    sampling = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5), Sampling(repetition_penalty=1.3)]
+    details = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
+    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    sampling = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=5),
+        SamplingParams(repetition_penalty=1.3),
+    ]
     return [Request(number, prompt, NEW, False, sampling[number % 3], details) for number, prompt in enumerate(prompts)]
 
 
@@ -61,8 +65,8 @@ def outcomes(
     """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
     bounds = limits(blocks * 16, padded=False, block_size=16, prefill_tokens=chunk, max_batch_size=ROWS)
     found: dict[int, Outcome] = {request.id: ([], []) for request in together}
-    for plan, result, _ in steps(engine, bounds, together, rng):
-        for row, token, fact in zip(plan.sampled, result.tokens, result.facts, strict=True):
+    for plan, result, _ in run_steps(engine, bounds, together, rng):
+        for row, token, fact in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
             assert fact is not None
             found[row.id][0].append(token)
             found[row.id][1].append(fact)

@@ -14,36 +14,36 @@ from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
-from tgis.engines.sampling.logprobs import first_input_fact, input_facts
-from tgis.engines.sampling.sampler import Choice, Sampler, draw
-from tgis.ipc.messages import Details, Sampling, TokenFacts
+from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
+from tgis.engines.sampling.sampler import Sampler, SamplerOutput, inverse_cdf
+from tgis.ipc.messages import LogprobOptions, SamplingParams, TokenLogprobs
 
 CPU = torch.device("cpu")
 EOS = [3, 7]
-LOGPROBS = Details(generated=True, logprobs=True)
+LOGPROBS = LogprobOptions(generated_tokens=True, logprobs=True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INFINITY = math.inf
 
 
 def choose(
     rows: list[Sequence], logits: torch.Tensor, context: torch.Tensor | None = None, eos: Many[int] = ()
-) -> Choice:
+) -> SamplerOutput:
     """One step; the context is token 0 alone where a test does not care."""
     sampler = Sampler(logits.shape[1], eos, CPU)
-    sampler.set_rows(rows)
+    sampler.set_seqs(rows)
     if context is None:
         context = torch.zeros(len(rows), 1, dtype=torch.int64)
-    return sampler.choose(logits.clone(), context)
+    return sampler.sample_and_wait(logits.clone(), context)
 
 
-def fact(choice: Choice, row: int = 0) -> TokenFacts:
-    found = choice.facts[row]
+def fact(choice: SamplerOutput, row: int = 0) -> TokenLogprobs:
+    found = choice.logprobs[row]
     assert found is not None
     return found
 
 
 def remaining(
-    sampling: Sampling,
+    sampling: SamplingParams,
     logits: Many[float] | torch.Tensor,
     generated: int = 0,
     eos: Many[int] = (),
@@ -51,15 +51,17 @@ def remaining(
 ) -> dict[int, float]:
     """Logprob of each token that a lone row may choose."""
     scores = torch.as_tensor(logits, dtype=torch.float32)[None]
-    row = make_row(sampling, Details(generated=True, logprobs=True, top_n=scores.shape[1]), generated)
-    return dict(fact(choose([row], scores, torch.tensor([context]), eos)).top)
+    row = make_row(
+        sampling, LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=scores.shape[1]), generated
+    )
+    return dict(fact(choose([row], scores, torch.tensor([context]), eos)).top_logprobs)
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def their_warpers(sampling: Sampling) -> list[theirs.LogitsProcessor]:
+def their_warpers(sampling: SamplingParams) -> list[theirs.LogitsProcessor]:
     warpers = [theirs.TemperatureLogitsWarper(sampling.temperature)]
     if sampling.repetition_penalty != 1:
         warpers.insert(0, theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -76,21 +78,21 @@ def their_warpers(sampling: Sampling) -> list[theirs.LogitsProcessor]:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.7),
-        Sampling(temperature=1.8),
-        Sampling(temperature=1.0, top_k=1),
-        Sampling(temperature=1.0, top_k=50),
-        Sampling(temperature=1.0, top_k=700),
-        Sampling(temperature=1.0, top_p=0.9),
-        Sampling(temperature=1.0, top_p=0.2),
-        Sampling(temperature=1.0, typical_p=0.9),
-        Sampling(temperature=1.0, typical_p=0.2),
-        Sampling(temperature=1.0, repetition_penalty=1.3),
-        Sampling(temperature=1.3, top_p=0.8, typical_p=0.6),
-        Sampling(temperature=0.9, top_k=40, top_p=0.95, typical_p=0.9, repetition_penalty=1.2),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.8),
+        SamplingParams(temperature=1.0, top_k=1),
+        SamplingParams(temperature=1.0, top_k=50),
+        SamplingParams(temperature=1.0, top_k=700),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.0, top_p=0.2),
+        SamplingParams(temperature=1.0, typical_p=0.9),
+        SamplingParams(temperature=1.0, typical_p=0.2),
+        SamplingParams(temperature=1.0, repetition_penalty=1.3),
+        SamplingParams(temperature=1.3, top_p=0.8, typical_p=0.6),
+        SamplingParams(temperature=0.9, top_k=40, top_p=0.95, typical_p=0.9, repetition_penalty=1.2),
     ],
 )
-def test_warpers_are_those_of_transformers(sampling: Sampling, spread: float) -> None:
+def test_warpers_are_those_of_transformers(sampling: SamplingParams, spread: float) -> None:
     logits, context = normal(1000, spread=spread), [5, 900, 5, 17]
     expected = logits.double()[None]
     for warper in their_warpers(sampling):
@@ -106,79 +108,81 @@ def test_min_new_tokens_is_that_of_transformers(generated: int) -> None:
     logits = normal(50)
     warper = theirs.MinNewTokensLengthLogitsProcessor(2, 5, EOS)
     expected = warper(torch.zeros(1, 2 + generated, dtype=torch.int64), logits[None])[0]
-    found = remaining(Sampling(min_new_tokens=5), logits, generated, EOS)
+    found = remaining(SamplingParams(min_new_tokens=5), logits, generated, EOS)
     assert sorted(found) == expected.isfinite().nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("details", [Details(), LOGPROBS, Details(generated=True, top_n=2)])
-def test_greedy_takes_the_lowest_of_equal_ids(dtype: torch.dtype, details: Details) -> None:
+@pytest.mark.parametrize("details", [LogprobOptions(), LOGPROBS, LogprobOptions(generated_tokens=True, top_n_tokens=2)])
+def test_greedy_takes_the_lowest_of_equal_ids(dtype: torch.dtype, details: LogprobOptions) -> None:
     logits = torch.zeros(3, 1000, dtype=dtype)
     logits[1, [640, 31, 999]] = 2.0
     logits[2, :900] = -INFINITY
-    assert choose([make_row(Sampling(), details) for _ in range(3)], logits).tokens == [0, 31, 900]
+    assert choose([make_row(SamplingParams(), details) for _ in range(3)], logits).tokens == [0, 31, 900]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_greedy_without_details_looks_at_the_logits_as_they_are(dtype: torch.dtype) -> None:
     logits = normal(9, 700).to(dtype)
-    rows = [make_row(Sampling(seed=3, top_k=2, top_p=0.1)) for _ in range(9)]
+    rows = [make_row(SamplingParams(seed=3, top_k=2, top_p=0.1)) for _ in range(9)]
     choice = choose(rows, logits)
-    assert choice == Choice(logits.double().argmax(-1).tolist(), [], [])
+    assert choice == SamplerOutput(logits.double().argmax(-1).tolist(), [], [])
 
 
 def test_ties_at_the_kth_place_stay() -> None:
-    assert set(remaining(Sampling(temperature=1.0, top_k=2), [1, 5, 3, 3, 0, 3])) == {1, 2, 3, 5}
+    assert set(remaining(SamplingParams(temperature=1.0, top_k=2), [1, 5, 3, 3, 0, 3])) == {1, 2, 3, 5}
     # 400 ties do not fit into any short list
     many = torch.cat([torch.full((400,), 2.0), torch.zeros(600), torch.tensor([3.0])])
-    assert set(remaining(Sampling(temperature=0.5, top_k=2), many)) == {*range(400), 1000}
+    assert set(remaining(SamplingParams(temperature=0.5, top_k=2), many)) == {*range(400), 1000}
 
 
 def test_top_k_of_one_has_logprob_zero() -> None:
-    choice = choose([make_row(Sampling(temperature=2.0, top_k=1, seed=5), LOGPROBS)], normal(1, 40))
+    choice = choose([make_row(SamplingParams(temperature=2.0, top_k=1, seed=5), LOGPROBS)], normal(1, 40))
     assert fact(choice).logprob == 0.0
 
 
 @pytest.mark.parametrize("k", [40, 41, 2**32 - 1])
 def test_top_k_of_the_whole_vocabulary_or_more_is_off(k: int) -> None:
     logits = normal(40)
-    assert remaining(Sampling(temperature=1.0, top_k=k), logits) == remaining(Sampling(temperature=1.0), logits)
+    assert remaining(SamplingParams(temperature=1.0, top_k=k), logits) == remaining(
+        SamplingParams(temperature=1.0), logits
+    )
 
 
 def test_top_p_keeps_what_reaches_it_and_the_best() -> None:
     logits = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
-    assert set(remaining(Sampling(temperature=1.0, top_p=0.69), logits)) == {1, 3}
-    assert set(remaining(Sampling(temperature=1.0, top_p=0.71), logits)) == {1, 2, 3}
-    assert set(remaining(Sampling(temperature=1.0, top_p=1e-9), logits)) == {1}
+    assert set(remaining(SamplingParams(temperature=1.0, top_p=0.69), logits)) == {1, 3}
+    assert set(remaining(SamplingParams(temperature=1.0, top_p=0.71), logits)) == {1, 2, 3}
+    assert set(remaining(SamplingParams(temperature=1.0, top_p=1e-9), logits)) == {1}
     # cumulative mass of exactly 1 - top_p is removed
-    assert set(remaining(Sampling(temperature=1.0, top_p=0.5), [0.0, -0.0] * 4)) == {0, 1, 2, 3}
+    assert set(remaining(SamplingParams(temperature=1.0, top_p=0.5), [0.0, -0.0] * 4)) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("share", [1e-6, 0.0])
 def test_tiny_top_p_is_greedy(share: float) -> None:
     logits = normal(50, 300).bfloat16()
-    greedy = choose([make_row(Sampling())] * 50, logits).tokens
-    rows = [make_row(Sampling(temperature=1.5, top_p=share, seed=seed)) for seed in range(50)]
+    greedy = choose([make_row(SamplingParams())] * 50, logits).tokens
+    rows = [make_row(SamplingParams(temperature=1.5, top_p=share, seed=seed)) for seed in range(50)]
     assert choose(rows, logits).tokens == greedy
 
 
 def test_typical_p_may_remove_the_best() -> None:
     logits = [math.log(p) for p in (0.4, *[0.006] * 100)]
-    found = remaining(Sampling(temperature=1.0, typical_p=0.3), logits)
+    found = remaining(SamplingParams(temperature=1.0, typical_p=0.3), logits)
     assert set(found) == set(range(1, 101))  # ties are kept, though a half of them would do
     assert found[1] == pytest.approx(-math.log(100))
 
 
 def test_repetition_penalty_applies_once_per_id() -> None:
     logits = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    found = remaining(Sampling(repetition_penalty=2.0), logits, context=[0, 1, 1, 0, 0, 0])
+    found = remaining(SamplingParams(repetition_penalty=2.0), logits, context=[0, 1, 1, 0, 0, 0])
     expected = torch.tensor([1.0, -4.0, 2.0, -2.0]).log_softmax(-1)
     assert [found[token] for token in range(4)] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_repetition_penalty_of_one_row_leaves_the_others_alone() -> None:
     logits = normal(3, 30)
-    rows = [make_row(Sampling(repetition_penalty=p), LOGPROBS) for p in (1.0, 9.0, 1.0)]
+    rows = [make_row(SamplingParams(repetition_penalty=p), LOGPROBS) for p in (1.0, 9.0, 1.0)]
     context = torch.arange(30).repeat(3, 2)
     choice = choose(rows, logits, context)
     for row in (0, 2):
@@ -189,13 +193,13 @@ def test_repetition_penalty_of_one_row_leaves_the_others_alone() -> None:
 def test_no_end_before_the_minimum_length() -> None:
     logits = torch.zeros(1, 10)
     logits[0, EOS] = 9.0
-    rows = [make_row(Sampling(min_new_tokens=3), generated=generated) for generated in range(5)]
+    rows = [make_row(SamplingParams(min_new_tokens=3), generated=generated) for generated in range(5)]
     assert [choose([row], logits, eos=EOS).tokens[0] for row in rows] == [0, 0, 0, 3, 3]
 
 
 def test_length_penalty_starts_with_token_ten() -> None:
     """start_index 8: nine tokens as before, the tenth (nine are generated) is the first with a boost."""
-    sampling = Sampling(length_penalty=(8, 1.5))
+    sampling = SamplingParams(length_penalty=(8, 1.5))
     logits = torch.tensor([0.0, 1.0, 0.5, -2.0, 0.25, 0.0, 0.0, 4.0])
     for generated, factor in [(0, 1.0), (7, 1.0), (8, 1.0), (9, 1.5), (10, 1.5**2), (13, 1.5**5)]:
         expected = logits.clone()
@@ -206,24 +210,26 @@ def test_length_penalty_starts_with_token_ten() -> None:
 
 
 def test_length_penalty_waits_for_the_minimum_length() -> None:
-    sampling = Sampling(length_penalty=(0, 5.0), min_new_tokens=6)
+    sampling = SamplingParams(length_penalty=(0, 5.0), min_new_tokens=6)
     assert not set(remaining(sampling, normal(20), 5, EOS)) & set(EOS)
     assert set(remaining(sampling, normal(20), 6, EOS)) > set(EOS)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=3)])
-def test_an_overflowing_length_penalty_ends(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)]
+)
+def test_an_overflowing_length_penalty_ends(sampling: SamplingParams) -> None:
     sampling = replace(sampling, length_penalty=(1, 10.0))
     logits = normal(1, 20).abs() + 1
     logits[0, 7] = -INFINITY
     choice = choose([make_row(sampling, LOGPROBS, generated=5000)], logits, eos=EOS)
-    assert (choice.tokens, choice.bad, fact(choice).logprob) == ([3], [], 0.0)
+    assert (choice.tokens, choice.invalid, fact(choice).logprob) == ([3], [], 0.0)
 
 
 def test_top_n_with_ties_at_the_threshold() -> None:
     logits = [5.0, 1.0, 4.0, 4.0, 4.0, 2.0]
-    details = Details(generated=True, logprobs=True, top_n=2)
-    top = fact(choose([make_row(Sampling(), details)], torch.tensor([logits]))).top
+    details = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=2)
+    top = fact(choose([make_row(SamplingParams(), details)], torch.tensor([logits]))).top_logprobs
     assert [token for token, _ in top] == [0, 2, 3, 4]
     assert [logprob for _, logprob in top] == pytest.approx(
         torch.tensor(logits).log_softmax(-1)[[0, 2, 3, 4]].tolist(), abs=1e-6
@@ -237,23 +243,25 @@ def test_top_n_reports_at_most_four_times_n_the_lowest_ids_first(dtype: torch.dt
     logits[0, 100 : 100 + ties] = 2.0
     logits[0, 999] = 3.0  # the best of all, but of too high an id
     for logprobs in (True, False):
-        details = Details(generated=True, logprobs=logprobs, top_n=2)
-        top = fact(choose([make_row(Sampling(), details)], logits)).top
+        details = LogprobOptions(generated_tokens=True, logprobs=logprobs, top_n_tokens=2)
+        top = fact(choose([make_row(SamplingParams(), details)], logits)).top_logprobs
         assert [token for token, _ in top] == list(range(100, 108))
 
 
 def test_top_n_without_logprobs_is_in_the_order_of_ids() -> None:
     logits = torch.tensor([[0.0, 3.0, 9.0, -2.0, 5.0]])
-    top = fact(choose([make_row(Sampling(), Details(generated=True, top_n=3))], logits)).top
+    top = fact(
+        choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, top_n_tokens=3))], logits)
+    ).top_logprobs
     assert top == [(1, 0.0), (2, 0.0), (4, 0.0)]
 
 
 def test_top_n_leaves_out_what_is_removed() -> None:
     logits = torch.tensor([[0.0, 3.0, -INFINITY, 5.0]])
-    details = Details(generated=True, logprobs=True, top_n=4)
-    rows = [make_row(Sampling(), details), make_row(Sampling(temperature=1.0, top_k=2), details)]
+    details = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=4)
+    rows = [make_row(SamplingParams(), details), make_row(SamplingParams(temperature=1.0, top_k=2), details)]
     choice = choose(rows, logits.repeat(2, 1))
-    assert [[token for token, _ in fact(choice, row).top] for row in (0, 1)] == [[3, 1, 0], [3, 1]]
+    assert [[token for token, _ in fact(choice, row).top_logprobs] for row in (0, 1)] == [[3, 1, 0], [3, 1]]
 
 
 def test_rank_counts_what_is_strictly_better() -> None:
@@ -261,7 +269,9 @@ def test_rank_counts_what_is_strictly_better() -> None:
     logits = torch.tensor([[2.0, 2.0, 2.0, 1.9, 1.9]]).repeat(40, 1)
     for k in (0, 4):
         rows = [
-            make_row(Sampling(temperature=1.0, top_k=k, seed=seed), Details(generated=True, ranks=True))
+            make_row(
+                SamplingParams(temperature=1.0, top_k=k, seed=seed), LogprobOptions(generated_tokens=True, ranks=True)
+            )
             for seed in range(40)
         ]
         choice = choose(rows, logits)
@@ -271,92 +281,104 @@ def test_rank_counts_what_is_strictly_better() -> None:
 
 def test_facts_are_only_told_to_those_who_ask() -> None:
     logits = normal(4, 600)
-    asked = Details(generated=True, logprobs=True, ranks=True, top_n=1)
-    silent = Details(inputs=True, logprobs=True, ranks=True, top_n=1)
-    choice = choose([make_row(Sampling(), each) for each in (Details(), asked, silent, Details(True))], logits)
-    assert [each is None for each in choice.facts] == [True, False, True, True]
-    assert choose([make_row(Sampling(), silent)] * 4, logits).facts == []
-    only_rank = fact(choose([make_row(Sampling(), Details(generated=True, ranks=True))], logits[:1]))
-    assert only_rank == TokenFacts(0.0, 1, [])
+    asked = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=1)
+    silent = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=1)
+    choice = choose(
+        [make_row(SamplingParams(), each) for each in (LogprobOptions(), asked, silent, LogprobOptions(True))], logits
+    )
+    assert [each is None for each in choice.logprobs] == [True, False, True, True]
+    assert choose([make_row(SamplingParams(), silent)] * 4, logits).logprobs == []
+    only_rank = fact(
+        choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, ranks=True))], logits[:1])
+    )
+    assert only_rank == TokenLogprobs(0.0, 1, [])
 
 
-@pytest.mark.parametrize("details", [Details(), LOGPROBS, Details(generated=True, logprobs=True, top_n=2)])
+@pytest.mark.parametrize(
+    "details", [LogprobOptions(), LOGPROBS, LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=2)]
+)
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_greedy_sees_all_of_a_float64(details: Details, penalty: float) -> None:
+def test_greedy_sees_all_of_a_float64(details: LogprobOptions, penalty: float) -> None:
     """Engines that compare their results bit by bit run in float64."""
     logits = torch.full((1, 600), 2.0, dtype=torch.float64)
     logits[0, 400] += 1e-12
-    assert choose([make_row(Sampling(repetition_penalty=penalty), details)], logits).tokens == [400]
+    assert choose([make_row(SamplingParams(repetition_penalty=penalty), details)], logits).tokens == [400]
 
 
 def test_a_long_list_beside_a_bad_row() -> None:
     logits = torch.zeros(2, 700)
     logits[0] = math.nan
-    choice = choose([make_row(Sampling(), Details(generated=True, top_n=3))] * 2, logits)
-    assert (choice.bad, choice.tokens) == ([0], [-1, 0])
-    assert choice.facts == [None, TokenFacts(0.0, 0, [(token, 0.0) for token in range(12)])]
+    choice = choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, top_n_tokens=3))] * 2, logits)
+    assert (choice.invalid, choice.tokens) == ([0], [-1, 0])
+    assert choice.logprobs == [None, TokenLogprobs(0.0, 0, [(token, 0.0) for token in range(12)])]
 
 
 def test_logits_may_be_a_view() -> None:
-    rows = [make_row(Sampling(temperature=t, repetition_penalty=2.0), LOGPROBS) for t in (0.0, 1.0, 0.0)]
+    rows = [make_row(SamplingParams(temperature=t, repetition_penalty=2.0), LOGPROBS) for t in (0.0, 1.0, 0.0)]
     whole = normal(3, 4, 700)
     sampler = Sampler(700, (), CPU)
-    sampler.set_rows(rows)
+    sampler.set_seqs(rows)
     context = torch.arange(300).repeat(3, 1)
-    assert sampler.choose(whole.clone()[:, -1], context) == choose(rows, whole[:, -1], context)
+    assert sampler.sample_and_wait(whole.clone()[:, -1], context) == choose(rows, whole[:, -1], context)
 
 
 def test_rows_come_and_go() -> None:
     """A sampler that has seen other rows chooses as a new one does, and reads each row's length every time."""
     sampler, logits = Sampler(500, EOS, CPU), normal(2, 500, spread=1.0)
-    row, other = make_row(Sampling(temperature=1.0, seed=9)), make_row(Sampling(min_new_tokens=3), LOGPROBS)
+    row, other = make_row(SamplingParams(temperature=1.0, seed=9)), make_row(SamplingParams(min_new_tokens=3), LOGPROBS)
     for rows in ([row], [other, row], [row, other], [other]):
-        sampler.set_rows(rows)
+        sampler.set_seqs(rows)
         for _ in range(2):
             these, context = logits[: len(rows)], torch.zeros(len(rows), 1, dtype=torch.int64)
-            choice = sampler.choose(these.clone(), context)
+            choice = sampler.sample_and_wait(these.clone(), context)
             assert choice == choose(rows, these, eos=EOS)
             for each, token in zip(rows, choice.tokens, strict=True):
                 each.tokens.append(token)
 
 
 def test_an_empty_batch() -> None:
-    assert choose([], torch.empty(0, 40)) == Choice([], [], [])
+    assert choose([], torch.empty(0, 40)) == SamplerOutput([], [], [])
 
 
 ROWS = [
-    (Sampling(), Details()),
-    (Sampling(), Details(generated=True, logprobs=True, ranks=True, top_n=5)),
-    (Sampling(repetition_penalty=1.4, min_new_tokens=4), Details()),
-    (Sampling(length_penalty=(2, 1.2)), LOGPROBS),
-    (Sampling(temperature=0.8), Details(generated=True, ranks=True)),
-    (Sampling(temperature=1.2), Details(generated=True, logprobs=True, top_n=4)),
-    (Sampling(temperature=0.8, top_k=50, top_p=0.9, typical_p=0.9), Details()),
-    (Sampling(temperature=0.8, top_k=700), Details(generated=True, logprobs=True, ranks=True, top_n=2)),
-    (Sampling(temperature=1.0, top_p=0.95), Details(generated=True, logprobs=True)),
-    (Sampling(temperature=1.0, typical_p=0.5, repetition_penalty=2.0), Details(generated=True, top_n=9)),
+    (SamplingParams(), LogprobOptions()),
+    (SamplingParams(), LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=5)),
+    (SamplingParams(repetition_penalty=1.4, min_new_tokens=4), LogprobOptions()),
+    (SamplingParams(length_penalty=(2, 1.2)), LOGPROBS),
+    (SamplingParams(temperature=0.8), LogprobOptions(generated_tokens=True, ranks=True)),
+    (SamplingParams(temperature=1.2), LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=4)),
+    (SamplingParams(temperature=0.8, top_k=50, top_p=0.9, typical_p=0.9), LogprobOptions()),
     (
-        Sampling(temperature=1.1, top_p=0.99, typical_p=0.9),
-        Details(generated=True, logprobs=True, ranks=True),
+        SamplingParams(temperature=0.8, top_k=700),
+        LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=2),
+    ),
+    (SamplingParams(temperature=1.0, top_p=0.95), LogprobOptions(generated_tokens=True, logprobs=True)),
+    (
+        SamplingParams(temperature=1.0, typical_p=0.5, repetition_penalty=2.0),
+        LogprobOptions(generated_tokens=True, top_n_tokens=9),
+    ),
+    (
+        SamplingParams(temperature=1.1, top_p=0.99, typical_p=0.9),
+        LogprobOptions(generated_tokens=True, logprobs=True, ranks=True),
     ),
 ]
 
 
-def same(left: TokenFacts | None, right: TokenFacts | None) -> bool:
+def same(left: TokenLogprobs | None, right: TokenLogprobs | None) -> bool:
     if left is None or right is None:
         return left is right
     return (
         left.rank == right.rank
         and left.logprob == pytest.approx(right.logprob, abs=1e-6)
-        and [token for token, _ in left.top] == [token for token, _ in right.top]
-        and [each for _, each in left.top] == pytest.approx([each for _, each in right.top], abs=1e-6)
+        and [token for token, _ in left.top_logprobs] == [token for token, _ in right.top_logprobs]
+        and [each for _, each in left.top_logprobs] == pytest.approx([each for _, each in right.top_logprobs], abs=1e-6)
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [0.5, 5.0])
 def test_a_batch_is_its_rows_one_by_one(dtype: torch.dtype, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_processors, "_CPU_BLOCK", 7000)
+    monkeypatch.setattr(logits_processors, "_CPU_BLOCK_SCORES", 7000)
     rows = [
         make_row(replace(sampling, seed=seed), details, generated)
         for seed, ((sampling, details), generated) in enumerate(itertools.product(ROWS, (1, 6)))
@@ -367,11 +389,11 @@ def test_a_batch_is_its_rows_one_by_one(dtype: torch.dtype, spread: float, monke
     )
     order = np.random.default_rng(1).permutation(len(rows)).tolist()
     together = choose([rows[i] for i in order], logits[order], context[order], EOS)
-    assert together.bad == []
+    assert together.invalid == []
     for place, i in enumerate(order):
         alone = choose([rows[i]], logits[i : i + 1], context[i : i + 1], EOS)
         assert together.tokens[place] == alone.tokens[0]
-        assert same(together.facts[place], alone.facts[0] if alone.facts else None)
+        assert same(together.logprobs[place], alone.logprobs[0] if alone.logprobs else None)
 
 
 @pytest.mark.parametrize("poison", ["nan", "one nan", "infinite", "nothing left", "only the end"])
@@ -380,7 +402,7 @@ def test_a_bad_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
     """Whatever a row asks for: its neighbours, of the same group and of others, get what they would get."""
     rows = [make_row(*each) for each in ROWS] + [make_row(*each) for each in ROWS]
     if poison == "only the end":
-        rows[: len(ROWS)] = [make_row(Sampling(s.temperature, s.top_k, min_new_tokens=9), d) for s, d in ROWS]
+        rows[: len(ROWS)] = [make_row(SamplingParams(s.temperature, s.top_k, min_new_tokens=9), d) for s, d in ROWS]
     logits = normal(len(rows), 1500).to(dtype)
     expected = choose(rows, logits, eos=EOS)
     broken = logits[: len(ROWS)]
@@ -394,18 +416,18 @@ def test_a_bad_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
         broken[:] = -INFINITY
         broken[:, EOS] = 1.0 if poison == "only the end" else -INFINITY
     choice = choose(rows, logits, eos=EOS)
-    assert choice.bad == list(range(len(ROWS)))
+    assert choice.invalid == list(range(len(ROWS)))
     assert choice.tokens[len(ROWS) :] == expected.tokens[len(ROWS) :]
-    assert choice.facts[len(ROWS) :] == expected.facts[len(ROWS) :]
+    assert choice.logprobs[len(ROWS) :] == expected.logprobs[len(ROWS) :]
 
 
 def test_a_draw_depends_on_seed_and_length_only() -> None:
     logits = normal(1, 3000, spread=1.0)
-    for sampling in (Sampling(temperature=1.0, seed=77), Sampling(temperature=1.0, top_k=200, seed=77)):
+    for sampling in (SamplingParams(temperature=1.0, seed=77), SamplingParams(temperature=1.0, top_k=200, seed=77)):
         row = make_row(sampling, generated=12)
         (expected,) = choose([row], logits).tokens
         for size, place in [(2, 0), (2, 1), (33, 17), (64, 63)]:
-            others = [make_row(Sampling(temperature=1.0, top_k=i % 5, seed=i), generated=i) for i in range(size)]
+            others = [make_row(SamplingParams(temperature=1.0, top_k=i % 5, seed=i), generated=i) for i in range(size)]
             others[place] = row
             everything = normal(size, 3000, seed=size, spread=1.0)
             everything[place] = logits[0]
@@ -419,12 +441,12 @@ def test_a_draw_depends_on_seed_and_length_only() -> None:
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_p": 0.9, "typical_p": 0.9}])
 def test_a_draw_walks_the_ids_from_the_lowest(seed: int, vocabulary: int, filters: dict[str, float]) -> None:
     logits = normal(60, vocabulary, seed=seed % 1000, spread=1.5)
-    sampling = Sampling(temperature=0.9, seed=seed, **filters)  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=0.9, seed=seed, **filters)  # type: ignore[arg-type]
     choice = choose([make_row(sampling, generated=i) for i in range(60)], logits)
     clear = 0
     for i in range(60):
         expected = oracle.process(logits[i].tolist(), sampling, i, [], [])
-        token, certain = expected.drawn(oracle.uniform(seed, i))
+        token, certain = expected.draw(oracle.uniform(seed, i))
         clear += certain
         assert choice.tokens[i] == token or not certain
     assert clear > 50
@@ -434,15 +456,15 @@ def test_a_draw_walks_the_ids_from_the_lowest(seed: int, vocabulary: int, filter
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=1.3),
-        Sampling(temperature=1.0, top_k=9),
-        Sampling(temperature=0.7, top_p=0.8),
-        Sampling(temperature=1.0, typical_p=0.7),
-        Sampling(temperature=0.9, top_k=12, top_p=0.95, typical_p=0.9),
+        SamplingParams(temperature=1.3),
+        SamplingParams(temperature=1.0, top_k=9),
+        SamplingParams(temperature=0.7, top_p=0.8),
+        SamplingParams(temperature=1.0, typical_p=0.7),
+        SamplingParams(temperature=0.9, top_k=12, top_p=0.95, typical_p=0.9),
     ],
 )
 @pytest.mark.parametrize("vary", ["seed", "generated"])
-def test_draws_are_distributed_as_the_probabilities(vocabulary: int, sampling: Sampling, vary: str) -> None:
+def test_draws_are_distributed_as_the_probabilities(vocabulary: int, sampling: SamplingParams, vary: str) -> None:
     """Chi-square over the likely tokens, against about its 99.99 % point; the seeds are fixed."""
     count, logits = 4000, normal(1, vocabulary, spread=2.0)
     rows = [
@@ -468,20 +490,20 @@ def test_a_draw_never_falls_on_a_removed_token(dtype: torch.dtype, size: int) ->
     for place in {0, size // 2, size - 1}:
         mass = torch.zeros(3, size, dtype=dtype)
         mass[:, place] = 1e-3
-        assert draw(mass, uniform).tolist() == [[place]] * 3
+        assert inverse_cdf(mass, uniform).tolist() == [[place]] * 3
     generator = torch.Generator().manual_seed(size)
     for _ in range(50):
         mass = torch.rand(3, size, generator=generator).to(dtype) ** 9
         mass *= torch.rand(3, size, generator=generator) < 0.2
         mass[:, size // 2] = 1.0
-        assert (mass.gather(1, draw(mass, uniform)) > 0).all()
+        assert (mass.gather(1, inverse_cdf(mass, uniform)) > 0).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-60, 1e-45, 1e-4])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"typical_p": 0.5}])
 def test_the_coldest_sampling_is_greedy(temperature: float, filters: dict[str, float]) -> None:
     logits = normal(20, 400)
-    sampling = Sampling(temperature=temperature, seed=4, **filters)  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=temperature, seed=4, **filters)  # type: ignore[arg-type]
     choice = choose([make_row(sampling, LOGPROBS)] * 20, logits)
     assert choice.tokens == logits.argmax(-1).tolist()
     assert all(fact(choice, i).logprob == pytest.approx(0.0, abs=1e-6) for i in range(20))
@@ -490,36 +512,40 @@ def test_the_coldest_sampling_is_greedy(temperature: float, filters: dict[str, f
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 30), (17, 30), (5, 1200)])
 def test_input_facts(dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_processors, "_CPU_BLOCK", 2500)
+    monkeypatch.setattr(logits_processors, "_CPU_BLOCK_SCORES", 2500)
     logits = normal(*shape, spread=1.5).to(dtype)
     tokens = torch.randint(0, shape[1], (shape[0],)).tolist()
     for logprobs, ranks, n in itertools.product((True, False), (True, False), (0, 1, 4, shape[1] + 1)):
-        found = input_facts(logits, tokens, Details(False, True, logprobs, ranks, n))
+        found = prompt_logprobs(logits, tokens, LogprobOptions(False, True, logprobs, ranks, n))
         for row, token, facts in zip(logits.double(), tokens, found, strict=True):
-            expected = oracle.Processed(row.numpy())
+            expected = oracle.ProcessedScores(row.numpy())
             top = expected.top(n, logprobs)
             logprob = float(expected.logprobs()[token]) if logprobs else 0.0
-            assert same(facts, TokenFacts(logprob, expected.rank(token) if ranks else 0, top))
+            assert same(facts, TokenLogprobs(logprob, expected.rank(token) if ranks else 0, top))
 
 
 def test_input_facts_in_chunks_are_those_at_once() -> None:
     logits, tokens = normal(20, 300), list(range(20))
-    details = Details(inputs=True, logprobs=True, ranks=True, top_n=3)
-    parts = [input_facts(logits[i : i + 7], tokens[i : i + 7], details) for i in range(0, 20, 7)]
-    whole = input_facts(logits, tokens, details)
+    details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
+    parts = [prompt_logprobs(logits[i : i + 7], tokens[i : i + 7], details) for i in range(0, 20, 7)]
+    whole = prompt_logprobs(logits, tokens, details)
     assert all(same(left, right) for left, right in zip(itertools.chain(*parts), whole, strict=True))
-    assert input_facts(logits[:0], [], details) == []
+    assert prompt_logprobs(logits[:0], [], details) == []
 
 
 def test_the_first_input_token_has_no_logprob() -> None:
-    assert math.isnan(first_input_fact(Details(inputs=True, logprobs=True, ranks=True, top_n=2)).logprob)
-    assert first_input_fact(Details(inputs=True, ranks=True, top_n=2)) == TokenFacts(0.0, 0, [])
+    assert math.isnan(
+        first_prompt_logprobs(LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2)).logprob
+    )
+    assert first_prompt_logprobs(LogprobOptions(input_tokens=True, ranks=True, top_n_tokens=2)) == TokenLogprobs(
+        0.0, 0, []
+    )
 
 
 def test_input_facts_of_a_bad_position() -> None:
     logits = normal(3, 300)
     logits[1] = math.nan
-    details = Details(inputs=True, logprobs=True, ranks=True, top_n=2)
-    found = input_facts(logits, [1, 2, 3], details)
+    details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2)
+    found = prompt_logprobs(logits, [1, 2, 3], details)
     assert math.isnan(found[1].logprob)
-    assert found[::2] == input_facts(logits[::2], [1, 3], details)
+    assert found[::2] == prompt_logprobs(logits[::2], [1, 3], details)

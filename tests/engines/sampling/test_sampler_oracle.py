@@ -12,12 +12,12 @@ from sampling_oracle import make_row
 
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
-from tgis.ipc.messages import Details, Sampling
+from tgis.ipc.messages import LogprobOptions, SamplingParams
 
 SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
 
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
     top_k=st.one_of(st.just(0), st.integers(1, 12)),
     top_p=SHARES,
@@ -28,14 +28,14 @@ samplings = st.builds(
     min_new_tokens=st.integers(0, 3),
 )
 details = st.builds(
-    Details, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5, 99])
+    LogprobOptions, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5, 99])
 )
 
 
 @st.composite
 def batches(
     draw: st.DrawFn,
-) -> tuple[list[Sampling], list[Details], list[int], list[list[float]], list[list[int]]]:
+) -> tuple[list[SamplingParams], list[LogprobOptions], list[int], list[list[float]], list[list[int]]]:
     size, vocabulary, width = draw(st.integers(1, 5)), draw(st.integers(8, 40)), draw(st.integers(1, 6))
     score = st.sampled_from([-float("inf"), -0.0, *map(float, range(-3, 4)), 0.0, 1.0, 1.0, 2.0])
 
@@ -61,8 +61,8 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.multiple(logprobs, _SHORTEST=4, _LONGEST=8, _SPARE=2, _LONGER=2),
-        mock.patch.multiple(logits_processors, _MOST_SELECTED=9, _CPU_BLOCK=50, _STRIDE=4),
+        mock.patch.multiple(logprobs, _MIN_CANDIDATES=4, _MAX_CANDIDATES=8, _TIE_MARGIN=2, _RETRY_GROWTH=2),
+        mock.patch.multiple(logits_processors, _MAX_TOPK=9, _CPU_BLOCK_SCORES=50, _STRIDE=4),
         mock.patch.object(ours, "_DRAW_BLOCK", 4),
     ):
         yield
@@ -73,26 +73,26 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
 @settings(max_examples=150, deadline=None)
 def test_rows_are_as_the_naive_way_has_them(
     dtype: torch.dtype,
-    batch: tuple[list[Sampling], list[Details], list[int], list[list[float]], list[list[int]]],
+    batch: tuple[list[SamplingParams], list[LogprobOptions], list[int], list[list[float]], list[list[int]]],
     eos: list[int],
 ) -> None:
     wishes, asked, generated, logits, context = batch
     sampler = ours.Sampler(len(logits[0]), eos, torch.device("cpu"))
     rows = [make_row(s, d, n) for s, d, n in zip(wishes, asked, generated, strict=True)]
-    sampler.set_rows(rows)
-    choice = sampler.choose(torch.tensor(logits, dtype=dtype), torch.tensor(context))
+    sampler.set_seqs(rows)
+    choice = sampler.sample_and_wait(torch.tensor(logits, dtype=dtype), torch.tensor(context))
     ends = [token for token in eos if token < len(logits[0])]
     for i, sampling in enumerate(wishes):
         expected = oracle.process(logits[i], sampling, generated[i], ends, context[i])
         bad = expected.scores.max() == -float("inf")
-        assert (i in choice.bad) == bad
+        assert (i in choice.invalid) == bad
         if bad or expected.ambiguous:
             continue
         oracle.check_token(choice.tokens[i], expected, sampling, generated[i])
         details = asked[i]
-        if details.generated and (details.logprobs or details.ranks or details.top_n):
-            found = choice.facts[i]
+        if details.generated_tokens and (details.logprobs or details.ranks or details.top_n_tokens):
+            found = choice.logprobs[i]
             assert found is not None
-            oracle.check_facts(found, choice.tokens[i], expected, details)
+            oracle.check_logprobs(found, choice.tokens[i], expected, details)
         else:
-            assert not choice.facts or choice.facts[i] is None
+            assert not choice.logprobs or choice.logprobs[i] is None

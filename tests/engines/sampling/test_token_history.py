@@ -5,20 +5,21 @@ import torch
 from batches import request
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.sampling.token_history import TokenContext
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.engines.sampling.token_history import TokenHistory
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 
 def row(number: int, length: int, penalty: float) -> Sequence:
     return Sequence(
-        Request(number, list(range(length)), 500, False, Sampling(repetition_penalty=penalty), Details()), 0
+        Request(number, list(range(length)), 500, False, SamplingParams(repetition_penalty=penalty), LogprobOptions()),
+        0,
     )
 
 
 def test_every_token_is_there_however_long_a_row_becomes() -> None:
     rows = [row(1, 5, 1.2), row(2, 90, 1.0)]
-    context = TokenContext(lambda row: [77, *row.tokens[2:]], torch.device("cpu"))
-    context.set_rows(rows)
+    context = TokenHistory(lambda row: [77, *row.tokens[2:]], torch.device("cpu"))
+    context.set_seqs(rows)
     for token in range(1000, 1400):
         for each in rows:
             each.tokens.append(token + each.id)
@@ -28,7 +29,7 @@ def test_every_token_is_there_however_long_a_row_becomes() -> None:
 
 def test_nothing_is_kept_where_no_row_has_a_penalty() -> None:
     rows = [Sequence(request(1), 0), Sequence(request(2), 0)]
-    context = TokenContext(lambda row: pytest.fail("nobody asked"), torch.device("cpu"))
-    context.set_rows(rows)
+    context = TokenHistory(lambda row: pytest.fail("nobody asked"), torch.device("cpu"))
+    context.set_seqs(rows)
     context.append(torch.tensor([3, 4]))
     assert context.ids.shape == (2, 0)

@@ -2,48 +2,48 @@
 
 from collections.abc import Iterable
 
-from tgis.frontend.generation import Call, Serving
-from tgis.frontend.metrics import Kind
-from tgis.frontend.output import Reply, TokenInfo
-from tgis.frontend.tokenize import TokenizeCall, Tokenized
-from tgis.frontend.validation import Parameters
-from tgis.ipc.messages import Details
+from tgis.frontend.generation import GenerateCall, ServerInfo
+from tgis.frontend.metrics import CallKind
+from tgis.frontend.output import RequestOutput, TokenInfo
+from tgis.frontend.tokenize import TokenizeCall, TokenizeResult
+from tgis.frontend.validation import RawParams
+from tgis.ipc.messages import LogprobOptions
 from tgis.pb import generation_pb2 as pb
 
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 
-def batch_call(message: pb.BatchedGenerationRequest, identity: bytes) -> Call:
+def generate_call(message: pb.BatchedGenerationRequest, identity: bytes) -> GenerateCall:
     """A unary call; its kind counts its inputs."""
     texts = [request.text for request in message.requests]
-    return Call(
-        kind=Kind.SINGLE if len(texts) == 1 else Kind.BATCH,
+    return GenerateCall(
+        kind=CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH,
         texts=texts,
         fields=[f"requests[{index}].text" for index in range(len(texts))],
-        parameters=parameters(message.params),
+        params=raw_params(message.params),
         identity=identity,
         adapter=_adapter(message),
     )
 
 
-def stream_call(message: pb.SingleGenerationRequest, identity: bytes) -> Call:
+def generate_stream_call(message: pb.SingleGenerationRequest, identity: bytes) -> GenerateCall:
     """A stream's call."""
-    return Call(
-        kind=Kind.STREAM,
+    return GenerateCall(
+        kind=CallKind.STREAM,
         texts=[message.request.text] if message.HasField("request") else [],
         fields=["request.text"],
-        parameters=parameters(message.params),
+        params=raw_params(message.params),
         identity=identity,
         adapter=_adapter(message),
     )
 
 
-def parameters(params: pb.Parameters) -> Parameters:
+def raw_params(params: pb.Parameters) -> RawParams:
     """The parameters as asked."""
     sampling, stopping, decoding = params.sampling, params.stopping, params.decoding
     penalty = decoding.length_penalty
-    return Parameters(
-        sample=params.method == pb.SAMPLE,
+    return RawParams(
+        do_sample=params.method == pb.SAMPLE,
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -55,7 +55,7 @@ def parameters(params: pb.Parameters) -> Parameters:
         stop_sequences=tuple(stopping.stop_sequences),
         include_stop_sequence=(stopping.include_stop_sequence if stopping.HasField("include_stop_sequence") else None),
         input_text=params.response.input_text,
-        details=_details(params.response),
+        logprob_options=_logprob_options(params.response),
         repetition_penalty=decoding.repetition_penalty,
         length_penalty=((penalty.start_index, penalty.decay_factor) if decoding.HasField("length_penalty") else None),
         truncate_input_tokens=params.truncate_input_tokens,
@@ -63,7 +63,7 @@ def parameters(params: pb.Parameters) -> Parameters:
     )
 
 
-def response(reply: Reply) -> pb.GenerationResponse:
+def generation_response(reply: RequestOutput) -> pb.GenerationResponse:
     """One response message."""
     return pb.GenerationResponse(
         text=reply.text,
@@ -81,19 +81,19 @@ def tokenize_call(message: pb.BatchedTokenizeRequest) -> TokenizeCall:
     """A Tokenize call."""
     return TokenizeCall(
         texts=[request.text for request in message.requests],
-        truncate=message.truncate_input_tokens,
-        tokens=message.return_tokens,
-        offsets=message.return_offsets,
+        truncate_input_tokens=message.truncate_input_tokens,
+        return_tokens=message.return_tokens,
+        return_offsets=message.return_offsets,
         adapter=_adapter(message),
     )
 
 
-def tokenize_response(tokenized: list[Tokenized]) -> pb.BatchedTokenizeResponse:
+def tokenize_response(tokenized: list[TokenizeResult]) -> pb.BatchedTokenizeResponse:
     """All tokenized texts."""
     return pb.BatchedTokenizeResponse(
         responses=[
             pb.TokenizeResponse(
-                token_count=one.count,
+                token_count=one.token_count,
                 tokens=one.tokens,
                 offsets=[pb.TokenizeResponse.Offset(start=start, end=end) for start, end in one.offsets],
             )
@@ -102,23 +102,23 @@ def tokenize_response(tokenized: list[Tokenized]) -> pb.BatchedTokenizeResponse:
     )
 
 
-def model_info(serving: Serving) -> pb.ModelInfoResponse:
+def model_info_response(serving: ServerInfo) -> pb.ModelInfoResponse:
     """What is served."""
     kinds = pb.ModelInfoResponse
     return pb.ModelInfoResponse(
         model_kind=kinds.ENCODER_DECODER if serving.encoder_decoder else kinds.DECODER_ONLY,
-        max_sequence_length=serving.limits.sequence_length,
-        max_new_tokens=serving.limits.new_tokens,
+        max_sequence_length=serving.limits.max_sequence_length,
+        max_new_tokens=serving.limits.max_new_tokens,
     )
 
 
-def _details(options: pb.ResponseOptions) -> Details:
-    return Details(
-        generated=options.generated_tokens,
-        inputs=options.input_tokens,
+def _logprob_options(options: pb.ResponseOptions) -> LogprobOptions:
+    return LogprobOptions(
+        generated_tokens=options.generated_tokens,
+        input_tokens=options.input_tokens,
         logprobs=options.token_logprobs,
         ranks=options.token_ranks,
-        top_n=options.top_n_tokens,
+        top_n_tokens=options.top_n_tokens,
     )
 
 
@@ -141,7 +141,7 @@ def _token_infos(infos: Iterable[TokenInfo]) -> list[pb.TokenInfo]:
             text=info.text,
             logprob=info.logprob,
             rank=info.rank,
-            top_tokens=[pb.TokenInfo.TopToken(text=text, logprob=logprob) for text, logprob in info.top],
+            top_tokens=[pb.TokenInfo.TopToken(text=text, logprob=logprob) for text, logprob in info.top_tokens],
         )
         for info in infos
     ]

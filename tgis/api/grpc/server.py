@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from tgis.errors import StartError
 from tgis.pb import generation_pb2
-from tgis.security.bearer import BearerAuth, Tokens
+from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 
 GENERATION_SERVICE = "fmaas.GenerationService"
@@ -32,7 +32,7 @@ MIN_CLIENT_PING_MS = 5_000  # gRPC's own is five minutes and punishes clients wi
 
 
 @dataclass(frozen=True, slots=True)
-class ListenerOptions:
+class GrpcServerOptions:
     """Where to listen, and the limits of what a client may do."""
 
     host: str
@@ -44,15 +44,15 @@ class ListenerOptions:
     tokens: Path | None = None  # a file of bearer tokens
 
 
-class Listener:
+class GrpcServer:
     """Owns the gRPC server; to be made inside the event loop."""
 
-    def __init__(self, handlers: Sequence["grpc.GenericRpcHandler[Any, Any]"], options: ListenerOptions) -> None:
+    def __init__(self, handlers: Sequence["grpc.GenericRpcHandler[Any, Any]"], options: GrpcServerOptions) -> None:
         self._options = options
-        self._health = Health()
-        guards = [BearerAuth(Tokens(options.tokens))] if options.tokens else []
+        self._health = HealthServicer()
+        interceptors = [BearerAuthInterceptor(TokenFile(options.tokens))] if options.tokens else []
         arguments = _channel_arguments(options)
-        self._server = grpc.aio.server(handlers=handlers, interceptors=guards, options=arguments)
+        self._server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=arguments)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         _add_reflection(self._server)
 
@@ -66,7 +66,7 @@ class Listener:
             credentials = Certificates(self._options.tls).server_credentials()
             return self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            reason = _why_not(host, self._options.port)
+            reason = _bind_error(host, self._options.port)
             raise StartError(f"cannot listen for gRPC on {address}: {reason}") from error
 
     async def start(self) -> None:
@@ -83,7 +83,7 @@ class Listener:
         await self._server.stop(grace)
 
 
-class Health:
+class HealthServicer:
     """`grpc.health.v1`: one state for the process and for the generation service.
 
     Not grpcio-health-checking's servicer: that one writes to watchers under a lock, so that a client that
@@ -143,7 +143,7 @@ class Health:
         return response(status=response.SERVING if self._serving else response.NOT_SERVING)
 
 
-def _channel_arguments(options: ListenerOptions) -> list[tuple[str, int]]:
+def _channel_arguments(options: GrpcServerOptions) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # else two servers share a port in silence
         ("grpc.max_receive_message_length", options.max_message_bytes),
@@ -154,7 +154,7 @@ def _channel_arguments(options: ListenerOptions) -> list[tuple[str, int]]:
     ]
 
 
-def _why_not(host: str, port: int) -> str:
+def _bind_error(host: str, port: int) -> str:
     """The operating system's reason for a failed bind, which gRPC keeps to itself."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -167,7 +167,7 @@ def _why_not(host: str, port: int) -> str:
 def _add_reflection(server: grpc.aio.Server) -> None:
     """Reflection under both of its names: grpcio-reflection has v1alpha only, v1 has the same messages."""
     names = [GENERATION_SERVICE, HEALTH_SERVICE, REFLECTION_V1, REFLECTION_V1ALPHA]
-    servicer = reflection.aio.ReflectionServicer(names, _descriptors())  # type: ignore[attr-defined]  # stubs
+    servicer = reflection.aio.ReflectionServicer(names, _descriptor_pool())  # type: ignore[attr-defined]  # stubs
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -178,18 +178,18 @@ def _add_reflection(server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers([handler])
 
 
-def _descriptors() -> descriptor_pool.DescriptorPool:
+def _descriptor_pool() -> descriptor_pool.DescriptorPool:
     """The files of what is served, and nothing else that happens to be loaded."""
-    alpha = _file(reflection_pb2.DESCRIPTOR)
+    alpha = _file_proto(reflection_pb2.DESCRIPTOR)
     v1 = json_format.MessageToJson(alpha).replace("v1alpha", "v1")
     pool = descriptor_pool.DescriptorPool()
-    for file in (_file(generation_pb2.DESCRIPTOR), _file(health_pb2.DESCRIPTOR), alpha):
+    for file in (_file_proto(generation_pb2.DESCRIPTOR), _file_proto(health_pb2.DESCRIPTOR), alpha):
         pool.Add(file)
     pool.Add(json_format.Parse(v1, descriptor_pb2.FileDescriptorProto()))
     return pool
 
 
-def _file(descriptor: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
+def _file_proto(descriptor: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
     file = descriptor_pb2.FileDescriptorProto()
     descriptor.CopyToProto(file)
     return file

@@ -21,15 +21,15 @@ from tgis.errors import (
 )
 from tgis.frontend.generation import Generator
 from tgis.pb import generation_pb2 as pb
-from tgis.security.identity import identity_of
+from tgis.security.identity import caller_identity
 from tgis.utils import logs
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "fmaas.GenerationService"
-CORRELATION_KEY = "x-correlation-id"
+CORRELATION_ID_KEY = "x-correlation-id"
 
-_CODES: dict[type[RequestError], grpc.StatusCode] = {
+_STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -42,69 +42,69 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Unary = Callable[[Any, Context], Awaitable[Message]]
 
 
-class GenerationService:
+class GenerationServicer:
     """The four RPCs. While `generator` is None they are UNAVAILABLE."""
 
-    def __init__(self, *, checks_tokens: bool = False) -> None:
+    def __init__(self, *, bearer_auth: bool = False) -> None:
         self.generator: Generator | None = None
-        self._checks_tokens = checks_tokens
+        self._bearer_auth = bearer_auth
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """What the listener registers."""
         methods = {
-            "Generate": _unary_method(self._generate, pb.BatchedGenerationRequest),
+            "Generate": _unary_handler(self._generate, pb.BatchedGenerationRequest),
             "GenerateStream": grpc.unary_stream_rpc_method_handler(
-                self._generate_stream, _parser(pb.SingleGenerationRequest), _serialize
+                self._generate_stream, _deserializer(pb.SingleGenerationRequest), _serialize
             ),
-            "Tokenize": _unary_method(self._tokenize, pb.BatchedTokenizeRequest),
-            "ModelInfo": _unary_method(self._model_info, pb.ModelInfoRequest),
+            "Tokenize": _unary_handler(self._tokenize, pb.BatchedTokenizeRequest),
+            "ModelInfo": _unary_handler(self._model_info, pb.ModelInfoRequest),
         }
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
     async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
-        replies = await self._ready().generate(convert.batch_call(request, self._identity(context)))
-        return pb.BatchedGenerationResponse(responses=[convert.response(reply) for reply in replies])
+        replies = await self._require_generator().generate(convert.generate_call(request, self._identity(context)))
+        return pb.BatchedGenerationResponse(responses=[convert.generation_response(reply) for reply in replies])
 
     async def _generate_stream(self, request: pb.SingleGenerationRequest | None, context: Context) -> None:
-        async with _border(context):
-            call = convert.stream_call(_decoded(request), self._identity(context))
-            async with aclosing(self._ready().stream(call)) as replies:
+        async with _error_boundary(context):
+            call = convert.generate_stream_call(_require_decoded(request), self._identity(context))
+            async with aclosing(self._require_generator().stream(call)) as replies:
                 async for reply in replies:
-                    await context.write(convert.response(reply))
+                    await context.write(convert.generation_response(reply))
 
     async def _tokenize(self, request: pb.BatchedTokenizeRequest, _context: Context) -> Message:
-        return convert.tokenize_response(await self._ready().tokenize(convert.tokenize_call(request)))
+        return convert.tokenize_response(await self._require_generator().tokenize(convert.tokenize_call(request)))
 
     async def _model_info(self, _request: pb.ModelInfoRequest, _context: Context) -> Message:
-        return convert.model_info(self._ready().serving)
+        return convert.model_info_response(self._require_generator().server_info)
 
     def _identity(self, context: Context) -> bytes:
-        return identity_of(context, tokens=self._checks_tokens)
+        return caller_identity(context, bearer_auth=self._bearer_auth)
 
-    def _ready(self) -> Generator:
+    def _require_generator(self) -> Generator:
         if self.generator is None:
             raise Unavailable("the model is still loading")
         return self.generator
 
 
-def _unary_method(method: Unary, request_type: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
+def _unary_handler(method: Unary, request_type: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
     async def call(request: Message | None, context: Context) -> Message | None:
-        async with _border(context):
-            answer: Message = await method(_decoded(request), context)
+        async with _error_boundary(context):
+            answer: Message = await method(_require_decoded(request), context)
             return answer
         return None  # the border has ended the call
 
-    return grpc.unary_unary_rpc_method_handler(call, _parser(request_type), _serialize)
+    return grpc.unary_unary_rpc_method_handler(call, _deserializer(request_type), _serialize)
 
 
 @asynccontextmanager
-async def _border(context: Context) -> AsyncIterator[None]:
+async def _error_boundary(context: Context) -> AsyncIterator[None]:
     """Everything that leaves the block as an exception leaves the server as a status."""
-    correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_KEY)
-    metadata = ((CORRELATION_KEY, correlation_id),) if correlation_id else ()
+    correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY)
+    metadata = ((CORRELATION_ID_KEY, correlation_id),) if correlation_id else ()
     context.set_trailing_metadata(metadata)
     try:
-        with logs.correlated(correlation_id):
+        with logs.correlation_scope(correlation_id):
             try:
                 yield
             except RequestError as error:
@@ -119,15 +119,15 @@ async def _border(context: Context) -> AsyncIterator[None]:
 
 
 async def _abort(context: Context, error: RequestError, metadata: tuple[tuple[str, str], ...]) -> None:
-    code = _CODES[type(error)]
+    code = _STATUS_CODES[type(error)]
     status = status_pb2.Status(code=code.value[0], message=str(error))
-    if (detail := _detail(error)) is not None:
+    if (detail := _error_detail(error)) is not None:
         status.details.add().Pack(detail)
     rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
     await context.abort(code, str(error), (*metadata, *rich))
 
 
-def _detail(error: RequestError) -> Message | None:
+def _error_detail(error: RequestError) -> Message | None:
     """What a client can act on without reading the message."""
     match error:
         case InvalidRequest(field=field):
@@ -143,7 +143,7 @@ def _detail(error: RequestError) -> Message | None:
     return detail
 
 
-def _parser(request_type: type[Message]) -> Callable[[bytes], Message | None]:
+def _deserializer(request_type: type[Message]) -> Callable[[bytes], Message | None]:
     """A deserializer that lets undecodable bytes reach the handler, which can answer INVALID_ARGUMENT."""
 
     def parse(data: bytes) -> Message | None:
@@ -155,7 +155,7 @@ def _parser(request_type: type[Message]) -> Callable[[bytes], Message | None]:
     return parse
 
 
-def _decoded(request: Any) -> Any:
+def _require_decoded(request: Any) -> Any:
     if request is None:
         raise InvalidRequest("", "the message cannot be decoded")
     return request

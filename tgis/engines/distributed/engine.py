@@ -18,35 +18,35 @@ from typing import NoReturn
 import msgspec
 import torch.distributed as dist
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
-from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, FrameReader, Shutdown, pack
+from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, FrameReader, Shutdown, encode_frame
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 1 << 16
+_RECV_BYTES = 1 << 16
 _EXIT_SECONDS = 5.0
-_LOSS_SECONDS = 2.0  # a process that died is known to be dead within less
+_CRASH_DETECTION_SECONDS = 2.0  # a process that died is known to be dead within less
 
 
 class ShardedEngine:
     """An engine whose every pass is computed by all ranks."""
 
-    def __init__(self, options: EngineOptions, end: Callable[[str], NoReturn]) -> None:
+    def __init__(self, options: EngineOptions, fail: Callable[[str], NoReturn]) -> None:
         """StartError if the model cannot be shared out; later failures of any rank go to `end`."""
-        ranks.check(load_config(options), options.shards)
-        options = msgspec.structs.replace(options, threads=_threads(options))
-        self._end = end
+        ranks.check_shardable(load_config(options), options.num_shards)
+        options = msgspec.structs.replace(options, threads=_threads_per_rank(options))
+        self._fail = fail
         store = os.memfd_create("tgis-ranks")  # stays open: torch opens it by its number, to the very end
-        self._followers = [Follower(rank, options, store, end) for rank in range(1, options.shards)]
-        log.info("%d ranks compute every step", options.shards)
-        with self._together("loading"):
-            ranks.join(0, options.shards, store)
-            self._engine = PagedEngine(options, ranks.smallest)
+        self._followers = [RankProcess(rank, options, store, fail) for rank in range(1, options.num_shards)]
+        log.info("%d ranks compute every step", options.num_shards)
+        with self._collective("loading"):
+            ranks.init_ranks(0, options.num_shards, store)
+            self._engine = PagedEngine(options, ranks.all_reduce_min)
 
     @property
     def info(self) -> EngineInfo:
@@ -55,15 +55,15 @@ class ShardedEngine:
 
     def warm_up(self) -> None:
         """As all ranks do after loading, without being told."""
-        with self._together("the first pass"):
+        with self._collective("the first pass"):
             self._engine.warm_up()
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult:
         """One pass of all ranks; no failure leaves an engine that could go on."""
-        with self._together("a step"):
-            message = pack(ranks.Pass.of(plan))
+        with self._collective("a step"):
+            message = encode_frame(ranks.StepInput.of(plan))
             for follower in self._followers:
-                follower.tell(message)
+                follower.send(message)
             return self._engine.step(plan)
 
     def release(self, rows: Rows[Sequence]) -> None:
@@ -73,80 +73,82 @@ class ShardedEngine:
     def close(self) -> None:
         """Send the other ranks away."""
         for follower in self._followers:
-            follower.leave()
+            follower.shut_down()
         dist.destroy_process_group()
         for follower in self._followers:
-            follower.wait()
+            follower.join()
 
     @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
+    def _collective(self, what: str) -> Iterator[None]:
         """Where the ranks wait for each other: one that fails leaves the others in the middle of it."""
         try:
             yield
         except TgisError as error:
-            self._end(str(error))
+            self._fail(str(error))
         except Exception as error:
             log.exception("rank 0 failed in %s", what)
-            self._followers[0].await_loss(_LOSS_SECONDS)  # who died, whichever, says more than who missed it
-            self._end(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
+            self._followers[0].wait_for_crash(
+                _CRASH_DETECTION_SECONDS
+            )  # who died, whichever, says more than who missed it
+            self._fail(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
 
 
-class Follower:
+class RankProcess:
     """Another rank's process, as seen from rank 0."""
 
-    def __init__(self, rank: int, options: EngineOptions, store: int, end: Callable[[str], NoReturn]) -> None:
+    def __init__(self, rank: int, options: EngineOptions, store: int, fail: Callable[[str], NoReturn]) -> None:
         self._rank = rank
-        self._end = end
-        self._leaving = False
+        self._fail = fail
+        self._shutting_down = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             fds = theirs.fileno(), store
             command = (sys.executable, "-m", "tgis.engines.distributed.follower", *map(str, fds), str(rank))
             self._process = subprocess.Popen(command, pass_fds=fds, process_group=0)  # no Ctrl-C
-        self.tell(pack(options))
-        self._watch = threading.Thread(target=self._listen, daemon=True, name=f"rank {rank}")
-        self._watch.start()
+        self.send(encode_frame(options))
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"rank {rank}")
+        self._watcher.start()
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message; OSError if nobody is there."""
         self._socket.sendall(message)
 
-    def await_loss(self, seconds: float) -> None:
+    def wait_for_crash(self, seconds: float) -> None:
         """Give the watch time to end this process because that one is gone."""
-        self._watch.join(seconds)
+        self._watcher.join(seconds)
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Ask it to leave."""
-        self._leaving = True
-        self.tell(pack(Shutdown()))
+        self._shutting_down = True
+        self.send(encode_frame(Shutdown()))
 
-    def wait(self) -> None:
+    def join(self) -> None:
         """See to it that it has left."""
         try:
             self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._watch.join()
+        self._watcher.join()
         self._socket.close()
 
-    def _listen(self) -> None:
+    def _watch(self) -> None:
         """Until the end of file: all that it ever says is why it ends."""
         reader, last = FrameReader(Fatal), ""
         try:
-            while data := self._socket.recv(_CHUNK):
+            while data := self._socket.recv(_RECV_BYTES):
                 for fatal in reader.feed(data):
                     last = fatal.message
         except OSError:
             log.debug("rank %d left with messages unread", self._rank)
         code = self._process.wait()
-        if not self._leaving:
-            self._end(f"rank {self._rank} of the engine {last or _describe(code)}")
+        if not self._shutting_down:
+            self._fail(f"rank {self._rank} of the engine {last or _describe_exit(code)}")
 
 
-def _describe(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _threads(options: EngineOptions) -> int:
+def _threads_per_rank(options: EngineOptions) -> int:
     """Those of one rank."""
-    return max((options.threads or len(os.sched_getaffinity(0))) // options.shards, 1)
+    return max((options.num_threads or len(os.sched_getaffinity(0))) // options.num_shards, 1)

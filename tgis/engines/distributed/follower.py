@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tgis.engines.distributed import ranks
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.channel import Link
+from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineOptions, Shutdown
 from tgis.utils import logs
 
@@ -24,23 +24,23 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Follow rank 0 from its first message to its last."""
     sock, store, rank = map(int, sys.argv[1:])
-    link = Link(socket.socket(fileno=sock), ranks.ToRank)
+    link = Channel(socket.socket(fileno=sock), ranks.RankMessage)
     (options,) = link.receive(wait=True)
     assert isinstance(options, EngineOptions)
-    logs.set_up(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
+    logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
     try:
-        ranks.join(rank, options.shards, store)
-        _follow(link, options)
+        ranks.init_ranks(rank, options.num_shards, store)
+        _compute_steps(link, options)
         dist.destroy_process_group()
     except Exception as error:
         log.exception("rank %d cannot go on", rank)
-        link.end(f"failed: {type(error).__name__}: {error}")
+        link.abort(f"failed: {type(error).__name__}: {error}")
     return 0
 
 
-def _follow(link: Link, options: EngineOptions) -> None:
+def _compute_steps(link: Channel, options: EngineOptions) -> None:
     """Do what rank 0 does, at the same time, until told to leave."""
-    engine = PagedEngine(options, ranks.smallest)
+    engine = PagedEngine(options, ranks.all_reduce_min)
     engine.warm_up()
     dtype = getattr(torch, engine.info.dtype)
     gc.freeze()  # what has been loaded stays
@@ -48,7 +48,7 @@ def _follow(link: Link, options: EngineOptions) -> None:
         for message in link.receive(wait=True):
             if isinstance(message, Shutdown):
                 return
-            engine.compute(message.plan(dtype))
+            engine.compute_logits(message.plan(dtype))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 2  # numbers: 16 bytes, by which Triton tells variants of a kernel apart
+_ALIGNMENT_NUMBERS = 2  # numbers: 16 bytes, by which Triton tells variants of a kernel apart
 
 
 def upload(parts: Sequence[Collection[int]], device: torch.device) -> list[Tensor]:
@@ -21,17 +21,17 @@ def upload(parts: Sequence[Collection[int]], device: torch.device) -> list[Tenso
     for part in parts:
         starts.append(len(numbers))
         numbers += part
-        numbers += [0] * (-len(part) % _ALIGNMENT)
-    there = _sent(torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))), device)
-    return [there[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
+        numbers += [0] * (-len(part) % _ALIGNMENT_NUMBERS)
+    on_device = _copy_async(torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))), device)
+    return [on_device[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """As torch.tensor, which waits on CUDA for everything that is queued."""
-    return _sent(torch.tensor(values, dtype=dtype), device)
+    return _copy_async(torch.tensor(values, dtype=dtype), device)
 
 
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+def _copy_async(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 

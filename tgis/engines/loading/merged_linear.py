@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
 
-class Siblings(nn.Module):  # type: ignore[misc]
+class MergedLinear(nn.Module):  # type: ignore[misc]
     """The outputs of sibling layers for the input that the first of them was called with; of sharded ones, the parts
     that are here.
     """
@@ -30,7 +30,7 @@ class Siblings(nn.Module):  # type: ignore[misc]
         self._input: Tensor | None = None
         self._outputs: list[Tensor] = []
 
-    def part(self, x: Tensor, index: int) -> Tensor:
+    def output_slice(self, x: Tensor, index: int) -> Tensor:
         """What the sibling of that index gives for `x`."""
         if self._input is not x:
             self._input, self._outputs = x, self.linear(x).split(self._sizes, -1)
@@ -40,34 +40,34 @@ class Siblings(nn.Module):  # type: ignore[misc]
         return output
 
 
-class Part(nn.Module):  # type: ignore[misc]
+class MergedLinearSlice(nn.Module):  # type: ignore[misc]
     """What stands for one of the siblings."""
 
-    def __init__(self, product: Siblings, index: int, linear: nn.Linear) -> None:
+    def __init__(self, merged: MergedLinear, index: int, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.product, self._index = product, index
+        self.merged, self._index = merged, index
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         """Multiply, or take what an older sibling has found."""
-        return self.product.part(x, self._index)
+        return self.merged.output_slice(x, self._index)
 
 
-def merge_siblings(model: PreTrainedModel, **inputs: Tensor) -> int:
+def merge_linears(model: PreTrainedModel, **inputs: Tensor) -> int:
     """Replace siblings in place; how many. `inputs` is for one pass of the model."""
     merged = 0
-    for parent, names in _siblings(model, inputs):
+    for parent, names in _mergeable_groups(model, inputs):
         linears = [getattr(parent, name) for name in names]
-        product = Siblings(linears)
+        product = MergedLinear(linears)
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
-            setattr(parent, name, Part(product, index, linear))
+            setattr(parent, name, MergedLinearSlice(product, index, linear))
         merged += len(names)
     return merged
 
 
-def _siblings(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Module, list[str]]]:
+def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Module, list[str]]]:
     """Modules, and those of their children that are called one after the other with the same input."""
-    calls = _calls(model, inputs)
+    calls = _record_calls(model, inputs)
     seen = [linear for linear, _ in calls]
     groups = [[linear for linear, _ in group] for _, group in groupby(calls, lambda call: id(call[1]))]
     plan = getattr(model, "tp_plan", None) or {}
@@ -77,12 +77,12 @@ def _siblings(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[n
         styles = {child: plan.get(replace_layer_number_by_wildcard(f"{path}.{name}")) for child, name in names.items()}
         for group in groups:
             mine = [linear for linear in group if linear in names and seen.count(linear) == 1]
-            if len(mine) > 1 and _alike(mine) and all(_mergeable(linear, styles[linear]) for linear in mine):
+            if len(mine) > 1 and _same_kind(mine) and all(_mergeable(linear, styles[linear]) for linear in mine):
                 found.append((parent, [names[linear] for linear in mine]))
     return found
 
 
-def _calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Linear, Tensor]]:
+def _record_calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Linear, Tensor]]:
     """The plain linear layers in the order of their calls, and the inputs, which live until all are known."""
     calls: list[tuple[nn.Linear, Tensor]] = []
     plain = [module for module in model.modules() if type(module) is nn.Linear]
@@ -94,7 +94,7 @@ def _calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.L
     return calls
 
 
-def _alike(linears: list[nn.Linear]) -> bool:
+def _same_kind(linears: list[nn.Linear]) -> bool:
     """Whether their weights can be one."""
     kinds = {(type(one.weight), one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
     return len(kinds) == 1

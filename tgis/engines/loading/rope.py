@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-_FOLLOWING = {"dynamic", "longrope"}  # as transformers names what it computes anew
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # as transformers names what it computes anew
 
 
-def fix_frequencies(network: PreTrainedModel, longest: int) -> int:
+def freeze_frequencies(model: PreTrainedModel, max_length: int) -> int:
     """Give all rows those of a row of `longest` tokens, for good; how many embeddings were changed."""
-    following = [module for module in network.modules() if _kinds(module) & _FOLLOWING]
+    following = [module for module in model.modules() if _rope_types(module) & _LENGTH_DEPENDENT]
     for module in following:
-        _fix(module, torch.tensor([[longest - 1]], device=network.device), network.dtype)
+        _freeze(module, torch.tensor([[max_length - 1]], device=model.device), model.dtype)
     return len(following)
 
 
-def _kinds(module: Any) -> set[str]:
+def _rope_types(module: Any) -> set[str]:
     found = getattr(module, "rope_type", None)
     return set(found.values()) if isinstance(found, dict) else {found} if isinstance(found, str) else set()
 
 
-def _fix(module: Any, places: torch.Tensor, dtype: torch.dtype) -> None:
+def _freeze(module: Any, places: torch.Tensor, dtype: torch.dtype) -> None:
     """One pass at the last place, in which transformers does what it does; and no other."""
     like = torch.empty(1, 1, 1, dtype=dtype, device=places.device)
     if isinstance(module.rope_type, str):

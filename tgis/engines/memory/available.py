@@ -17,37 +17,37 @@ _MEMINFO = Path("/proc/meminfo")
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
-def memory_for_rows(options: EngineOptions, device: torch.device) -> int:
+def memory_for_batches(options: EngineOptions, device: torch.device) -> int:
     """Bytes for what rows need, now that the model is loaded: a margin, soft prompts and adapters are held back."""
-    prompts = options.prompts.cache_bytes if options.prompts else 0
-    return max(granted_memory(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
+    prompts = options.adapter_store.cache_bytes if options.adapter_store else 0
+    return max(available_memory(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
 
 
-def granted_memory(device: torch.device) -> int:
+def available_memory(device: torch.device) -> int:
     """Bytes that can be allocated now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
         reusable = torch.cuda.memory_reserved(device) - allocated
-        return int(min(free + reusable, memory_limit(device) - allocated))
-    return min([kilobytes(_MEMINFO, "MemAvailable"), *(limit - used for limit, used in _containers())])
+        return int(min(free + reusable, total_memory(device) - allocated))
+    return min([read_proc_bytes(_MEMINFO, "MemAvailable"), *(limit - used for limit, used in _cgroup_usage())])
 
 
-def memory_limit(device: torch.device) -> int:
+def total_memory(device: torch.device) -> int:
     """Bytes that could be allocated if none were."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         return int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return min([kilobytes(_MEMINFO, "MemTotal"), *(limit for limit, _ in _containers())])
+    return min([read_proc_bytes(_MEMINFO, "MemTotal"), *(limit for limit, _ in _cgroup_usage())])
 
 
-def taken_memory(device: torch.device) -> int:
+def used_memory(device: torch.device) -> int:
     """Bytes that this process has taken, of the device and of the machine."""
-    resident = kilobytes(PROCESS / "status", "VmRSS")
+    resident = read_proc_bytes(PROCESS / "status", "VmRSS")
     return resident + int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident
 
 
-def in_words(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes as people and the limits of containers count them."""
     power = 0
     while size >= 1000 and power < len(_UNITS) - 1:
@@ -55,7 +55,7 @@ def in_words(size: float) -> str:
     return f"{size:.3g} {_UNITS[power]}"
 
 
-def kilobytes(file: Path, name: str) -> int:
+def read_proc_bytes(file: Path, name: str) -> int:
     """The bytes of an entry of a file of /proc that tells them in kB."""
     for line in file.read_text().splitlines():
         if line.startswith(f"{name}:"):
@@ -63,7 +63,7 @@ def kilobytes(file: Path, name: str) -> int:
     raise OSError(f"{file} does not tell {name}")
 
 
-def _containers() -> Iterator[tuple[int, int]]:
+def _cgroup_usage() -> Iterator[tuple[int, int]]:
     """Limit and use of every control group that this process is in and that has a limit.
 
     Seen from within a container its group is the root, so the path that the kernel tells may not exist.
@@ -79,10 +79,10 @@ def _containers() -> Iterator[tuple[int, int]]:
         group = root / name.lstrip("/")
         for directory in [group, *group.parents]:
             if directory.is_relative_to(root) and (directory / files[0]).is_file():
-                yield from _limit_and_use(directory, *files)
+                yield from _limit_and_usage(directory, *files)
 
 
-def _limit_and_use(directory: Path, most: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
+def _limit_and_usage(directory: Path, most: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
     limit = (directory / most).read_text().strip()
     if limit != "max":
         lines = (directory / "memory.stat").read_text().splitlines()

@@ -17,7 +17,7 @@ class Sample:
     peak: int
 
 
-class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What steps take beside keys and values, in bytes."""
 
     reserve: float  # whatever the lengths: rows, passes and vocabulary at their most

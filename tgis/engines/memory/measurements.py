@@ -15,7 +15,7 @@ import msgspec
 
 import tgis
 from tgis.engines.base import Engine
-from tgis.engines.memory.fitting import Costs
+from tgis.engines.memory.fitting import StepCosts
 from tgis.ipc.messages import EngineOptions
 
 log = logging.getLogger(__name__)
@@ -25,14 +25,14 @@ _MOST_BYTES = 1 << 20  # far above any honest file
 Key = dict[str, str | int | None]
 
 
-class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CachedProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file: what was measured, and by what circumstances; the latter for people, and against collisions."""
 
     circumstances: Key
-    costs: Costs
+    costs: StepCosts
 
 
-def circumstances(engine: Engine, options: EngineOptions, memory_limit: int) -> Key:
+def profile_key(engine: Engine, options: EngineOptions, memory_limit: int) -> Key:
     """All that a measurement depends on."""
     info = engine.info
     return {
@@ -40,23 +40,23 @@ def circumstances(engine: Engine, options: EngineOptions, memory_limit: int) -> 
         "transformers": importlib.metadata.version("transformers"),
         "tgis": tgis.__version__,
         "engine": type(engine).__name__,
-        "model": _identity(Path(options.model_path)),
+        "model": _model_fingerprint(Path(options.model_path)),
         "dtype": info.dtype,
         "device": info.device,
-        "threads": options.threads,
-        "shards": options.shards,
+        "threads": options.num_threads,
+        "shards": options.num_shards,
         "memory_limit": memory_limit,
         "max_batch_size": info.max_batch_size,
         "max_sequence_length": options.max_sequence_length,
     }
 
 
-def load(cache_dir: str, key: Key) -> Costs | None:
+def load(cache_dir: str, key: Key) -> StepCosts | None:
     """What was measured under the same circumstances, if it is there and sound."""
     file = _file(cache_dir, key)
     try:
         with file.open("rb") as opened:
-            kept = msgspec.json.decode(opened.read(_MOST_BYTES), type=Kept)
+            kept = msgspec.json.decode(opened.read(_MOST_BYTES), type=CachedProfile)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -69,13 +69,13 @@ def load(cache_dir: str, key: Key) -> Costs | None:
     return kept.costs
 
 
-def save(cache_dir: str, key: Key, costs: Costs) -> None:
+def save(cache_dir: str, key: Key, costs: StepCosts) -> None:
     """Keep it for the next start, if that is possible."""
     file = _file(cache_dir, key)
     staging = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_bytes(msgspec.json.format(msgspec.json.encode(Kept(key, costs)), indent=1))
+        staging.write_bytes(msgspec.json.format(msgspec.json.encode(CachedProfile(key, costs)), indent=1))
         staging.replace(file)
     except OSError as error:
         with suppress(OSError):
@@ -88,7 +88,7 @@ def _file(cache_dir: str, key: Key) -> Path:
     return Path(cache_dir) / "memory" / f"{name}.json"
 
 
-def _identity(directory: Path) -> str:
+def _model_fingerprint(directory: Path) -> str:
     """Names, sizes and times of the model's files."""
     found = hashlib.sha256()
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):

@@ -15,19 +15,19 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 
-from tgis.engines.memory.available import granted_memory, in_words
+from tgis.engines.memory.available import available_memory, format_bytes
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
 log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_PACKED = (torch.float32, torch.bfloat16)
+_SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def check_size(
-    family: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+def check_model_fits(
+    auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """StartError if loading the model, as `dtype` on the device, takes more memory than there is.
 
@@ -37,34 +37,34 @@ def check_size(
         return
     try:
         with torch.device("meta"):
-            network = family.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+            network = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except (ValueError, RuntimeError):
         return  # loading tells what is wrong, if anything is
     weights = sum(parameter.nbytes for parameter in network.parameters())
-    log.info("  %s of weights", in_words(weights))
-    converted = min(weights, _converted(Path(options.model_path), dtype))
-    for place, together in _needs(network, weights, converted, device).items():
-        needed, free = together // options.shards, max(granted_memory(place), 0)
+    log.info("  %s of weights", format_bytes(weights))
+    converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
+    for place, together in _needed_bytes(network, weights, converted, device).items():
+        needed, free = together // options.num_shards, max(available_memory(place), 0)
         if needed > free:
             raise StartError(
-                f"{options.model_path} is too big: loading its {in_words(weights)} of weights takes"
-                f" {in_words(needed)} of memory on {place}, and {in_words(free)} are free; grant more memory,"
+                f"{options.model_path} is too big: loading its {format_bytes(weights)} of weights takes"
+                f" {format_bytes(needed)} of memory on {place}, and {format_bytes(free)} are free; grant more memory,"
                 " choose a smaller DTYPE or share the model among NUM_SHARD devices"
             )
 
 
-def _needs(network: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
+def _needed_bytes(network: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
     """Bytes by device for all ranks, at the least; weights that are not converted are those of the files, mapped."""
     if device.type != "cpu":
         return {device: weights, _CPU: converted}
     linears = [module for module in network.modules() if type(module) is nn.Linear]
-    packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKED)
+    packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKABLE_DTYPES)
     others = (module for module in network.modules() if type(module) is not nn.Linear)  # as the embeddings, if shared
     stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
     return {device: max(weights, packed + min(converted, sum(stay.values())))}
 
 
-def _converted(path: Path, dtype: torch.dtype) -> int:
+def _converted_bytes(path: Path, dtype: torch.dtype) -> int:
     """Bytes, as `dtype`, of what the model's files hold as another type of floating-point numbers."""
     single = path / "model.safetensors"
     total = 0
@@ -72,6 +72,6 @@ def _converted(path: Path, dtype: torch.dtype) -> int:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dict
                 tensor = tensors.get_slice(name)
-                if "F" in tensor.get_dtype() and tensor.get_dtype() != _NAMES.get(dtype):
+                if "F" in tensor.get_dtype() and tensor.get_dtype() != _SAFETENSORS_DTYPES.get(dtype):
                     total += math.prod(tensor.get_shape()) * dtype.itemsize
     return total

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tgis.engines.memory.available import PROCESS, kilobytes
+from tgis.engines.memory.available import PROCESS, read_proc_bytes
 
 _RESET_PEAK = "5"  # what proc(5) says to write to clear_refs
 
@@ -16,7 +16,7 @@ _RESET_PEAK = "5"  # what proc(5) says to write to clear_refs
 class PeakMeter(Protocol):
     """Tells how much memory was taken at the worst moment."""
 
-    def rest(self) -> int:
+    def reset(self) -> int:
         """Give back what is unused, and forget the worst moment so far; what is in use."""
 
     def peak(self) -> int:
@@ -34,7 +34,7 @@ class DeviceMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def rest(self) -> int:
+    def reset(self) -> int:
         """Empty the allocator's cache and reset torch's statistics."""
         gc.collect()
         torch.cuda.empty_cache()
@@ -51,15 +51,15 @@ class ResidentMeter:
 
     def __init__(self) -> None:
         self._trim = ctypes.CDLL("libc.so.6").malloc_trim
-        self.rest()
+        self.reset()
 
-    def rest(self) -> int:
+    def reset(self) -> int:
         """Let the C library return what it keeps for later, and the kernel begin again."""
         gc.collect()
         self._trim(0)
         (PROCESS / "clear_refs").write_text(_RESET_PEAK)
-        return kilobytes(PROCESS / "status", "VmRSS")
+        return read_proc_bytes(PROCESS / "status", "VmRSS")
 
     def peak(self) -> int:
         """Ask the kernel."""
-        return kilobytes(PROCESS / "status", "VmHWM")
+        return read_proc_bytes(PROCESS / "status", "VmHWM")

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 from itertools import count as counter
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
-from tgis.engines.memory.available import in_words
-from tgis.engines.memory.fitting import Costs, Sample
+from tgis.engines.memory.available import format_bytes
+from tgis.engines.memory.fitting import Sample, StepCosts
 from tgis.engines.memory.peaks import PeakMeter
 from tgis.errors import OutOfMemory, StartError
-from tgis.ipc.messages import Details, Request, Sampling
+from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -25,32 +25,32 @@ _FLOAT_BYTES = 4
 
 # The most that a row can ask for: a flat distribution, all of it sorted, with changed scores. And another way of
 # choosing beside it, because each way takes a copy of its rows' scores.
-_HUNGRY = Sampling(temperature=100.0, top_p=0.999, typical_p=0.999, repetition_penalty=1.1, min_new_tokens=1)
-_FREE = Sampling(temperature=1.0)
+_HUNGRY = SamplingParams(temperature=100.0, top_p=0.999, typical_p=0.999, repetition_penalty=1.1, min_new_tokens=1)
+_FREE = SamplingParams(temperature=1.0)
 
 
-class Prober:
+class DummyRunner:
     """Runs steps one by one; the memory is that beyond what was in use before the first."""
 
-    def __init__(self, engine: Engine, meter: PeakMeter, held: Callable[[], int], room: int) -> None:
+    def __init__(self, engine: Engine, meter: PeakMeter, kv_cache_bytes: Callable[[], int], room: int) -> None:
         """`held` tells the bytes of the KV cache, `room` is how many bytes there are for everything."""
         self.engine = engine
         self.room = room
         self._meter = meter
-        self._held = held
+        self._kv_cache_bytes = kv_cache_bytes
         self._ids = counter(-2, -1)
-        self._idle = meter.rest() - held()
+        self._baseline = meter.reset() - kv_cache_bytes()
 
-    def padded(self, longest: int, power: int) -> Costs:
+    def profile_padded(self, longest: int, power: int) -> StepCosts:
         """Costs of a padded engine, by rows of up to `longest` tokens; `power` is that of `Costs.fitted`."""
         crowd = self._crowd()
-        told = min(longest, self.engine.info.prefill_tokens)
+        told = min(longest, self.engine.info.max_prefill_tokens)
         # Facts of a whole pass, be it over an input or, where inputs have none, over an output that came back.
         facts = self._batch(1, told) if power == 1 else self._batch(1, 1, generated=told - 1)
         half, whole = (self._one_and_some(length, longest) for length in (longest // 2, longest))
-        return Costs.fitted(half, whole, crowd + facts, power)
+        return StepCosts.fitted(half, whole, crowd + facts, power)
 
-    def chunked(self, measured: int, longest: int) -> float:
+    def profile_paged(self, measured: int, longest: int) -> float:
         """Bytes of the worst step of an engine that has blocks for one row of `measured` tokens, of up to `longest`."""
         first, half, whole = (self._mixed(max(2, measured // part)) for part in (8, 2, 1))  # some is taken only once
         growth = max(0.0, (whole - half) / max(1, measured - measured // 2))
@@ -59,7 +59,7 @@ class Prober:
     def _crowd(self) -> list[Sample]:
         """As many rows as there may be, after fewer, which tell whether all will fit."""
         info = self.engine.info
-        length = max(1, min(_SHORT, info.prefill_tokens // info.max_batch_size))
+        length = max(1, min(_SHORT, info.max_prefill_tokens // info.max_batch_size))
         one = self._batch(1, length)
         few = self._batch(-(-info.max_batch_size // 4), length)
         least, most = (max(sample.peak for sample in samples) for samples in (one, few))
@@ -77,15 +77,15 @@ class Prober:
         """Prefills of rows of an equal length until there are so many, and a decode of all, by a padded engine."""
         rows = [self._row(length, generated, number=n, inputs=inputs) for n in range(number)]
         width = length + generated
-        together = max(1, self.engine.info.prefill_tokens // width)
+        together = max(1, self.engine.info.max_prefill_tokens // width)
         samples = []
         for start in range(0, number, together):
             joining = rows[start : start + together]
-            samples.append(Sample(len(joining), width, prefill=True, peak=self._peak(Plan.whole(joining))))
+            samples.append(Sample(len(joining), width, prefill=True, peak=self._peak(StepPlan.compute_all(joining))))
             for row in joining:
-                row.computed = len(row.tokens)
+                row.num_computed_tokens = len(row.tokens)
                 row.tokens.append(0)
-        samples.append(Sample(number, width + 1, prefill=False, peak=self._peak(Plan.whole(rows))))
+        samples.append(Sample(number, width + 1, prefill=False, peak=self._peak(StepPlan.compute_all(rows))))
         self.engine.release(rows)
         return samples
 
@@ -96,42 +96,46 @@ class Prober:
         """
         info = self.engine.info
         rows = [self._row(width, number=number, inputs=True) for number in range(info.max_batch_size)]
-        left = info.prefill_tokens - info.max_batch_size
+        left = info.max_prefill_tokens - info.max_batch_size
         counts = []
         for row in rows:
-            row.blocks = [*range(-(-width // info.block_size)), 0]  # the last for an engine that runs ahead
+            row.block_table = [*range(-(-width // info.block_size)), 0]  # the last for an engine that runs ahead
             counts.append(max(1, min(left, len(row.tokens) - 1)))
             left -= counts[-1]
-        self.engine.step(Plan(rows, [1] * len(rows), [], prefill=True))  # facts are told from the beginning on
+        self.engine.step(StepPlan(rows, [1] * len(rows), [], has_prefill=True))  # facts are told from the beginning on
         for row, count in zip(rows, counts, strict=True):
-            row.computed = len(row.tokens) - count
-        peak = self._peak(Plan(rows, counts, rows, prefill=True))
+            row.num_computed_tokens = len(row.tokens) - count
+        peak = self._peak(StepPlan(rows, counts, rows, has_prefill=True))
         self.engine.release(rows)
         return peak
 
-    def _peak(self, plan: Plan) -> int:
-        self._meter.rest()
+    def _peak(self, plan: StepPlan) -> int:
+        self._meter.reset()
         try:
             self.engine.step(plan)
         except OutOfMemory:
             raise self._refusal() from None
-        peak = max(self._known(plan), self._meter.peak() - self._idle - self._held())
-        tokens = max(len(row.tokens) for row in plan.rows)
-        log.info("  %d rows of %d tokens: %s beside the KV cache", len(plan.rows), tokens, in_words(peak))
+        peak = max(self._known(plan), self._meter.peak() - self._baseline - self._kv_cache_bytes())
+        tokens = max(len(row.tokens) for row in plan.seqs)
+        log.info("  %d rows of %d tokens: %s beside the KV cache", len(plan.seqs), tokens, format_bytes(peak))
         return peak
 
-    def _known(self, plan: Plan) -> int:
+    def _known(self, plan: StepPlan) -> int:
         """Bytes that a step on a CPU may take, whatever is seen of it."""
         info = self.engine.info
-        rows = zip(plan.rows, plan.counts, strict=True)
-        told = sum(count for row, count in rows if row.request.details.inputs and not row.generated)
+        rows = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        told = sum(
+            count for row, count in rows if row.request.logprob_options.input_tokens and not row.num_generated_tokens
+        )
         return _COPIES * told * info.vocab_size * _FLOAT_BYTES if info.device == "cpu" else 0
 
     def _row(self, length: int, generated: int = 0, *, number: int, inputs: bool) -> Sequence:
         """Every other row is a token shorter, so that there is padding; one chooses in another way."""
         length = max(1, length - number % 2) if number else length
         tokens = [(number + 7 * place) % self.engine.info.vocab_size for place in range(length + generated)]
-        details = Details(generated=True, inputs=inputs, logprobs=True, ranks=True, top_n=_TOP_N)
+        details = LogprobOptions(
+            generated_tokens=True, input_tokens=inputs, logprobs=True, ranks=True, top_n_tokens=_TOP_N
+        )
         sampling = _FREE if number == 1 else _HUNGRY
         row = Sequence(Request(next(self._ids), tokens[:length], generated + 2, False, sampling, details), 0.0)
         row.tokens = tokens
@@ -139,6 +143,7 @@ class Prober:
 
     def _refusal(self) -> StartError:
         return StartError(
-            f"{in_words(self.room)} of memory may not do for a step of MAX_BATCH_SIZE={self.engine.info.max_batch_size}"
-            " rows: lower it, choose a smaller DTYPE or grant more memory"
+            f"{format_bytes(self.room)} of memory may not do for a step of "
+            f"MAX_BATCH_SIZE={self.engine.info.max_batch_size} rows: lower it, "
+            "choose a smaller DTYPE or grant more memory"
         )

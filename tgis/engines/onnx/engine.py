@@ -7,8 +7,8 @@ import logging
 import torch
 
 from tgis.engines.loading.loader import load_config
-from tgis.engines.onnx.models import OnnxCausalModel, OnnxSeq2SeqModel
-from tgis.engines.onnx.session import cuda_is_built
+from tgis.engines.onnx.models import OnnxCausalLM, OnnxSeq2SeqLM
+from tgis.engines.onnx.session import cuda_available
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import PaddedModel
 from tgis.errors import StartError
@@ -23,13 +23,13 @@ def load_engine(options: EngineOptions) -> PaddedEngine:
 
 
 def _load_model(options: EngineOptions, device: torch.device, _max_rows: int) -> PaddedModel:
-    if device.type == "cuda" and not cuda_is_built():
+    if device.type == "cuda" and not cuda_available():
         raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
-    if options.prompts is not None:
+    if options.adapter_store is not None:
         raise StartError("PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters")
     config = load_config(options)
-    model = (OnnxSeq2SeqModel if config.is_encoder_decoder else OnnxCausalModel)(options, config, device)
-    dtype = str(model.facts.dtype).removeprefix("torch.")
+    model = (OnnxSeq2SeqLM if config.is_encoder_decoder else OnnxCausalLM)(options, config, device)
+    dtype = str(model.info.dtype).removeprefix("torch.")
     if options.dtype not in (None, dtype):
         log.warning("DTYPE=%s is without effect: the graphs were exported in %s", options.dtype, dtype)
     return model

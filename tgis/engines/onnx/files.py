@@ -10,16 +10,16 @@ from pathlib import Path
 
 from tgis.errors import StartError
 
-ENCODER, SINGLE, MERGED = "encoder_model.onnx", "model.onnx", "decoder_model_merged.onnx"
-FIRST, OTHERS = "decoder_model.onnx", "decoder_with_past_model.onnx"
+ENCODER, SINGLE_DECODER, MERGED_DECODER = "encoder_model.onnx", "model.onnx", "decoder_model_merged.onnx"
+DECODER, DECODER_WITH_PAST = "decoder_model.onnx", "decoder_with_past_model.onnx"
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFiles:
     """What runs when; `first` and `others` are one file where that can do both."""
 
-    first: Path  # a decoder's first pass
-    others: Path  # with a past
+    decoder: Path  # a decoder's first pass
+    decoder_with_past: Path  # with a past
     encoder: Path | None = None
 
 
@@ -27,21 +27,21 @@ def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
     """The graphs of a model's directory; StartError that names what is missing."""
     folder = model if any(model.glob("*.onnx")) or not (model / "onnx").is_dir() else model / "onnx"
     if not encoder_decoder:
-        return _decoder(folder, (SINGLE, MERGED))
+        return _find_decoder(folder, (SINGLE_DECODER, MERGED_DECODER))
     if not (folder / ENCODER).is_file():
         raise StartError(f"{folder} has no {ENCODER}, which an encoder-decoder needs (see tgis convert-to-onnx)")
-    decoder = _decoder(folder, (MERGED,))
-    return GraphFiles(decoder.first, decoder.others, folder / ENCODER)
+    decoder = _find_decoder(folder, (MERGED_DECODER,))
+    return GraphFiles(decoder.decoder, decoder.decoder_with_past, folder / ENCODER)
 
 
-def _decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
+def _find_decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
     for name in alone:
         if (folder / name).is_file():
             return GraphFiles(folder / name, folder / name)
-    missing = [name for name in (FIRST, OTHERS) if not (folder / name).is_file()]
+    missing = [name for name in (DECODER, DECODER_WITH_PAST) if not (folder / name).is_file()]
     if len(missing) == 1:
         raise StartError(f"{folder} has no {missing[0]}, the other half of its decoder (see tgis convert-to-onnx)")
     if missing:
-        wanted = " nor ".join((*alone, f"{FIRST} with {OTHERS}"))
+        wanted = " nor ".join((*alone, f"{DECODER} with {DECODER_WITH_PAST}"))
         raise StartError(f"{folder} has no ONNX graphs, neither {wanted}: tgis convert-to-onnx makes them")
-    return GraphFiles(folder / FIRST, folder / OTHERS)
+    return GraphFiles(folder / DECODER, folder / DECODER_WITH_PAST)

@@ -14,12 +14,12 @@ _COLUMN_STEP = 64  # that tensors have room for beyond their need
 
 
 @dataclass(slots=True)
-class Block:
+class PastKeyValues:
     """Tensors [rows, heads, columns, size] and how many of the columns belong to each row."""
 
-    lengths: list[int]
+    seq_lens: list[int]
     tensors: list[Tensor]  # contiguous
-    padded_left: bool
+    left_padded: bool
     spare: list[Tensor] = field(default_factory=list)  # those before the last pass, for the next one to write to
 
     @property
@@ -28,140 +28,140 @@ class Block:
         return int(self.tensors[0].shape[2])
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Of all tensors, spare ones included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self.tensors, *self.spare))
 
-    def mask(self, columns: int) -> Tensor:
+    def attention_mask(self, columns: int) -> Tensor:
         """Which of the leftmost `columns` are tokens of their row: bool [rows, columns]."""
-        lengths = torch.tensor(self.lengths)[:, None]
+        lengths = torch.tensor(self.seq_lens)[:, None]
         places = torch.arange(columns)
-        return places >= lengths.max() - lengths if self.padded_left else places < lengths
+        return places >= lengths.max() - lengths if self.left_padded else places < lengths
 
-    def room(self, columns: int) -> list[Tensor]:
+    def allocate(self, columns: int) -> list[Tensor]:
         """Contiguous tensors of so many columns, with anything in them."""
         self.spare = self.spare or [tensor.new_empty(0) for tensor in self.tensors]
-        return [_room(old, tensor, columns) for old, tensor in zip(self.spare, self.tensors, strict=True)]
+        return [_allocate(old, tensor, columns) for old, tensor in zip(self.spare, self.tensors, strict=True)]
 
-    def advance(self, tensors: list[Tensor]) -> None:
+    def swap(self, tensors: list[Tensor]) -> None:
         """What a pass has written stands now."""
         self.tensors, self.spare = tensors, self.tensors
 
-    def leave(self, place: int) -> None:
+    def remove(self, place: int) -> None:
         """Forget a row; the last one takes its place."""
-        self.lengths[place] = self.lengths[-1]
-        self.lengths.pop()
+        self.seq_lens[place] = self.seq_lens[-1]
+        self.seq_lens.pop()
         for tensor in self.tensors:
             tensor[place] = tensor[-1]
         self.tensors = [tensor[:-1] for tensor in self.tensors]
 
-    def fit(self) -> None:
+    def trim(self) -> None:
         """Drop the columns that only rows had that have left."""
-        extra = self.columns - max(self.lengths)
+        extra = self.columns - max(self.seq_lens)
         if extra:
-            kept = slice(extra, None) if self.padded_left else slice(0, -extra)
-            self.advance([_copy(tensor[:, :, kept]) for tensor in self.tensors])
+            kept = slice(extra, None) if self.left_padded else slice(0, -extra)
+            self.swap([_contiguous(tensor[:, :, kept]) for tensor in self.tensors])
 
-    def join(self, others: list["Block"]) -> None:
+    def merge(self, others: list["PastKeyValues"]) -> None:
         """Take in the rows of others, behind the present ones."""
         blocks = [self, *others]
         for block in blocks:
-            block.fit()
+            block.trim()
         columns = max(block.columns for block in blocks)
-        parts = [block._widened(columns) for block in blocks]
-        self.lengths = [length for block in blocks for length in block.lengths]
+        parts = [block._padded_to(columns) for block in blocks]
+        self.seq_lens = [length for block in blocks for length in block.seq_lens]
         self.tensors = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         self.spare = []
 
-    def _widened(self, columns: int) -> list[Tensor]:
+    def _padded_to(self, columns: int) -> list[Tensor]:
         extra = columns - self.columns
-        padding = (0, 0, extra, 0) if self.padded_left else (0, 0, 0, extra)
+        padding = (0, 0, extra, 0) if self.left_padded else (0, 0, 0, extra)
         return [pad(tensor, padding) if extra else tensor for tensor in self.tensors]
 
 
 @dataclass(slots=True)
-class Cohort:
+class SubBatch:
     """Rows that take their passes together."""
 
     rows: list[int]  # their numbers in the batch
-    decoded: Block
-    encoded: Block | None = None  # what a decoder keeps of the encoder's output
+    self_attention: PastKeyValues
+    cross_attention: PastKeyValues | None = None  # what a decoder keeps of the encoder's output
 
     @property
-    def blocks(self) -> list[Block]:
+    def caches(self) -> list[PastKeyValues]:
         """Decoded, and encoded if there is such a thing."""
-        return [self.decoded] if self.encoded is None else [self.decoded, self.encoded]
+        return [self.self_attention] if self.cross_attention is None else [self.self_attention, self.cross_attention]
 
-    def one_more(self) -> Block:
+    def extend(self) -> PastKeyValues:
         """Before a pass over one more token of each row: what it extends."""
-        for block in self.blocks:
-            block.fit()
-        self.decoded.lengths = [length + 1 for length in self.decoded.lengths]
-        return self.decoded
+        for block in self.caches:
+            block.trim()
+        self.self_attention.seq_lens = [length + 1 for length in self.self_attention.seq_lens]
+        return self.self_attention
 
-    def leave(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         """Forget a row by its number."""
         place = self.rows.index(row)
-        for block in self.blocks:
-            block.leave(place)
+        for block in self.caches:
+            block.remove(place)
         self.rows[place] = self.rows[-1]
         self.rows.pop()
 
-    def join(self, others: list["Cohort"]) -> None:
+    def merge(self, others: list["SubBatch"]) -> None:
         """Take in the rows of others."""
-        for index, block in enumerate(self.blocks):
-            block.join([other.blocks[index] for other in others])
+        for index, block in enumerate(self.caches):
+            block.merge([other.caches[index] for other in others])
         self.rows += [row for other in others for row in other.rows]
 
 
-class Cohorts:
+class SubBatches:
     """All rows of the batch, numbered 0 to n-1 without gaps; those that joined but were never computed are in none."""
 
     def __init__(self) -> None:
-        self.rows = 0
-        self._cohorts: list[Cohort] = []
+        self.num_rows = 0
+        self._sub_batches: list[SubBatch] = []
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Of the states of all rows."""
-        return sum(block.held_bytes for cohort in self._cohorts for block in cohort.blocks)
+        return sum(block.allocated_bytes for cohort in self._sub_batches for block in cohort.caches)
 
-    def add(self, cohort: Cohort) -> None:
+    def add(self, cohort: SubBatch) -> None:
         """Take in rows that have been computed."""
-        self._cohorts.append(cohort)
+        self._sub_batches.append(cohort)
 
-    def leave(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         """Forget a row; the last one gets its number."""
-        self.rows -= 1
-        for cohort in self._cohorts:
+        self.num_rows -= 1
+        for cohort in self._sub_batches:
             if row in cohort.rows:
-                cohort.leave(row)
-            cohort.rows = [row if number == self.rows else number for number in cohort.rows]
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+                cohort.remove(row)
+            cohort.rows = [row if number == self.num_rows else number for number in cohort.rows]
+        self._sub_batches = [cohort for cohort in self._sub_batches if cohort.rows]
 
-    def regrouped(self, together: bool) -> list[Cohort]:
+    def regroup(self, mixed_lengths: bool) -> list[SubBatch]:
         """Cohorts as large as they can be: one if all rows can go together, else one for each length."""
-        found = self._cohorts
-        groups = alike([cohort.decoded.lengths[0] for cohort in found], together)
-        self._cohorts = [_merged([found[index] for index in group]) for group in groups]
-        return self._cohorts
+        found = self._sub_batches
+        groups = group_by_length([cohort.self_attention.seq_lens[0] for cohort in found], mixed_lengths)
+        self._sub_batches = [_merge([found[index] for index in group]) for group in groups]
+        return self._sub_batches
 
 
-def alike(lengths: list[int], together: bool) -> list[list[int]]:
+def group_by_length(seq_lens: list[int], mixed_lengths: bool) -> list[list[int]]:
     """The places of what can go together: all of them, or those of each length."""
-    if together:
-        return [list(range(len(lengths)))]
-    return [[place for place, own in enumerate(lengths) if own == length] for length in sorted(set(lengths))]
+    if mixed_lengths:
+        return [list(range(len(seq_lens)))]
+    return [[place for place, own in enumerate(seq_lens) if own == length] for length in sorted(set(seq_lens))]
 
 
-def _merged(group: list[Cohort]) -> Cohort:
+def _merge(group: list[SubBatch]) -> SubBatch:
     first, *others = group
     if others:
-        first.join(others)
+        first.merge(others)
     return first
 
 
-def _room(old: Tensor, like: Tensor, columns: int) -> Tensor:
+def _allocate(old: Tensor, like: Tensor, columns: int) -> Tensor:
     """[rows, heads, columns, size] as `like` has them, in the memory of `old` if that is enough."""
     rows, heads, _, size = like.shape
     needed = rows * heads * columns * size
@@ -170,5 +170,5 @@ def _room(old: Tensor, like: Tensor, columns: int) -> Tensor:
     return old.as_strided((needed,), (1,), 0).view(rows, heads, columns, size)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)

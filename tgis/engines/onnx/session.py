@@ -14,7 +14,7 @@ from torch import Tensor
 from tgis.errors import OutOfMemory, StartError
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_TYPES = {  # of onnxruntime: torch's, and the number of ONNX
+_DTYPES = {  # of onnxruntime: torch's, and the number of ONNX
     "tensor(float)": (torch.float32, 1),
     "tensor(int32)": (torch.int32, 6),
     "tensor(int64)": (torch.int64, 7),
@@ -22,37 +22,37 @@ _TYPES = {  # of onnxruntime: torch's, and the number of ONNX
     "tensor(float16)": (torch.float16, 10),
     "tensor(bfloat16)": (torch.bfloat16, 16),
 }
-_ERRORS_ONLY = 3
-_NO_MEMORY = ("Failed to allocate memory", "bad_alloc", "out of memory")
+_LOG_ERRORS_ONLY = 3
+_OUT_OF_MEMORY_MESSAGES = ("Failed to allocate memory", "bad_alloc", "out of memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class NodeArg:
     """An input or an output of a graph."""
 
     dtype: torch.dtype
-    number: int  # the dtype's in ONNX
+    onnx_type: int  # the dtype's in ONNX
     shape: tuple[int | None, ...]  # None: any
 
-    def size(self, axis: int) -> int:
+    def dim(self, axis: int) -> int:
         """Of an axis that has a fixed one, as `Graph.expect` has found."""
         size = self.shape[axis]
         assert size is not None
         return size
 
 
-class Graph:
+class Session:
     """A file of ONNX, ready to run on a device."""
 
     def __init__(self, file: Path, device: torch.device, threads: int | None) -> None:
         self.file = file
         self._device = device
-        self._session = _open(file, device, threads)
-        self._errors = _errors()
-        self.inputs = {port.name: self._port(port) for port in self._session.get_inputs()}
-        self.outputs = {port.name: self._port(port) for port in self._session.get_outputs()}
+        self._session = _create_session(file, device, threads)
+        self._errors = _onnxruntime_errors()
+        self.inputs = {port.name: self._node_arg(port) for port in self._session.get_inputs()}
+        self.outputs = {port.name: self._node_arg(port) for port in self._session.get_outputs()}
 
-    def expect(self, inputs: Collection[str], outputs: Mapping[str, int]) -> None:
+    def check_signature(self, inputs: Collection[str], outputs: Mapping[str, int]) -> None:
         """StartError unless it takes nothing but `inputs` and gives `outputs` of so many axes, the last one fixed."""
         if strange := [name for name in self.inputs if name not in inputs]:
             raise StartError(f"{self.file} wants an input {strange[0]!r:.80}, which nobody here can give")
@@ -63,17 +63,17 @@ class Graph:
             if len(shape) != axes or shape[-1] is None:
                 raise StartError(f"{self.file}: {name} has the shape {shape}, not {axes} axes, the last one fixed")
 
-    def run(self, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         """One pass: contiguous tensors of the device, those of `given` that the graph takes; fills `wanted`."""
-        tensors = {name: given[name].to(port.dtype) for name, port in self.inputs.items()}  # alive until the end
+        tensors = {name: inputs[name].to(port.dtype) for name, port in self.inputs.items()}  # alive until the end
         binding, index = self._session.io_binding(), self._device.index or 0
         for bind, ports, bound in (
             (binding.bind_input, self.inputs, tensors),
-            (binding.bind_output, self.outputs, wanted),
+            (binding.bind_output, self.outputs, outputs),
         ):
             for name, tensor in bound.items():
                 assert tensor.is_contiguous()
-                bind(name, self._device.type, index, ports[name].number, tuple(tensor.shape), tensor.data_ptr())
+                bind(name, self._device.type, index, ports[name].onnx_type, tuple(tensor.shape), tensor.data_ptr())
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # onnxruntime has a stream of its own
         self._run(binding)
@@ -82,23 +82,23 @@ class Graph:
         try:
             self._session.run_with_iobinding(binding)
         except self._errors as error:
-            if any(sign in str(error) for sign in _NO_MEMORY):
+            if any(sign in str(error) for sign in _OUT_OF_MEMORY_MESSAGES):
                 raise OutOfMemory("the device is out of memory in a pass of onnxruntime") from error
             raise
 
-    def _port(self, port: Any) -> Port:
-        if port.type not in _TYPES:
+    def _node_arg(self, port: Any) -> NodeArg:
+        if port.type not in _DTYPES:
             raise StartError(f"{self.file}: {port.name} is a {port.type}, which is not supported")
-        dtype, number = _TYPES[port.type]
-        return Port(dtype, number, tuple(size if isinstance(size, int) else None for size in port.shape))
+        dtype, number = _DTYPES[port.type]
+        return NodeArg(dtype, number, tuple(size if isinstance(size, int) else None for size in port.shape))
 
 
-def cuda_is_built() -> bool:
+def cuda_available() -> bool:
     """Whether the onnxruntime that is installed can compute on CUDA."""
-    return _PROVIDERS["cuda"] in _runtime().get_available_providers()
+    return _PROVIDERS["cuda"] in _onnxruntime().get_available_providers()
 
 
-def _runtime() -> Any:
+def _onnxruntime() -> Any:
     try:
         import onnxruntime  # noqa: PLC0415 - an extra: whoever wants no graphs need not have it
     except ModuleNotFoundError as error:
@@ -106,17 +106,17 @@ def _runtime() -> Any:
     return onnxruntime
 
 
-def _errors() -> tuple[type[Exception], ...]:
+def _onnxruntime_errors() -> tuple[type[Exception], ...]:
     """All that onnxruntime raises; its exceptions have no parent of their own."""
-    state = _runtime().capi.onnxruntime_pybind11_state
+    state = _onnxruntime().capi.onnxruntime_pybind11_state
     known = (getattr(state, name) for name in dir(state))
     return tuple(one for one in known if isinstance(one, type) and issubclass(one, Exception))
 
 
-def _open(file: Path, device: torch.device, threads: int | None) -> Any:
-    runtime = _runtime()
+def _create_session(file: Path, device: torch.device, threads: int | None) -> Any:
+    runtime = _onnxruntime()
     options = runtime.SessionOptions()
-    options.log_severity_level = _ERRORS_ONLY
+    options.log_severity_level = _LOG_ERRORS_ONLY
     options.intra_op_num_threads = threads or 0
     # Between passes the cores belong to whatever chooses the tokens.
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -124,6 +124,6 @@ def _open(file: Path, device: torch.device, threads: int | None) -> Any:
     chosen = (provider, {"device_id": str(device.index or 0)}) if device.type == "cuda" else provider
     try:
         return runtime.InferenceSession(file, options, providers=[chosen])
-    except _errors() as error:
+    except _onnxruntime_errors() as error:
         reason = str(error).strip().splitlines()[0]
         raise StartError(f"onnxruntime cannot load {file}: {reason:.300}") from error

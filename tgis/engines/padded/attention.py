@@ -13,19 +13,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-_NAME = "tgis_padded"
+_ATTN_IMPLEMENTATION = "tgis_padded"
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
+def use_gqa_attention(model: PreTrainedModel) -> None:
     """Let a model that uses SDPA use this instead; any other keeps what it has."""
     if model.config._attn_implementation != "sdpa":
         return
-    AttentionInterface.register(_NAME, packed_attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    model.set_attn_implementation(_NAME)
+    AttentionInterface.register(_ATTN_IMPLEMENTATION, gqa_attention)
+    AttentionMaskInterface.register(_ATTN_IMPLEMENTATION, sdpa_mask)
+    model.set_attn_implementation(_ATTN_IMPLEMENTATION)
 
 
-def packed_attention(
+def gqa_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [B, H, T, D]
     key: torch.Tensor,  # [B, K, W, D]

@@ -11,29 +11,29 @@ from contextlib import contextmanager
 import torch
 
 from tgis.batcher.memory_model import MemoryModel
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.loading.loader import load_config, pick_device
+from tgis.engines.loading.loader import load_config, select_device
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors
-from tgis.engines.memory.profiler import padded_memory
-from tgis.engines.padded.causal_lm import CausalModel
-from tgis.engines.padded.model import PREFILL_TOKENS, PaddedModel
-from tgis.engines.padded.seq2seq_lm import Seq2SeqModel
+from tgis.engines.memory.profiler import profile_padded
+from tgis.engines.padded.causal_lm import CausalLM
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
+from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.sampler import Sampler
-from tgis.engines.sampling.token_history import TokenContext
+from tgis.engines.sampling.token_history import TokenHistory
 from tgis.errors import OutOfMemory
-from tgis.ipc.messages import Details, EngineInfo, EngineOptions, Request, Sampling
+from tgis.ipc.messages import EngineInfo, EngineOptions, LogprobOptions, Request, SamplingParams
 
-_DEFAULT_BATCH = {"cpu": 64, "cuda": 256}
+_DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 
 LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # the device, most rows
 
 
-def load_model(options: EngineOptions, device: torch.device, max_rows: int) -> PaddedModel:
+def load_model(options: EngineOptions, device: torch.device, max_batch_size: int) -> PaddedModel:
     """The model of the options' directory."""
-    family = Seq2SeqModel if load_config(options).is_encoder_decoder else CausalModel
-    return family(options, device, max_rows)
+    model_class = Seq2SeqLM if load_config(options).is_encoder_decoder else CausalLM
+    return model_class(options, device, max_batch_size)
 
 
 class PaddedEngine:
@@ -42,108 +42,110 @@ class PaddedEngine:
     def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:
         torch.set_grad_enabled(False)
         self._options = options
-        self._device = pick_device(options)
-        self._max_batch_size = options.max_batch_size or _DEFAULT_BATCH[self._device.type]
+        self._device = select_device(options)
+        self._max_batch_size = options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
         self._model = load(options, self._device, self._max_batch_size)
-        self._vocab_size = self._model.facts.vocab_size
+        self._vocab_size = self._model.info.vocab_size
         self._eos_ids = options.eos_ids
         self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
-        self._context = TokenContext(self._model.context, self._device)
-        self._rows: list[Sequence] = []
-        self._changed = True  # whether rows have joined or left since the last decode
-        self._memory = MemoryModel.of_tokens(0)  # until it is warm
+        self._token_history = TokenHistory(self._model.token_history, self._device)
+        self._seqs: list[Sequence] = []
+        self._batch_changed = True  # whether rows have joined or left since the last decode
+        self._memory_model = MemoryModel.from_tokens(0)  # until it is warm
 
     @property
     def info(self) -> EngineInfo:
         """Facts of the loaded model."""
-        facts = self._model.facts
+        facts = self._model.info
         return EngineInfo(
-            model_class=facts.name,
+            model_class=facts.model_class,
             device=str(self._device),
             dtype=str(facts.dtype).removeprefix("torch."),
             vocab_size=self._vocab_size,
             encoder_decoder=facts.encoder_decoder,
             padded=True,
             max_batch_size=self._max_batch_size,
-            weight_limit=self._memory.weight_limit,
-            prefill_linear=self._memory.prefill_linear,
-            prefill_quadratic=self._memory.prefill_quadratic_1,
-            prefill_tokens=PREFILL_TOKENS[self._device.type],
-            positions=self._model.positions,
+            token_capacity=self._memory_model.weight_limit,
+            prefill_linear=self._memory_model.prefill_linear,
+            prefill_quadratic=self._memory_model.prefill_quadratic_1,
+            max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
+            max_positions=self._model.max_positions,
             embedding_size=self._model.embedding_size,
-            linears=self._model.lora.linears,
+            lora_targets=self._model.lora.targets,
         )
 
     def warm_up(self) -> None:
         """Generate two tokens for one row; learn what steps take of memory."""
-        request = Request(-1, [0] * 8, 2, capped=False, sampling=Sampling(), details=Details())
-        row = Sequence(request, queued_at=0.0)
+        request = Request(
+            -1, [0] * 8, 2, limited_by_context=False, sampling_params=SamplingParams(), logprob_options=LogprobOptions()
+        )
+        row = Sequence(request, arrival_time=0.0)
         for _ in range(2):
-            tokens = self.step(Plan.whole([row])).tokens
-            row.computed = len(row.tokens)
+            tokens = self.step(StepPlan.compute_all([row])).tokens
+            row.num_computed_tokens = len(row.tokens)
             row.tokens += tokens
-        cost = self._model.kv_cost
+        cost = self._model.kv_cache_cost
         self.release([row])
-        self._memory = padded_memory(self, self._options, self._device, cost, lambda: self._model.held_bytes)
+        self._memory_model = profile_padded(self, self._options, self._device, cost, lambda: self._model.kv_cache_bytes)
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult:
         """One prefill of the plan's rows, or one token for all rows."""
-        with device_errors(f"a step of {len(plan.rows)} rows"):
-            return self._prefill(plan.rows) if plan.prefill else self._decode(plan.rows)
+        with device_errors(f"a step of {len(plan.seqs)} rows"):
+            return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
     def release(self, rows: Rows[Sequence]) -> None:
         """The last row takes the place of each that leaves; when none is left, nothing is held."""
-        held = [row for row in rows if row in self._rows]
+        held = [row for row in rows if row in self._seqs]
         for row in held:
-            index = self._rows.index(row)
-            self._model.leave(index)
-            self._rows[index] = self._rows[-1]
-            self._rows.pop()
+            index = self._seqs.index(row)
+            self._model.remove(index)
+            self._seqs[index] = self._seqs[-1]
+            self._seqs.pop()
         if held:
-            self._changed = True
-        if not self._rows:
+            self._batch_changed = True
+        if not self._seqs:
             self._model.clear()
 
     def close(self) -> None:
         """Everything goes with the process."""
 
-    def _prefill(self, joining: list[Sequence]) -> StepResult:
+    def _prefill(self, new_seqs: list[Sequence]) -> StepResult:
         with self._all_or_nothing():
-            self._model.join(joining)
-        self._rows += joining
-        self._changed = True
-        with self._model.lora.applied([lora_of(row) for row in joining]):
-            newest, inputs = self._model.prefill(joining)
+            self._model.append(new_seqs)
+        self._seqs += new_seqs
+        self._batch_changed = True
+        with self._model.lora.applied([lora_of(row) for row in new_seqs]):
+            newest, inputs = self._model.prefill(new_seqs)
         sampler = Sampler(self._vocab_size, self._eos_ids, self._device)
-        context = TokenContext(self._model.context, self._device)
-        sampler.set_rows(joining)
-        context.set_rows(joining)
-        choice = sampler.choose(newest, context.ids)
-        return StepResult(choice.tokens, choice.facts, inputs, _failures(joining, choice.bad))
+        context = TokenHistory(self._model.token_history, self._device)
+        sampler.set_seqs(new_seqs)
+        context.set_seqs(new_seqs)
+        choice = sampler.sample_and_wait(newest, context.ids)
+        return StepResult(choice.tokens, choice.logprobs, inputs, _failed_sequences(new_seqs, choice.invalid))
 
     def _decode(self, rows: list[Sequence]) -> StepResult:
-        if len(self._rows) < len(rows):
+        if len(self._seqs) < len(rows):
             raise OutOfMemory("the rows were lost when the cache could not grow")
         with self._all_or_nothing():
-            return self._decode_held(rows)
+            return self._decode_batch(rows)
 
-    def _decode_held(self, rows: list[Sequence]) -> StepResult:
-        newest = torch.tensor([row.tokens[-1] for row in self._rows], device=self._device)
-        if self._changed:
-            self._sampler.set_rows(self._rows)
-            self._context.set_rows(self._rows)
-            self._changed = False
+    def _decode_batch(self, rows: list[Sequence]) -> StepResult:
+        newest = torch.tensor([row.tokens[-1] for row in self._seqs], device=self._device)
+        if self._batch_changed:
+            self._sampler.set_seqs(self._seqs)
+            self._token_history.set_seqs(self._seqs)
+            self._batch_changed = False
         else:
-            self._context.append(newest)
-        with self._model.lora.applied([lora_of(row) for row in self._rows]):
+            self._token_history.append(newest)
+        with self._model.lora.applied([lora_of(row) for row in self._seqs]):
             logits = self._model.decode(newest)
-        choice = self._sampler.choose(logits, self._context.ids)
-        place = {row.id: index for index, row in enumerate(self._rows)}
+        choice = self._sampler.sample_and_wait(logits, self._token_history.ids)
+        place = {row.id: index for index, row in enumerate(self._seqs)}
         order = [place[row.id] for row in rows]  # the plan's order, not that of the slots
         return StepResult(
             [choice.tokens[index] for index in order],
-            [choice.facts[index] for index in order] if choice.facts else [],
-            failed=_failures(self._rows, choice.bad),
+            [choice.logprobs[index] for index in order] if choice.logprobs else [],
+            failed=_failed_sequences(self._seqs, choice.invalid),
         )
 
     @contextmanager
@@ -153,10 +155,10 @@ class PaddedEngine:
             yield
         except BaseException:
             self._model.clear()
-            self._rows = []
-            self._changed = True
+            self._seqs = []
+            self._batch_changed = True
             raise
 
 
-def _failures(rows: list[Sequence], bad: list[int]) -> dict[int, str]:
+def _failed_sequences(rows: list[Sequence], bad: list[int]) -> dict[int, str]:
     return {rows[index].id: "the model's scores are not finite" for index in bad}

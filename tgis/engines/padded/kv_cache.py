@@ -26,41 +26,41 @@ _COLUMN_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class KvCost:
+class KvCacheCost:
     """What a cache takes at most, in bytes: so many for each token of the batch, padding included, and some besides."""
 
-    token: float
-    fixed: int
+    bytes_per_token: float
+    fixed_bytes: int
 
-    def __add__(self, other: "KvCost") -> "KvCost":
-        return KvCost(self.token + other.token, self.fixed + other.fixed)
+    def __add__(self, other: "KvCacheCost") -> "KvCacheCost":
+        return KvCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
 
 
 @dataclass(slots=True)
-class Window:
+class CacheView:
     """The part of the buffers that the current forward pass writes and reads; shared by all layers."""
 
     slots: int = 0  # allocated rows
     columns: int = 0  # allocated columns
     rows: slice = field(default_factory=lambda: slice(0, 0))
-    read_from: int = 0
-    write_from: int = 0
-    write_to: int = 0  # also the end of what is read
+    read_start: int = 0
+    write_start: int = 0
+    write_end: int = 0  # also the end of what is read
 
 
-class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
+class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer: buffers for all slots, and in `keys` and `values` what the window shows of them."""
 
     is_sliding = False
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, cache_view: CacheView) -> None:
         super().__init__()
-        self.window = window
+        self.cache_view = cache_view
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate with the head count, head size and dtype that the model turns out to have."""
-        self.key_buffer = self._buffer(key_states)  # [slots, heads, columns, head size]
-        self.value_buffer = self._buffer(value_states)
+        self.key_buffer = self._allocate(key_states)  # [slots, heads, columns, head size]
+        self.value_buffer = self._allocate(value_states)
         self.is_initialized = True
 
     def update(
@@ -69,21 +69,21 @@ class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write the new states at the window and return all that the window shows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        w = self.window
-        self.key_buffer[w.rows, :, w.write_from : w.write_to] = key_states
-        self.value_buffer[w.rows, :, w.write_from : w.write_to] = value_states
-        self.look()
+        w = self.cache_view
+        self.key_buffer[w.rows, :, w.write_start : w.write_end] = key_states
+        self.value_buffer[w.rows, :, w.write_start : w.write_end] = value_states
+        self.refresh()
         return self.keys, self.values
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Let `keys` and `values` be what the window shows now."""
-        w = self.window
-        self.keys = self.key_buffer[w.rows, :, w.read_from : w.write_to]
-        self.values = self.value_buffer[w.rows, :, w.read_from : w.write_to]
+        w = self.cache_view
+        self.keys = self.key_buffer[w.rows, :, w.read_start : w.write_end]
+        self.values = self.value_buffer[w.rows, :, w.read_start : w.write_end]
 
     def get_seq_length(self) -> int:
         """Columns that the query tokens of the pass have before them."""
-        return self.window.write_from - self.window.read_from
+        return self.cache_view.write_start - self.cache_view.read_start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns of the mask, and the first one's position."""
@@ -101,12 +101,12 @@ class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
         buffers = (self.key_buffer, self.value_buffer) if self.is_initialized else ()
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
-    def move(self, rows: slice, source: slice, target: slice) -> None:
+    def reallocate(self, rows: slice, source: slice, target: slice) -> None:
         """Move `rows` into freshly allocated buffers of the window's size; everything else becomes zero."""
         if self.is_initialized:
             self.keys = self.values = None  # they would keep the old buffers
-            self.key_buffer = self._moved(self.key_buffer, rows, source, target)
-            self.value_buffer = self._moved(self.value_buffer, rows, source, target)
+            self.key_buffer = self._reallocated(self.key_buffer, rows, source, target)
+            self.value_buffer = self._reallocated(self.value_buffer, rows, source, target)
 
     def copy_row(self, source: int, target: int, columns: slice) -> None:
         """Let one slot take over another's columns."""
@@ -114,22 +114,22 @@ class PaddedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.key_buffer[target, :, columns] = self.key_buffer[source, :, columns]
             self.value_buffer[target, :, columns] = self.value_buffer[source, :, columns]
 
-    def clear(self, rows: slice, columns: slice) -> None:
+    def zero(self, rows: slice, columns: slice) -> None:
         """Zero a region, so that what an earlier row left there (NaN, say) can harm nobody."""
         if self.is_initialized:
             self.key_buffer[rows, :, columns] = 0
             self.value_buffer[rows, :, columns] = 0
 
-    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.window.slots, like.shape[1], self.window.columns, like.shape[3])
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.cache_view.slots, like.shape[1], self.cache_view.columns, like.shape[3])
         if not like.is_cpu:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         # Pages of its own, which the system has back at once: on the heap, buffers that grow leave holes.
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
 
-    def _moved(self, old: torch.Tensor, rows: slice, source: slice, target: slice) -> torch.Tensor:
-        new = self._buffer(old)
+    def _reallocated(self, old: torch.Tensor, rows: slice, source: slice, target: slice) -> torch.Tensor:
+        new = self._allocate(old)
         new[rows, :, target] = old[rows, :, source]
         return new
 
@@ -138,91 +138,93 @@ class PaddedCache:
     """Which slot and which columns each row has. Rows are numbered 0..n-1 without gaps, in slot order."""
 
     def __init__(self, max_slots: int) -> None:
-        self._window = Window()
+        self._view = CacheView()
         self._max_slots = max_slots
-        self._end = 0
-        self.lengths: list[int] = []  # computed tokens of each row
-        self.states = Cache(layer_class_to_replicate=partial(PaddedLayer, self._window))  # for the model
+        self._end_column = 0
+        self.seq_lens: list[int] = []  # computed tokens of each row
+        self.past_key_values = Cache(layer_class_to_replicate=partial(PaddedCacheLayer, self._view))  # for the model
 
     @property
     def width(self) -> int:
         """Columns of the longest row."""
-        return max(self.lengths, default=0)
+        return max(self.seq_lens, default=0)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values for one token of one row, over all layers; known after the first pass."""
-        return sum(layer.bytes_per_token for layer in self.states.layers)
+        return sum(layer.bytes_per_token for layer in self.past_key_values.layers)
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Of all buffers."""
-        return self._window.slots * self._window.columns * self.bytes_per_token
+        return self._view.slots * self._view.columns * self.bytes_per_token
 
     @property
-    def cost(self) -> KvCost:
+    def cost(self) -> KvCacheCost:
         """What buffers can come to; known after the first pass. One of a layer exists twice while it is moved."""
-        each = self.bytes_per_token * (1 + 1 / (2 * len(self.states.layers)))
-        return KvCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
+        each = self.bytes_per_token * (1 + 1 / (2 * len(self.past_key_values.layers)))
+        return KvCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
 
-    def join(self, lengths: list[int]) -> None:
+    def append(self, seq_lens: list[int]) -> None:
         """Make room for new rows of these lengths (tokens about to be computed), behind the present ones."""
-        first = len(self.lengths)
-        self._reserve(first + len(lengths), max(self.width, *lengths))
-        self.lengths += lengths
-        for layer in self.states.layers:
-            layer.clear(slice(first, len(self.lengths)), slice(0, self._end))
+        first = len(self.seq_lens)
+        self._reserve(first + len(seq_lens), max(self.width, *seq_lens))
+        self.seq_lens += seq_lens
+        for layer in self.past_key_values.layers:
+            layer.clear(slice(first, len(self.seq_lens)), slice(0, self._end_column))
 
-    def prefill(self, first: int, start: int, stop: int) -> int:
+    def view_prefill(self, first: int, start: int, stop: int) -> int:
         """Show the rows from `first` on, about to compute columns start..stop of their widest; its width."""
-        width = max(self.lengths[first:])
-        left = self._end - width
-        self._show(slice(first, len(self.lengths)), left, left + start, left + stop)
+        width = max(self.seq_lens[first:])
+        left = self._end_column - width
+        self._set_view(slice(first, len(self.seq_lens)), left, left + start, left + stop)
         return width
 
-    def decode(self) -> None:
+    def view_decode(self) -> None:
         """Show every row, about to compute one more token each."""
-        self._reserve(len(self.lengths), self.width, room=1)
-        self.lengths = [length + 1 for length in self.lengths]
-        self._end += 1
-        self._show(slice(0, len(self.lengths)), self._end - self.width, self._end - 1, self._end)
+        self._reserve(len(self.seq_lens), self.width, extra_columns=1)
+        self.seq_lens = [length + 1 for length in self.seq_lens]
+        self._end_column += 1
+        self._set_view(
+            slice(0, len(self.seq_lens)), self._end_column - self.width, self._end_column - 1, self._end_column
+        )
 
-    def show(self) -> None:
+    def view_all(self) -> None:
         """Show every row as it is; nothing is to be computed."""
-        self._show(slice(0, len(self.lengths)), self._end - self.width, self._end, self._end)
-        for layer in self.states.layers:
+        self._set_view(slice(0, len(self.seq_lens)), self._end_column - self.width, self._end_column, self._end_column)
+        for layer in self.past_key_values.layers:
             layer.look()
 
-    def mask(self, first: int, stop: int) -> torch.Tensor:
+    def attention_mask(self, first: int, stop: int) -> torch.Tensor:
         """Which of the leftmost `stop` columns shown are tokens of their row: bool [rows, stop]."""
-        lengths = torch.tensor(self.lengths[first:])
+        lengths = torch.tensor(self.seq_lens[first:])
         return torch.arange(stop) >= (int(lengths.max()) - lengths)[:, None]
 
-    def leave(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         """Forget a row; the last one takes its place."""
-        last = len(self.lengths) - 1
+        last = len(self.seq_lens) - 1
         if row != last:
-            columns = slice(self._end - self.width, self._end)
-            for layer in self.states.layers:
+            columns = slice(self._end_column - self.width, self._end_column)
+            for layer in self.past_key_values.layers:
                 layer.copy_row(last, row, columns)
-            self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
-        if not self.lengths:
-            self._end = 0
+            self.seq_lens[row] = self.seq_lens[last]
+        self.seq_lens.pop()
+        if not self.seq_lens:
+            self._end_column = 0
 
-    def _show(self, rows: slice, read_from: int, write_from: int, write_to: int) -> None:
-        w = self._window
-        w.rows, w.read_from, w.write_from, w.write_to = rows, read_from, write_from, write_to
+    def _set_view(self, rows: slice, read_from: int, write_from: int, write_to: int) -> None:
+        w = self._view
+        w.rows, w.read_start, w.write_start, w.write_end = rows, read_from, write_from, write_to
 
-    def _reserve(self, slots: int, width: int, room: int = 0) -> None:
+    def _reserve(self, slots: int, width: int, extra_columns: int = 0) -> None:
         """Ensure `slots` rows, `width` columns left of the end and `room` right of it."""
-        w = self._window
-        if slots <= w.slots and width <= self._end and self._end + room <= w.columns:
+        w = self._view
+        if slots <= w.slots and width <= self._end_column and self._end_column + extra_columns <= w.columns:
             return
-        source = slice(self._end - self.width, self._end)
+        source = slice(self._end_column - self.width, self._end_column)
         w.slots = min(self._max_slots, slots + slots // _SPARE)
-        needed = width + room
+        needed = width + extra_columns
         w.columns = -(-(needed + needed // _SPARE) // _COLUMN_STEP) * _COLUMN_STEP
-        self._end = width
-        for layer in self.states.layers:
-            layer.move(slice(0, len(self.lengths)), source, slice(width - self.width, width))
+        self._end_column = width
+        for layer in self.past_key_values.layers:
+            layer.move(slice(0, len(self.seq_lens)), source, slice(width - self.width, width))

@@ -12,109 +12,109 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tgis.batcher.sequence import Plan, Sequence
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.paged.prompt_logprobs import Explainer
-from tgis.engines.paged.underway import Underway
+from tgis.engines.paged.prompt_logprobs import PromptLogprobs
+from tgis.engines.paged.underway import InFlightStep
 
-_PAUSE = 16  # steps after one whose tokens have changed: where that is usual, rows would be computed twice
+_COOLDOWN_STEPS = 16  # steps after one whose tokens have changed: where that is usual, rows would be computed twice
 
-Launch = Callable[[Plan], Underway]
-LaunchNext = Callable[[list[Sequence], Tensor, list[int]], Underway]  # rows; tokens; places of the rows' own
+Launch = Callable[[StepPlan], InFlightStep]
+LaunchNext = Callable[[list[Sequence], Tensor, list[int]], InFlightStep]  # rows; tokens; places of the rows' own
 Source = tuple[int, int]  # number of a pass, and a place in what it chooses
 
 
-class RunAhead:
+class AsyncDecoder:
     """The steps of one engine, from plan to result."""
 
     def __init__(
         self,
         launch: Launch,
         launch_next: LaunchNext | None,
-        forget: Callable[[], None],
-        explainer: Explainer,
+        invalidate: Callable[[], None],
+        explainer: PromptLogprobs,
         block_size: int,
     ) -> None:
         """Without `launch_next` every step is launched when it is planned; `forget` is for tokens that changed."""
         self._launch = launch
         self._launch_next = launch_next
-        self._forget = forget
-        self._explainer = explainer
+        self._invalidate = invalidate
+        self._prompt_logprobs = explainer
         self._block_size = block_size
-        self._pause = 0  # steps to go without a flight
-        self._flight: Underway | None = None
-        self._lengths: dict[int, int] = {}  # by request id: tokens of a row when it lands with the flight
+        self._cooldown = 0  # steps to go without a flight
+        self._in_flight: InFlightStep | None = None
+        self._expected_lengths: dict[int, int] = {}  # by request id: tokens of a row when it lands with the flight
 
-    def step(self, plan: Plan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult:
         """Let land what can, launch the rest and the next flight, and only then wait for tokens."""
-        landing = {row.id for row in plan.sampled if self._lengths.get(row.id) == len(row.tokens)}
-        passes = [self._flight] if self._flight and landing else []
-        self._flight, self._lengths = None, {}
-        rest = _without(plan, landing) if landing else plan
-        if rest.rows:
-            passes.append(self._launch(rest))
+        reused = {row.id for row in plan.sampled if self._expected_lengths.get(row.id) == len(row.tokens)}
+        steps = [self._in_flight] if self._in_flight and reused else []
+        self._in_flight, self._expected_lengths = None, {}
+        rest = _exclude(plan, reused) if reused else plan
+        if rest.seqs:
+            steps.append(self._launch(rest))
         # A row that was in the flight and does not land has been computed anew: the later pass counts.
-        sources = {row.id: (number, place) for number, each in enumerate(passes) for place, row in enumerate(each.rows)}
-        self._take_off(plan, passes, sources)
-        return self._result(plan, passes, sources)
+        sources = {row.id: (number, place) for number, each in enumerate(steps) for place, row in enumerate(each.seqs)}
+        self._launch_ahead(plan, steps, sources)
+        return self._collect(plan, steps, sources)
 
     def release(self, rows: Iterable[Sequence]) -> None:
         """Rows that have gone do not land."""
         for row in rows:
-            self._lengths.pop(row.id, None)
-        if not self._lengths:
-            self._flight = None
+            self._expected_lengths.pop(row.id, None)
+        if not self._expected_lengths:
+            self._in_flight = None
 
-    def _take_off(self, plan: Plan, passes: list[Underway], sources: dict[int, Source]) -> None:
-        rows = self._going_on(plan)
+    def _launch_ahead(self, plan: StepPlan, steps: list[InFlightStep], sources: dict[int, Source]) -> None:
+        rows = self._continuing(plan)
         if self._launch_next is None or not rows:
             return
-        if self._pause:
-            self._pause -= 1
+        if self._cooldown:
+            self._cooldown -= 1
             return
-        tokens = [each.draft.tokens() for each in passes]
+        tokens = [each.sampled.token_ids() for each in steps]
         starts = [0, *accumulate(map(len, tokens))]
         own = [starts[number] + place for number, place in (sources[row.id] for row in rows)]
-        self._flight = self._launch_next(rows, torch.cat(tokens), own)
-        self._lengths = {row.id: len(row.tokens) + 1 for row in rows}
+        self._in_flight = self._launch_next(rows, torch.cat(tokens), own)
+        self._expected_lengths = {row.id: len(row.tokens) + 1 for row in rows}
 
-    def _going_on(self, plan: Plan) -> list[Sequence]:
+    def _continuing(self, plan: StepPlan) -> list[Sequence]:
         """The rows that will want another token whatever the next is, short of an end. None where one lacks a block for
         it or has not done its prompt: what is left behind is a second pass, which costs more than is won.
         """
-        rows = [row for row in plan.sampled if row.remaining > 1]
-        ready = all(self._has_place(row) for row in rows)
-        return rows if ready and len(plan.sampled) == len(plan.rows) else []
+        rows = [row for row in plan.sampled if row.num_remaining_tokens > 1]
+        ready = all(self._has_free_slot(row) for row in rows)
+        return rows if ready and len(plan.sampled) == len(plan.seqs) else []
 
-    def _has_place(self, row: Sequence) -> bool:
+    def _has_free_slot(self, row: Sequence) -> bool:
         place = len(row.tokens)  # of the next token: in no block that others may find
-        assert place >= row.labelled * self._block_size
-        return place < len(row.blocks) * self._block_size
+        assert place >= row.num_cached_blocks * self._block_size
+        return place < len(row.block_table) * self._block_size
 
-    def _result(self, plan: Plan, passes: list[Underway], sources: dict[int, Source]) -> StepResult:
+    def _collect(self, plan: StepPlan, steps: list[InFlightStep], sources: dict[int, Source]) -> StepResult:
         result, choices = StepResult([], []), []
-        for each in passes:
+        for each in steps:
             choice, told = each.wait()
             choices.append(choice)
-            result.inputs |= self._explainer.finish(each.parts, told)
-        asked = any(choice.facts for choice in choices)
+            result.prompt_logprobs |= self._prompt_logprobs.finish(each.prompt_chunks, told)
+        asked = any(choice.logprobs for choice in choices)
         for row in plan.sampled:
             number, place = sources[row.id]
             choice = choices[number]
             result.tokens.append(choice.tokens[place])
             if asked:
-                result.facts.append(choice.facts[place] if choice.facts else None)
-            if place in choice.bad:
+                result.logprobs.append(choice.logprobs[place] if choice.logprobs else None)
+            if place in choice.invalid:
                 result.failed[row.id] = "the model's scores are not finite"
             if place in choice.changed:
                 self.release([row])
-                self._forget()
-                self._pause = _PAUSE
+                self._invalidate()
+                self._cooldown = _COOLDOWN_STEPS
         return result
 
 
-def _without(plan: Plan, gone: set[int]) -> Plan:
+def _exclude(plan: StepPlan, gone: set[int]) -> StepPlan:
     """The plan without the rows of these requests."""
-    work = [(row, count) for row, count in zip(plan.rows, plan.counts, strict=True) if row.id not in gone]
+    work = [(row, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True) if row.id not in gone]
     rows, counts = [row for row, _ in work], [count for _, count in work]
-    return Plan(rows, counts, [row for row in plan.sampled if row.id not in gone], plan.prefill)
+    return StepPlan(rows, counts, [row for row in plan.sampled if row.id not in gone], plan.has_prefill)

@@ -30,30 +30,30 @@ class CompiledDecoder:
     def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
         self._decoder = model.base_model
         self._attention = attention
-        self._plain = self._decoder.forward
+        self._eager_forward = self._decoder.forward
         self._library = torch.library.Library(attention.name, "DEF")  # its operators live as long as it does
         self._define(_ATTEND, self._attend, lambda q, _k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]))
         self._stance = "force_eager"
 
-    def start(self) -> None:
+    def enable(self) -> None:
         """Compile a graph for whatever comes that has none."""
         self._attention.operator = getattr(torch.ops, self._attention.name).attend
-        self._decoder.forward = torch.compile(self._plain, dynamic=True)
+        self._decoder.forward = torch.compile(self._eager_forward, dynamic=True)
         self._stance = "default"
 
-    def finish(self) -> None:
+    def freeze(self) -> None:
         """Compile nothing more."""
         self._stance = "eager_on_recompile"
 
-    def undo(self) -> None:
+    def disable(self) -> None:
         """Compute as before `start`."""
         self._attention.operator = self._attention.attend
-        self._decoder.forward = self._plain
+        self._decoder.forward = self._eager_forward
         self._stance = "force_eager"
 
-    def used(self, *, plain: bool) -> AbstractContextManager[None]:
+    def stance(self, *, eager: bool) -> AbstractContextManager[None]:
         """A block with passes that use what is compiled, unless they must be plain: those of changed layers."""
-        block: AbstractContextManager[None] = torch.compiler.set_stance("force_eager" if plain else self._stance)
+        block: AbstractContextManager[None] = torch.compiler.set_stance("force_eager" if eager else self._stance)
         return block
 
     def _define(self, schema: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:

@@ -5,56 +5,65 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tgis.batcher.sequence import Plan, Sequence
-from tgis.engines.sampling.logprobs import Fetched, Pass, facts, first_input_fact, input_pass, wanted
-from tgis.ipc.messages import TokenFacts
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.sampling.logprobs import (
+    HostTable,
+    LogprobTable,
+    any_requested,
+    first_prompt_logprobs,
+    prompt_logprob_table,
+    token_logprobs,
+)
+from tgis.ipc.messages import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptChunk:
     """The input tokens of a row that a pass says something about."""
 
-    row: Sequence
-    tokens: int
-    last: bool  # of the prompt
-    passes: list[Pass]  # one or, where nothing is asked, none
+    seq: Sequence
+    num_targets: int
+    is_last: bool  # of the prompt
+    tables: list[LogprobTable]  # one or, where nothing is asked, none
 
 
-class Explainer:
+class PromptLogprobs:
     """Keeps the facts of prompts that are not done."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocabulary = vocab_size
-        self._facts: dict[int, list[TokenFacts]] = {}  # by request id
+        self._vocab_size = vocab_size
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}  # by request id
 
-    def begin(self, plan: Plan, explained: dict[int, slice], logits: Tensor) -> list[Part]:
+    def start(self, plan: StepPlan, prompt_slices: dict[int, slice], logits: Tensor) -> list[PromptChunk]:
         """What the logits of a plan say about input tokens; `explained` tells where those of which request are."""
-        work = zip(plan.rows, plan.counts, strict=True)
-        return [_part(row, count, logits[explained[row.id]]) for row, count in work if row.id in explained]
+        work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        return [
+            _prompt_chunk(row, count, logits[prompt_slices[row.id]]) for row, count in work if row.id in prompt_slices
+        ]
 
-    def finish(self, parts: Iterable[Part], fetched: Iterable[Fetched]) -> dict[int, list[TokenFacts]]:
+    def finish(self, chunks: Iterable[PromptChunk], fetched: Iterable[HostTable]) -> dict[int, list[TokenLogprobs]]:
         """The facts of prompts that are done now, by request id; `fetched` are the parts' passes."""
         done, tables = {}, iter(fetched)
-        for part in parts:
-            row, details = part.row, part.row.request.details
-            if not row.computed:
-                self._facts[row.id] = [first_input_fact(details)]
-            rows = next(tables).rows if part.passes else []
-            told = [facts(each, details, self._vocabulary) for each in rows]
-            self._facts[row.id] += told or [TokenFacts()] * part.tokens
-            if part.last:
-                done[row.id] = self._facts.pop(row.id)
+        for part in chunks:
+            row, details = part.seq, part.seq.request.logprob_options
+            if not row.num_computed_tokens:
+                self._logprobs[row.id] = [first_prompt_logprobs(details)]
+            rows = next(tables).rows if part.tables else []
+            told = [token_logprobs(each, details, self._vocab_size) for each in rows]
+            self._logprobs[row.id] += told or [TokenLogprobs()] * part.num_targets
+            if part.is_last:
+                done[row.id] = self._logprobs.pop(row.id)
         return done
 
     def release(self, rows: Iterable[Sequence]) -> None:
         """Forget what was found out about their inputs."""
         for row in rows:
-            self._facts.pop(row.id, None)
+            self._logprobs.pop(row.id, None)
 
 
-def _part(row: Sequence, count: int, logits: Tensor) -> Part:
-    following = row.tokens[row.computed + 1 : row.computed + count + 1]
-    details = row.request.details
-    asked = following and wanted(details)
-    passes = [input_pass(logits[: len(following)], following, details)] if asked else []
-    return Part(row, len(following), row.computed + count == len(row.tokens), passes)
+def _prompt_chunk(row: Sequence, count: int, logits: Tensor) -> PromptChunk:
+    following = row.tokens[row.num_computed_tokens + 1 : row.num_computed_tokens + count + 1]
+    details = row.request.logprob_options
+    asked = following and any_requested(details)
+    passes = [prompt_logprob_table(logits[: len(following)], following, details)] if asked else []
+    return PromptChunk(row, len(following), row.num_computed_tokens + count == len(row.tokens), passes)

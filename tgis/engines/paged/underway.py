@@ -3,30 +3,30 @@
 from dataclasses import dataclass, field
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.paged.prompt_logprobs import Part
-from tgis.engines.sampling.logprobs import Fetched, Tables
-from tgis.engines.sampling.sampler import Choice, Draft
+from tgis.engines.paged.prompt_logprobs import PromptChunk
+from tgis.engines.sampling.logprobs import HostTable, PendingCopy
+from tgis.engines.sampling.sampler import SampledTokens, SamplerOutput
 
 
 @dataclass(slots=True)
-class Underway:
+class InFlightStep:
     """What comes of it, in one copy that is on its way."""
 
-    draft: Draft
-    parts: list[Part]
-    _tables: Tables = field(init=False)
+    sampled: SampledTokens
+    prompt_chunks: list[PromptChunk]
+    _pending: PendingCopy = field(init=False)
 
     def __post_init__(self) -> None:
-        told = [each for part in self.parts for each in part.passes]
-        self._tables = Tables([*self.draft.passes, *told])
+        told = [each for part in self.prompt_chunks for each in part.tables]
+        self._pending = PendingCopy([*self.sampled.tables, *told])
 
     @property
-    def rows(self) -> list[Sequence]:
+    def seqs(self) -> list[Sequence]:
         """Those that get a token."""
-        return self.draft.rows
+        return self.sampled.seqs
 
-    def wait(self) -> tuple[Choice, list[Fetched]]:
+    def wait(self) -> tuple[SamplerOutput, list[HostTable]]:
         """The tokens, and the tables of the parts."""
-        fetched = self._tables.wait()
-        count = len(self.draft.passes)
-        return self.draft.choice(fetched[:count]), fetched[count:]
+        fetched = self._pending.wait()
+        count = len(self.sampled.tables)
+        return self.sampled.output(fetched[:count]), fetched[count:]

@@ -15,41 +15,48 @@ from torch.nn.functional import pad
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.kernels.transfers import to_device
-from tgis.engines.sampling.logits_processors import Filters, Penalties, Remaining, Scores, Totals, best_tokens
-from tgis.engines.sampling.logprobs import (
-    Chosen,
-    Fetched,
-    Pass,
-    State,
-    Tables,
-    Wishes,
-    describe,
-    facts,
-    list_length,
-    plain_table,
-    rank_of,
-    table,
-    wanted,
+from tgis.engines.sampling.logits_processors import (
+    Candidates,
+    Filters,
+    Penalties,
+    Scores,
+    SoftmaxStats,
+    argmax_lowest_id,
 )
-from tgis.ipc.messages import Details, Sampling, TokenFacts
+from tgis.engines.sampling.logprobs import (
+    ChosenTokens,
+    HostTable,
+    LogprobRequest,
+    LogprobTable,
+    PendingCopy,
+    RowState,
+    any_requested,
+    initial_num_candidates,
+    logprob_table,
+    table_with_candidates,
+    table_without_candidates,
+    token_logprobs,
+    token_ranks,
+)
+from tgis.ipc.messages import LogprobOptions, SamplingParams, TokenLogprobs
 
-_NO_TOKEN = -1
-_OPEN_FILTER = 116  # best tokens that often hold all that top_p or typical_p alone leave
+_INVALID_TOKEN = -1
+_TOP_P_CANDIDATES = 116  # best tokens that often hold all that top_p or typical_p alone leave
 _DRAW_BLOCK = 256  # tokens
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SamplerOutput:
     """One step's tokens, one entry per row."""
 
     tokens: list[int]  # -1 for a bad row
-    facts: list[TokenFacts | None]  # empty when no row asked for any
-    bad: list[int]  # rows whose scores cannot be used
+    logprobs: list[TokenLogprobs | None]  # empty when no row asked for any
+    invalid: list[int]  # rows whose scores cannot be used
     changed: list[int] = field(default_factory=list)  # rows whose token is another than the draft says
 
 
-def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64_mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -58,11 +65,11 @@ def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def uniforms(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
     """A number in [0, 1) of 53 bits for each pair: output `steps` of splitmix64 started at the mixed seed."""
-    bits = _mixed(_mixed(seeds) + (steps + np.uint64(1)) * _GOLDEN)
+    bits = _splitmix64_mix(_splitmix64_mix(seeds) + (steps + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _locate(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _search_cumsum(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Where the running sum of `mass` [b, C] float64 passes `target` [b, 1], and what of it is left there.
 
     Never a place without mass, whatever the rounding.
@@ -73,172 +80,176 @@ def _locate(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return at, target - (upto.gather(1, at) - mass.gather(1, at))
 
 
-def draw(mass: Tensor, uniform: Tensor) -> Tensor:
+def inverse_cdf(mass: Tensor, uniform: Tensor) -> Tensor:
     """The place [b, 1] in the rows of `mass` [b, C] that `uniform` [b, 1] in [0, 1) falls on."""
     size = min(_DRAW_BLOCK, mass.shape[1])
     blocks = pad(mass, (0, -mass.shape[1] % size)).unflatten(1, (-1, size))
     sums = blocks.sum(-1).double()
-    block, rest = _locate(sums, uniform * sums.sum(-1, keepdim=True))
+    block, rest = _search_cumsum(sums, uniform * sums.sum(-1, keepdim=True))
     inside = blocks[torch.arange(len(blocks), device=mass.device), block[:, 0]]
-    return block * size + _locate(inside.double(), rest)[0]
+    return block * size + _search_cumsum(inside.double(), rest)[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepInputs:
     """What one step brings, for the whole batch."""
 
     logits: Tensor  # [B, V]
-    context: Tensor  # [B, W]
-    generated: Tensor  # [B, 1] float64
+    token_history: Tensor  # [B, W]
+    num_generated: Tensor  # [B, 1] float64
     uniform: Tensor  # [B, 1] float64
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _SamplingGroup:
     """Rows that are chosen from in the same way, and what they ask for."""
 
-    places: list[int]  # in the batch
-    index: Tensor | slice  # the same
+    indices: list[int]  # in the batch
+    selector: Tensor | slice  # the same
     penalties: Penalties
     filters: Filters
-    wishes: Wishes
-    open: bool  # whether a row has no top_k
-    length: int  # of the list of best tokens
+    logprob_request: LogprobRequest
+    needs_stats: bool  # whether a row has no top_k
+    num_candidates: int  # of the list of best tokens
 
     @classmethod
-    def of(cls, rows: list[Sequence], places: list[int], vocabulary: int, eos: Tensor) -> "_Group":
+    def of(cls, rows: list[Sequence], places: list[int], vocabulary: int, eos: Tensor) -> "_SamplingGroup":
         """The group of the `rows` at `places`."""
-        samplings = [rows[place].request.sampling for place in places]
-        details = [_details(rows[place]) for place in places]
-        needed = max(max(s.top_k or _OPEN_FILTER, d.top_n) for s, d in zip(samplings, details, strict=True))
+        samplings = [rows[place].request.sampling_params for place in places]
+        details = [_logprob_options(rows[place]) for place in places]
+        needed = max(max(s.top_k or _TOP_P_CANDIDATES, d.top_n_tokens) for s, d in zip(samplings, details, strict=True))
         return cls(
             places,
             slice(None) if len(places) == len(rows) else to_device(places, torch.int64, eos.device),
             Penalties(samplings, places, eos),
             Filters.of(samplings, vocabulary, eos.device),
-            Wishes.of(details, vocabulary, eos.device),
+            LogprobRequest.of(details, vocabulary, eos.device),
             any(not 0 < sampling.top_k < vocabulary for sampling in samplings),
-            list_length(needed, vocabulary),
+            initial_num_candidates(needed, vocabulary),
         )
 
-    def scores(self, step: _Step) -> Scores:
+    def scores(self, step: _StepInputs) -> Scores:
         """The rows' scores after the penalties; those of `step` may be changed in place."""
-        values = step.logits[self.index]
+        values = step.logits[self.selector]
         if self.penalties:
             values = values if values.dtype == torch.float64 else values.float()
-            self.penalties.apply(values, step.context, step.generated[self.index])
+            self.penalties.apply(values, step.token_history, step.num_generated[self.selector])
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
 
 
-def _plain(group: _Group, step: _Step) -> Pass:
+def _argmax(group: _SamplingGroup, step: _StepInputs) -> LogprobTable:
     """The best token, of equal ones that of the lowest id, in the logits' own type."""
-    best, tokens = best_tokens(step.logits[group.index])
+    best, tokens = argmax_lowest_id(step.logits[group.selector])
     nothing = torch.zeros_like(tokens)
-    return Pass(plain_table(best, Chosen(tokens, nothing, nothing)))
+    return LogprobTable(table_without_candidates(best, ChosenTokens(tokens, nothing, nothing)))
 
 
-def _greedy(group: _Group, step: _Step) -> Pass:
+def _sample_greedy(group: _SamplingGroup, step: _StepInputs) -> LogprobTable:
     """The best token after the penalties, and its facts."""
     scores = group.scores(step)
-    _, tokens = best_tokens(scores.values)
-    totals = Totals.of(scores) if group.wishes.logprobs else Totals.unasked(scores)
-    return describe(scores, totals, tokens, torch.ones_like(tokens), group.wishes)
+    _, tokens = argmax_lowest_id(scores.values)
+    totals = SoftmaxStats.of(scores) if group.logprob_request.logprobs else SoftmaxStats.zeros(scores)
+    return logprob_table(scores, totals, tokens, torch.ones_like(tokens), group.logprob_request)
 
 
-def _free(group: _Group, step: _Step) -> Pass:
+def _sample_full(group: _SamplingGroup, step: _StepInputs) -> LogprobTable:
     """A draw from the whole vocabulary."""
-    scores, uniform = group.scores(step), step.uniform[group.index]
+    scores, uniform = group.scores(step), step.uniform[group.selector]
     tokens, totals = [], []
-    for rows in scores.blocks():
-        mass = scores.take(rows).logits().exp_()
-        tokens.append(draw(mass, uniform[rows]))
+    for rows in scores.row_blocks():
+        mass = scores.take(rows).scaled_logits().exp_()
+        tokens.append(inverse_cdf(mass, uniform[rows]))
         totals.append(mass.sum(-1, keepdim=True))
     chosen, total = torch.cat(tokens), torch.cat(totals).double()
-    rank = rank_of(scores, chosen) if group.wishes.ranks else torch.zeros_like(chosen)
-    return describe(scores, Totals(total, torch.zeros_like(total)), chosen, rank, group.wishes)
+    rank = token_ranks(scores, chosen) if group.logprob_request.ranks else torch.zeros_like(chosen)
+    return logprob_table(scores, SoftmaxStats(total, torch.zeros_like(total)), chosen, rank, group.logprob_request)
 
 
-def _filtered(group: _Group, step: _Step) -> Pass:
+def _sample_filtered(group: _SamplingGroup, step: _StepInputs) -> LogprobTable:
     """A draw from what the filters leave."""
-    scores, uniform = group.scores(step), step.uniform[group.index]
-    totals = Totals.with_entropy(scores) if group.open else Totals.unasked(scores)
+    scores, uniform = group.scores(step), step.uniform[group.selector]
+    totals = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
 
     def again(rows: Tensor, length: int) -> Tensor:
-        remaining = Remaining.of(scores.take(rows), totals.take(rows), length)
-        filters, wishes = group.filters.take(rows), group.wishes.take(rows)
-        return _drawn(scores.best[rows], remaining, filters, uniform[rows], wishes)
+        remaining = Candidates.of(scores.take(rows), totals.take(rows), length)
+        filters, wishes = group.filters.take(rows), group.logprob_request.take(rows)
+        return _sample_candidates(scores.max_score[rows], remaining, filters, uniform[rows], wishes)
 
-    remaining = Remaining.of(scores, totals, group.length)
-    first = _drawn(scores.best, remaining, group.filters, uniform, group.wishes)
-    return Pass(first, group.length, scores.in_blocks(again))
+    remaining = Candidates.of(scores, totals, group.num_candidates)
+    first = _sample_candidates(scores.max_score, remaining, group.filters, uniform, group.logprob_request)
+    return LogprobTable(first, group.num_candidates, scores.map_row_blocks(again))
 
 
-def _drawn(best: Tensor, remaining: Remaining, filters: Filters, uniform: Tensor, wishes: Wishes) -> Tensor:
+def _sample_candidates(
+    best: Tensor, remaining: Candidates, filters: Filters, uniform: Tensor, wishes: LogprobRequest
+) -> Tensor:
     """The table of a draw; in the order of ids, which near-equal scores cannot shuffle."""
     remaining.filter(filters)
-    order = remaining.places_by_id()
-    at = order.gather(1, draw(remaining.mass.gather(1, order), uniform))
+    order = remaining.order_by_id()
+    at = order.gather(1, inverse_cdf(remaining.mass.gather(1, order), uniform))
     logit = remaining.logits.gather(1, at)
-    rank = 1 + (remaining.left & (remaining.logits > logit)).sum(-1, keepdim=True)
-    chosen = Chosen(remaining.ids.gather(1, at), logit - remaining.total.log(), rank)
-    return table(best, chosen, remaining, wishes)
+    rank = 1 + (remaining.kept & (remaining.logits > logit)).sum(-1, keepdim=True)
+    chosen = ChosenTokens(remaining.ids.gather(1, at), logit - remaining.total_mass.log(), rank)
+    return table_with_candidates(best, chosen, remaining, wishes)
 
 
-_Way = Callable[[_Group, _Step], Pass]
+_Method = Callable[[_SamplingGroup, _StepInputs], LogprobTable]
 
 
-def _way(sampling: Sampling, details: Details, vocabulary: int) -> _Way:
+def _method(sampling: SamplingParams, details: LogprobOptions, vocabulary: int) -> _Method:
     """How the token of a row is chosen."""
     if not sampling.greedy:
         filtered = 0 < sampling.top_k < vocabulary or sampling.top_p < 1 or sampling.typical_p < 1
-        return _filtered if filtered else _free
+        return _sample_filtered if filtered else _sample_full
     penalised = sampling.repetition_penalty != 1 or sampling.length_penalty or sampling.min_new_tokens
-    return _greedy if penalised or wanted(details) else _plain
+    return _sample_greedy if penalised or any_requested(details) else _argmax
 
 
-def _details(row: Sequence) -> Details:
+def _logprob_options(row: Sequence) -> LogprobOptions:
     """What is asked about the tokens that the row generates."""
-    details = row.request.details
-    return details if details.generated else Details()
+    details = row.request.logprob_options
+    return details if details.generated_tokens else LogprobOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class SampledTokens:
     """One step's tokens while they are on the device, and what turns their tables into a choice on the host."""
 
-    rows: list[Sequence]
-    groups: list[_Group]
-    passes: list[Pass]  # of the groups; their tables are to be fetched
-    vocabulary: int
+    seqs: list[Sequence]
+    groups: list[_SamplingGroup]
+    tables: list[LogprobTable]  # of the groups; their tables are to be fetched
+    vocab_size: int
 
-    def tokens(self) -> Tensor:
+    def token_ids(self) -> Tensor:
         """Those of the rows, int64 [B], and ids even if bad; a row that is not sure may get another."""
-        tables = [each.table[:, 0].long().clamp(0, self.vocabulary - 1) for each in self.passes]
+        tables = [each.table[:, 0].long().clamp(0, self.vocab_size - 1) for each in self.tables]
         if len(tables) == 1:
             return tables[0]
-        tokens = tables[0].new_empty(len(self.rows))
+        tokens = tables[0].new_empty(len(self.seqs))
         for group, some in zip(self.groups, tables, strict=True):
-            tokens[group.index] = some
+            tokens[group.selector] = some
         return tokens
 
-    def choice(self, fetched: list[Fetched]) -> Choice:
+    def output(self, fetched: list[HostTable]) -> SamplerOutput:
         """The choice, from what `passes` have become."""
         rows: dict[int, list[float]] = {}
         changed: list[int] = []
         for group, one in zip(self.groups, fetched, strict=True):
-            rows.update(zip(group.places, one.rows, strict=True))
-            changed += [group.places[i] for i in one.changed]
+            rows.update(zip(group.indices, one.rows, strict=True))
+            changed += [group.indices[i] for i in one.changed]
         found = [rows[place] for place in range(len(rows))]
-        bad = [place for place, row in enumerate(found) if row[1] == State.BAD]
-        tokens = [_NO_TOKEN if row[1] == State.BAD else int(row[0]) for row in found]
-        wishes = [_details(row) for row in self.rows]
-        if not any(map(wanted, wishes)):
-            return Choice(tokens, [], bad, changed)
+        bad = [place for place, row in enumerate(found) if row[1] == RowState.INVALID]
+        tokens = [_INVALID_TOKEN if row[1] == RowState.INVALID else int(row[0]) for row in found]
+        wishes = [_logprob_options(row) for row in self.seqs]
+        if not any(map(any_requested, wishes)):
+            return SamplerOutput(tokens, [], bad, changed)
         told = [
-            facts(row, details, self.vocabulary) if wanted(details) and row[1] != State.BAD else None
+            token_logprobs(row, details, self.vocab_size)
+            if any_requested(details) and row[1] != RowState.INVALID
+            else None
             for row, details in zip(found, wishes, strict=True)
         ]
-        return Choice(tokens, told, bad, changed)
+        return SamplerOutput(tokens, told, bad, changed)
 
 
 class Sampler:
@@ -248,43 +259,45 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, eos_ids: Iterable[int], device: torch.device) -> None:
-        self._vocabulary = vocab_size
+        self._vocab_size = vocab_size
         self._device = device
         known = sorted({token for token in eos_ids if 0 <= token < vocab_size})
         self._eos = torch.tensor(known, dtype=torch.int64, device=device)
-        self.set_rows([])
+        self.set_seqs([])
 
-    def set_rows(self, rows: list[Sequence]) -> None:
+    def set_seqs(self, seqs: list[Sequence]) -> None:
         """Choose for these rows from now on; `choose` reads how many tokens each has generated."""
-        self._rows = list(rows)
-        self._seeds = np.array([row.request.sampling.seed for row in rows], dtype=np.uint64)
-        places: dict[_Way, list[int]] = {}
-        for place, row in enumerate(rows):
-            way = _way(row.request.sampling, _details(row), self._vocabulary)
+        self._seqs = list(seqs)
+        self._seeds = np.array([row.request.sampling_params.seed for row in seqs], dtype=np.uint64)
+        places: dict[_Method, list[int]] = {}
+        for place, row in enumerate(seqs):
+            way = _method(row.request.sampling_params, _logprob_options(row), self._vocab_size)
             places.setdefault(way, []).append(place)
-        self._groups = {way: _Group.of(self._rows, some, self._vocabulary, self._eos) for way, some in places.items()}
+        self._groups = {
+            way: _SamplingGroup.of(self._seqs, some, self._vocab_size, self._eos) for way, some in places.items()
+        }
 
-    def numbers(self, ahead: int = 0) -> NDArray[np.float64]:
+    def step_metadata(self, lookahead: int = 0) -> NDArray[np.float64]:
         """What a step needs to know of the rows when they have `ahead` more tokens: how many they have generated then,
         and what they draw by; [2, B].
         """
-        generated = np.array([row.generated + ahead for row in self._rows], dtype=np.uint64)
+        generated = np.array([row.num_generated_tokens + lookahead for row in self._seqs], dtype=np.uint64)
         return np.stack([generated.astype(np.float64), uniforms(self._seeds, generated)])
 
-    def draft(self, logits: Tensor, context: Tensor, numbers: Tensor) -> Draft:
+    def sample(self, logits: Tensor, token_history: Tensor, step_metadata: Tensor) -> SampledTokens:
         """One token per row from `logits` [B, V] of any float type, which may be overwritten.
 
         `context` [B, W] int64 holds the ids that a repetition penalty applies to, repeated at will; `numbers` are those
         of the method on the device. Nothing here waits for it.
         """
-        assert logits.shape == (len(self._rows), self._vocabulary)
-        columns = numbers[:, :, None]
-        step = _Step(logits, context, columns[0], columns[1])
+        assert logits.shape == (len(self._seqs), self._vocab_size)
+        columns = step_metadata[:, :, None]
+        step = _StepInputs(logits, token_history, columns[0], columns[1])
         passes = [way(group, step) for way, group in self._groups.items()]
-        return Draft(self._rows, list(self._groups.values()), passes, self._vocabulary)
+        return SampledTokens(self._seqs, list(self._groups.values()), passes, self._vocab_size)
 
-    def choose(self, logits: Tensor, context: Tensor) -> Choice:
+    def sample_and_wait(self, logits: Tensor, token_history: Tensor) -> SamplerOutput:
         """The same, once it is on the host."""
         with torch.inference_mode():
-            draft = self.draft(logits, context, to_device(self.numbers(), torch.float64, self._device))
-            return draft.choice(Tables(draft.passes).wait())
+            draft = self.sample(logits, token_history, to_device(self.step_metadata(), torch.float64, self._device))
+            return draft.output(PendingCopy(draft.tables).wait())

@@ -20,29 +20,29 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tgis.errors import StartError
-from tgis.models.convert.weights import INDEX, target_name
+from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
-from tgis.utils.progress_bar import Progress
+from tgis.utils.progress_bar import ProgressBar
 
 Tensors = dict[str, torch.Tensor]
 
 
 def convert(model: Path, out: Path, names: list[str]) -> None:
     """Write a safetensors file for each of `names`, and the index if the model has one."""
-    places: dict[str, str] = {}  # of tensors
+    weight_map: dict[str, str] = {}  # of tensors
     tied = tied_names(model)
     total = sum((model / name).stat().st_size for name in names)
-    with contextlib.closing(Progress("converting", total, stream=sys.stdout)) as progress:
+    with contextlib.closing(ProgressBar("converting", total, stream=sys.stdout)) as progress:
         for name in names:
-            tensors, dropped = separate(load(model / name), tied)
+            tensors, dropped = untie(load(model / name), tied)
             target = out / target_name(name)
             save_file(tensors, target, metadata=dropped | {"format": "pt"})
             target.chmod(0o644)  # save_file lets only the owner read
-            compare(target, tensors)
-            places |= dict.fromkeys(tensors, target.name)
+            verify(target, tensors)
+            weight_map |= dict.fromkeys(tensors, target.name)
             progress.advance((model / name).stat().st_size)
-    for index in model.glob(f"*.bin{INDEX}"):
-        content = read_json(index) | {"weight_map": places}
+    for index in model.glob(f"*.bin{INDEX_SUFFIX}"):
+        content = read_json(index) | {"weight_map": weight_map}
         (out / target_name(index.name)).write_text(json.dumps(content, indent=4) + "\n")
 
 
@@ -73,7 +73,7 @@ def tied_names(model: Path) -> list[str]:
     return list(getattr(architecture, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else []
 
 
-def separate(tensors: Tensors, tied: list[str]) -> tuple[Tensors, dict[str, str]]:
+def untie(tensors: Tensors, tied: list[str]) -> tuple[Tensors, dict[str, str]]:
     """Tensors that share no memory, and the names that were left out, each with the one that stands for it.
 
     Left out are second names of the very same tensor that loading brings back. All else that shares memory is
@@ -81,18 +81,18 @@ def separate(tensors: Tensors, tied: list[str]) -> tuple[Tensors, dict[str, str]
     """
     groups = defaultdict(list)
     for name, tensor in tensors.items():
-        groups[_place(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()].append(name)
+        groups[_storage_ptr(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()].append(name)
     dropped: dict[str, str] = {}
     for names in groups.values():
-        again = [name for name in names if any(re.match(pattern, name) for pattern in tied)]
-        kept = min(set(names) - set(again) or names)
-        dropped |= {name: kept for name in again if name != kept}
+        aliases = [name for name in names if any(re.match(pattern, name) for pattern in tied)]
+        kept = min(set(names) - set(aliases) or names)
+        dropped |= {name: kept for name in aliases if name != kept}
     kept_tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
-    users = Counter(map(_place, kept_tensors.values()))
-    return {name: _alone(tensor, users) for name, tensor in kept_tensors.items()}, dropped
+    users = Counter(map(_storage_ptr, kept_tensors.values()))
+    return {name: _unshared(tensor, users) for name, tensor in kept_tensors.items()}, dropped
 
 
-def compare(made: Path, tensors: Tensors) -> None:
+def verify(made: Path, tensors: Tensors) -> None:
     """StartError unless the file, read again, has every bit of every tensor."""
     with made.open("rb") as file:
         os.fsync(file.fileno())
@@ -106,13 +106,13 @@ def compare(made: Path, tensors: Tensors) -> None:
                 raise StartError(f"{made.name}: tensor {name!r:.200} is not what was written")
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _storage_ptr(tensor: torch.Tensor) -> int:
     """Where its memory begins."""
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _alone(tensor: torch.Tensor, users: Mapping[int, int]) -> torch.Tensor:
-    if users[_place(tensor)] > 1:
+def _unshared(tensor: torch.Tensor, users: Mapping[int, int]) -> torch.Tensor:
+    if users[_storage_ptr(tensor)] > 1:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()
 

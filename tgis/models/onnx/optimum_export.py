@@ -26,19 +26,19 @@ def main() -> None:
         model_path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="float32"
     ).eval()
     task = "text2text-generation-with-past" if config.is_encoder_decoder else "text-generation-with-past"
-    if config.is_encoder_decoder and _place_by_mask(model):
-        _take_mask(config.model_type, task)
+    if config.is_encoder_decoder and _use_mask_positions(model):
+        _export_decoder_mask(config.model_type, task)
     onnx_export_from_model(model, out, task=task)
 
 
-def _place_by_mask(model: Any) -> bool:
+def _use_mask_positions(model: Any) -> bool:
     """Let the decoder count places by its mask; whether that is possible."""
     decoder = model.get_decoder()
     if any(name.endswith("relative_attention_bias") for name, _ in decoder.named_modules()):
         return True  # counted from the newest token, in whose column all rows end
     if not hasattr(decoder, "embed_positions"):
         return False
-    decoder.embed_positions = _embedding(_places(model, model.config.max_position_embeddings))
+    decoder.embed_positions = _mask_position_embedding(_position_table(model, model.config.max_position_embeddings))
     signature = inspect.signature(decoder.forward)
 
     def tell(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def _place_by_mask(model: Any) -> bool:
     return True
 
 
-def _embedding(table: Any) -> Any:
+def _mask_position_embedding(table: Any) -> Any:
     """Stands for position embeddings; `table` [places, hidden]."""
     import torch  # noqa: PLC0415 - only where Optimum is
 
@@ -65,7 +65,7 @@ def _embedding(table: Any) -> Any:
     return PlaceEmbeddings()
 
 
-def _places(model: Any, count: int) -> Any:
+def _position_table(model: Any, count: int) -> Any:
     """What the decoder embeds for its first places, [count, hidden], as a pass over so many tokens shows."""
     import torch  # noqa: PLC0415 - only where Optimum is
 
@@ -79,7 +79,7 @@ def _places(model: Any, count: int) -> Any:
     return seen[0].reshape(count, -1).detach()
 
 
-def _take_mask(model_type: str, task: str) -> None:
+def _export_decoder_mask(model_type: str, task: str) -> None:
     """Let Optimum's decoders of this type take `decoder_attention_mask`, which it calls attention_mask in graphs."""
     from optimum.exporters.tasks import TasksManager  # noqa: PLC0415 - only where Optimum is
 

@@ -97,14 +97,14 @@ def kernel_rows(batch: FlatBatch) -> Tensor:
 
     The addresses are good for as long as there is the batch.
     """
-    tables, numbers = batch.tables, torch.arange(batch.singles)
+    tables, numbers = batch.block_tables, torch.arange(batch.num_decodes)
     assert tables.is_contiguous()
     assert tables.dtype == torch.int64
     addresses = tables.data_ptr() + numbers * tables.shape[1] * tables.itemsize
-    singles = torch.stack([numbers, torch.ones_like(numbers), batch.lengths, addresses], 1)
+    singles = torch.stack([numbers, torch.ones_like(numbers), batch.seq_lens, addresses], 1)
     counts = [chunk.tokens.stop - chunk.tokens.start for chunk in batch.chunks]
     chunks = [
-        [chunk.tokens.start, count, chunk.before + count, chunk.blocks.data_ptr()]
+        [chunk.tokens.start, count, chunk.num_computed_tokens + count, chunk.block_table.data_ptr()]
         for chunk, count in zip(batch.chunks, counts, strict=True)
     ]
     return torch.cat([singles, torch.tensor(chunks)]) if chunks else singles

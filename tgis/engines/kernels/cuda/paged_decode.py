@@ -12,26 +12,26 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_UNLIMITED = 2**31 - 1
-_SMALLEST_DOT = 16
+_NO_WINDOW = 2**31 - 1
+_MIN_DOT = 16
 _TILE_BYTES = 16384  # of keys that one turn of the loop reads
-_MOST_TILE = 128  # tokens
-_PROGRAMS_PER_PROCESSOR = 4
-_FEWEST_PADDED_ROWS = 256  # for the kernels are compiled for each number of them
+_MAX_TILE_TOKENS = 128  # tokens
+_PROGRAMS_PER_SM = 4
+_MIN_PADDED_ROWS = 256  # for the kernels are compiled for each number of them
 
 
-def decode_attention(
+def paged_decode(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-    processors: int,
+    num_sms: int,
 ) -> Tensor:
     """The output [B, H, E] of queries [B, H, D], each of which is the last of its row's `lengths` [B] tokens.
 
@@ -39,27 +39,27 @@ def decode_attention(
     [B, most blocks] and `lengths` are int32 or int64. A row of length 0 reads nothing and gives zeros. All tensors are
     on the current device, which has so many (multi)processors.
     """
-    (rows, heads, k_size), (block, kv_heads, v_size) = q.shape, values.shape[1:]
-    assert q.dtype == keys.dtype == values.dtype
-    assert q.stride(2) == tables.stride(1) == 1
-    assert all(tensor.is_contiguous() for tensor in (keys, values, lengths))
+    (rows, heads, k_size), (block, kv_heads, v_size) = q.shape, value_cache.shape[1:]
+    assert q.dtype == key_cache.dtype == value_cache.dtype
+    assert q.stride(2) == block_tables.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (key_cache, value_cache, seq_lens))
     group = heads // kv_heads
-    m, d, e = (max(triton.next_power_of_2(size), _SMALLEST_DOT) for size in (group, k_size, v_size))
+    m, d, e = (max(triton.next_power_of_2(size), _MIN_DOT) for size in (group, k_size, v_size))
     m = min(m, 128 // q.element_size())  # more would not fit into shared memory
-    tile = min(max(_TILE_BYTES // (max(d, e) * q.element_size()), _SMALLEST_DOT), _MOST_TILE)
+    tile = min(max(_TILE_BYTES // (max(d, e) * q.element_size()), _MIN_DOT), _MAX_TILE_TOKENS)
     programs = kv_heads * triton.cdiv(group, m)  # for one item
-    items = rows + triton.cdiv(_PROGRAMS_PER_PROCESSOR * processors, programs)
+    items = rows + triton.cdiv(_PROGRAMS_PER_SM * num_sms, programs)
     output = torch.empty(rows, heads, v_size, dtype=q.dtype, device=q.device)
     partial = torch.empty(items, heads, v_size, dtype=torch.float32, device=q.device)
     sums = torch.empty(items, heads, dtype=torch.float32, device=q.device)
-    results = lengths, sinks, output, partial, sums
-    shares = rows, items, _UNLIMITED if window is None else window
-    padded_rows = max(triton.next_power_of_2(rows), _FEWEST_PADDED_ROWS)
+    results = seq_lens, sinks, output, partial, sums
+    shares = rows, items, _NO_WINDOW if window is None else window
+    padded_rows = max(triton.next_power_of_2(rows), _MIN_PADDED_ROWS)
     sizes = {"padded_rows": padded_rows, "tile": tile, "v_size": v_size, "e": e}
-    _attend[programs, items](
+    _split_attention[programs, items](
         *results,
         *shares,
-        *(q, keys, values, tables, q.stride(0), q.stride(1), tables.stride(0), scale),
+        *(q, key_cache, value_cache, block_tables, q.stride(0), q.stride(1), block_tables.stride(0), scale),
         **sizes,
         heads=heads,
         group=group,
@@ -69,14 +69,14 @@ def decode_attention(
         m=m,
         d=d,
         num_warps=8 if m * e > 8192 else 4,
-        num_stages=3 if m == _SMALLEST_DOT else 2,
+        num_stages=3 if m == _MIN_DOT else 2,
     )
-    _combine[rows, heads](*results, *shares, **sizes)
+    _combine_splits[rows, heads](*results, *shares, **sizes)
     return output
 
 
 @triton.jit
-def _shares(
+def _partition_splits(
     lengths: tl.tensor,
     rows: tl.tensor,
     items: tl.tensor,
@@ -101,7 +101,7 @@ def _element(vector: tl.tensor, place: tl.tensor, size: tl.constexpr) -> tl.tens
 
 
 @triton.jit(do_not_specialize=["rows", "items", "window", "table_row"])
-def _attend(
+def _split_attention(
     lengths: tl.tensor,
     sinks: tl.tensor,
     output: tl.tensor,
@@ -132,7 +132,7 @@ def _attend(
 ) -> None:
     """One item, for m query heads of one KV head; a row of one item is finished here."""
     item = tl.program_id(1)
-    counts, firsts, size = _shares(lengths, rows, items, window, padded_rows, tile)
+    counts, firsts, size = _partition_splits(lengths, rows, items, window, padded_rows, tile)
     row = tl.sum((firsts + counts <= item).to(tl.int32), 0)
     if row >= rows:
         return
@@ -188,7 +188,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["rows", "items", "window"])
-def _combine(
+def _combine_splits(
     lengths: tl.tensor,
     sinks: tl.tensor,
     output: tl.tensor,
@@ -204,7 +204,7 @@ def _combine(
 ) -> None:
     """One head of one row: the mean of its items, weighted by the sums of their weights."""
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    counts, firsts, _ = _shares(lengths, rows, items, window, padded_rows, tile)
+    counts, firsts, _ = _partition_splits(lengths, rows, items, window, padded_rows, tile)
     count, first = _element(counts, row, padded_rows), _element(firsts, row, padded_rows)
     if count == 1:
         return

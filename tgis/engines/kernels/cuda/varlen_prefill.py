@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tgis.engines.kernels.transfers import to_device
-from tgis.engines.paged.batch import Chunk, ChunkGroup
+from tgis.engines.paged.batch import PrefillChunk, VarlenBatch
 
-MOST_GATHERED = 1 << 16  # tokens of context copied at a time, if one row alone has not more
+MAX_GATHERED_TOKENS = 1 << 16  # tokens of context copied at a time, if one row alone has not more
 
 
-def fits(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+def is_supported(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
     """Whether `prefill_attention` can do this, on a device of compute capability 8.0 or newer."""
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -32,26 +32,26 @@ def fits(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: 
     )
 
 
-def make_groups(chunks: list[Chunk], block_size: int) -> list[ChunkGroup]:
+def make_varlen_batches(chunks: list[PrefillChunk], block_size: int) -> list[VarlenBatch]:
     """The chunks in as few calls as the memory for copies allows: in one, but for very long contexts."""
-    if not any(chunk.before for chunk in chunks):
-        return [_group(chunks, None)]
-    groups, total = [[chunks[0]]], _length(chunks[0])
+    if not any(chunk.num_computed_tokens for chunk in chunks):
+        return [_varlen_batch(chunks, None)]
+    groups, total = [[chunks[0]]], _seq_len(chunks[0])
     for chunk in chunks[1:]:
-        total += _length(chunk)
-        if total > MOST_GATHERED:
+        total += _seq_len(chunk)
+        if total > MAX_GATHERED_TOKENS:
             groups.append([])
-            total = _length(chunk)
+            total = _seq_len(chunk)
         groups[-1].append(chunk)
-    return [_group(group, _slots(group, block_size)) for group in groups]
+    return [_varlen_batch(group, _context_slots(group, block_size)) for group in groups]
 
 
-def prefill_attention(
+def varlen_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     layer: tuple[Tensor, Tensor],
-    groups: list[ChunkGroup],
+    groups: list[VarlenBatch],
     *,
     scale: float,
     window: int | None,
@@ -63,42 +63,42 @@ def prefill_attention(
     outputs = []
     for group in groups:
         keys, values = k[group.tokens], v[group.tokens]
-        if group.slots is not None:
-            keys, values = (states.flatten(0, 1).index_select(0, group.slots) for states in layer)
-        queries, ends, longest = q[group.tokens], group.ends, group.longest
+        if group.context_slots is not None:
+            keys, values = (states.flatten(0, 1).index_select(0, group.context_slots) for states in layer)
+        queries, ends, longest = q[group.tokens], group.cu_seqlens, group.max_seqlens
         outputs.append(
-            varlen_attn(queries, keys, values, *ends, *longest, scale=scale, window_size=sides, **_grouped())
+            varlen_attn(queries, keys, values, *ends, *longest, scale=scale, window_size=sides, **_gqa_arguments())
         )
     return outputs
 
 
 @cache
-def _grouped() -> dict[str, bool]:
+def _gqa_arguments() -> dict[str, bool]:
     """What allows several query heads to a KV head; torch 2.11 neither knows nor needs it."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-def _length(chunk: Chunk) -> int:
+def _seq_len(chunk: PrefillChunk) -> int:
     """Of its row, up to its last token."""
-    length: int = chunk.before + chunk.tokens.stop - chunk.tokens.start
+    length: int = chunk.num_computed_tokens + chunk.tokens.stop - chunk.tokens.start
     return length
 
 
-def _group(chunks: list[Chunk], slots: Tensor | None) -> ChunkGroup:
+def _varlen_batch(chunks: list[PrefillChunk], slots: Tensor | None) -> VarlenBatch:
     counts = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
-    lengths = [_length(chunk) for chunk in chunks]
+    lengths = [_seq_len(chunk) for chunk in chunks]
     ends = [[0, *accumulate(counts)], [0, *accumulate(lengths)]]
-    return ChunkGroup(
+    return VarlenBatch(
         slice(chunks[0].tokens.start, chunks[-1].tokens.stop),
-        to_device(ends, torch.int32, chunks[0].blocks.device),
+        to_device(ends, torch.int32, chunks[0].block_table.device),
         (max(counts), max(lengths)),
         slots,
     )
 
 
-def _slots(chunks: list[Chunk], block_size: int) -> Tensor:
+def _context_slots(chunks: list[PrefillChunk], block_size: int) -> Tensor:
     """Where the tokens of the rows are in the cache, end to end: int64, block * size + offset."""
-    blocks = torch.cat([chunk.blocks for chunk in chunks])
+    blocks = torch.cat([chunk.block_table for chunk in chunks])
     slots = (blocks[:, None] * block_size + torch.arange(block_size, device=blocks.device)).flatten()
-    rows = slots.split([len(chunk.blocks) * block_size for chunk in chunks])
-    return torch.cat([row[: _length(chunk)] for row, chunk in zip(rows, chunks, strict=True)])
+    rows = slots.split([len(chunk.block_table) * block_size for chunk in chunks])
+    return torch.cat([row[: _seq_len(chunk)] for row, chunk in zip(rows, chunks, strict=True)])
