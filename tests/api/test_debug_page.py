@@ -53,8 +53,8 @@ BUSY = Snapshot(
     max_waiting_tokens=24,
     padded=True,
     chunked_prefill=False,
-    running_requests=[ROW, msgspec.structs.replace(ROW, id=8, computed=20, generated=0)],
-    waiting_requests=[msgspec.structs.replace(ROW, id=9, generated=0, remaining=2500)],
+    running_requests=[ROW, msgspec.structs.replace(ROW, id=8, computed_tokens=20, generated_tokens=0)],
+    waiting_requests=[msgspec.structs.replace(ROW, id=9, generated_tokens=0, remaining_tokens=2500)],
 )
 
 
@@ -107,9 +107,9 @@ def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
     ("changes", "said"),
     [
         ({}, "Nothing waits, and nothing had to since the start."),
-        ({"waiting": 1, "queue": [ROW]}, "The next step decides about the first in the queue."),
+        ({"num_waiting": 1, "waiting_requests": [ROW]}, "The next step decides about the first in the queue."),
         (
-            {"last_refusal": WaitReason.DECODE_TURN, "last_refused": 3.25},
+            {"last_wait_reason": WaitReason.DECODE_TURN, "seconds_since_last_wait": 3.25},
             "Nothing waits. 3.2 s ago a request had to: running rows are to have some steps first.",
         ),
     ],
@@ -120,7 +120,7 @@ def test_the_page_says_when_nothing_keeps_requests_back(changes: dict[str, Any],
 
 @pytest.mark.parametrize("reason", WaitReason)
 def test_advice_for_every_reason_names_options_that_exist(reason: WaitReason) -> None:
-    snapshot = msgspec.structs.replace(BUSY, refusal=reason)
+    snapshot = msgspec.structs.replace(BUSY, wait_reason=reason)
     advice = json.loads(render_json(snapshot))["advice"]
     assert advice in Page(render_html(snapshot)).text
     options = {name.upper() for row in declared_options(Config) for name in row.names}
@@ -148,7 +148,7 @@ def test_json_is_the_snapshot_with_advice() -> None:
     said = json.loads(render_json(BUSY))
     assert "MAX_NEW_TOKENS" in said.pop("advice")
     assert msgspec.convert(said, Snapshot) == BUSY
-    assert said["refusal"] == "the batch would outgrow the memory"
+    assert said["wait_reason"] == "the batch would outgrow the memory"
     assert json.loads(render_json(EMPTY))["advice"] is None
 
 
@@ -196,7 +196,7 @@ class Asked:
 
 @run_async
 async def test_all_who_look_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "FRESH_SECONDS", 1e9)
+    monkeypatch.setattr(engine_queries, "SNAPSHOT_MAX_AGE", 1e9)
     asked = Asked()
     shared = SnapshotQuery(asked)
     looks = [asyncio.ensure_future(shared.get()) for _ in range(100)]
@@ -206,7 +206,7 @@ async def test_all_who_look_at_once_share_one_question(monkeypatch: pytest.Monke
     assert await asyncio.gather(*looks) == [EMPTY] * 100
     assert await shared.get() == EMPTY
     assert asked.count == 1
-    monkeypatch.setattr(engine_queries, "FRESH_SECONDS", -1.0)
+    monkeypatch.setattr(engine_queries, "SNAPSHOT_MAX_AGE", -1.0)
     again = asyncio.ensure_future(shared.get())
     await asyncio.sleep(0)
     assert asked.count == 2
@@ -216,7 +216,7 @@ async def test_all_who_look_at_once_share_one_question(monkeypatch: pytest.Monke
 
 @run_async
 async def test_nobody_waits_for_a_stuck_engine_and_the_question_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(engine_queries, "SNAPSHOT_TIMEOUT", 0.0)
     asked = Asked()
     shared = SnapshotQuery(asked)
     for _ in range(3):
@@ -310,19 +310,19 @@ def until(server: Server, good: Callable[[dict[str, Any]], bool]) -> dict[str, A
 def test_a_server_shows_its_queue_and_its_rows(server: Server) -> None:
     with server.stub() as stub:
         calls = [stub.GenerateStream(as_stream_request(unary_request(SECRET, 900 + n))) for n in range(105)]
-        seen = until(server, lambda seen: seen["waiting"] == 103)
+        seen = until(server, lambda seen: seen["num_waiting"] == 103)
         page = view(server.http_port, BROWSER)[2]
         for stream in calls:
             stream.cancel()
-    assert (seen["running"], seen["max_batch_size"]) == (2, 2)
-    assert seen["refusal"] == "the batch has its largest size"
+    assert (seen["num_running"], seen["max_batch_size"]) == (2, 2)
+    assert seen["wait_reason"] == "the batch has its largest size"
     assert "MAX_BATCH_SIZE" in seen["advice"]
-    assert [len(seen["rows"]), len(seen["queue"])] == [2, 100]  # of all
-    assert all(row["input"] == len(SECRET) and row["generated"] > 0 for row in seen["rows"])
-    assert seen["queue"] == sorted(seen["queue"], key=lambda row: row["id"])
+    assert [len(seen["running_requests"]), len(seen["waiting_requests"])] == [2, 100]  # of all
+    assert all(row["prompt_tokens"] == len(SECRET) and row["generated_tokens"] > 0 for row in seen["running_requests"])
+    assert seen["waiting_requests"] == sorted(seen["waiting_requests"], key=lambda row: row["id"])
     assert "and 3 more" in Page(page).text
     assert SECRET not in page + json.dumps(seen)
-    assert until(server, lambda seen: not seen["running"] and not seen["waiting"])["context"] == 0
+    assert until(server, lambda seen: not seen["num_running"] and not seen["num_waiting"])["context_tokens"] == 0
 
 
 def test_a_stuck_engine_is_503_in_time(server: Server) -> None:
@@ -332,7 +332,7 @@ def test_a_stuck_engine_is_503_in_time(server: Server) -> None:
         assert server.get("/health") == (200, "")
     finally:
         os.kill(server.engine_pid(), signal.SIGCONT)
-    until(server, lambda seen: seen.get("running") == 0)
+    until(server, lambda seen: seen.get("num_running") == 0)
 
 
 def test_it_is_off_by_default(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def refusal_of(turns: list[list[Request]], **kind: Any) -> WaitReason | None:
         ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100, **CHUNKED}, WaitReason.MEMORY),
         ([[request(1, 40), request(2, 40)]], {}, WaitReason.PREFILL_SIZE),
         ([[request(1, 90), request(2, 90), request(3, 9)]], CHUNKED, WaitReason.PREFILL_SIZE),
-        ([[request(1, 20), request(2, 2)]], {"max_padding": 0.1}, WaitReason.PREFILL_PADDING),
+        ([[request(1, 20), request(2, 2)]], {"max_prefill_padding": 0.1}, WaitReason.PREFILL_PADDING),
         ([[request(1)], [request(2)]], {}, WaitReason.DECODE_TURN),
         ([[request(1)], [request(2)], []], {}, None),
     ],

@@ -27,12 +27,12 @@ class Engine:
         self.open: list[str] = []
 
     @asynccontextmanager
-    async def prompt(self, prompt_id: str) -> AsyncIterator[AdapterResolved | None]:
-        self.open.append(prompt_id)
+    async def acquire_adapter(self, adapter_id: str) -> AsyncIterator[AdapterResolved | None]:
+        self.open.append(adapter_id)
         try:
             yield self.answer
         finally:
-            self.open.remove(prompt_id)
+            self.open.remove(adapter_id)
 
 
 def made(answer: AdapterResolved | None, refusal: str | None = None) -> tuple[AdapterResolver, Engine, Metrics]:
@@ -135,7 +135,7 @@ async def test_without_a_store_every_id_is_refused() -> None:
 @run_async
 async def test_a_lookup_that_takes_too_long_is_given_up_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr("tgis.frontend.prompt_lookups.PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("tgis.frontend.prompt_lookups.ADAPTER_TIMEOUT", 0.01)
     lookups = AdapterQueries(sent.append)
     async with lookups.acquire(5, "x") as info:
         assert info is None

@@ -221,7 +221,7 @@ def test_how_rows_joined_is_counted_with_blocks() -> None:
 
 
 def test_padding_keeps_requests_back() -> None:
-    kind = {"padded": True, "max_padding": 0.2}
+    kind = {"padded": True, "max_prefill_padding": 0.2}
     assert admissions([[(20, 5), (2, 5), (19, 5)]], **kind) == (1, 0, 0, 1)
 
 

@@ -288,7 +288,7 @@ def test_a_prefill(metrics: Metrics) -> None:
 
 
 def test_a_pass_that_mixes_chunks_of_prompts_and_decode_is_one_prefill(metrics: Metrics) -> None:
-    metrics.step_succeeded(msgspec.structs.replace(PREFILL, decoded=3), 0.125)
+    metrics.step_succeeded(msgspec.structs.replace(PREFILL, num_decodes=3), 0.125)
     for name in ("count", "success", "duration_count", "batch_size_count"):
         labels = {"makeup": "single_only"} if "duration" in name else {}
         assert value(metrics, f"tgi_batch_inference_{name}", method="prefill", **labels) == 1
@@ -310,7 +310,7 @@ def test_gauges_follow_steps_and_fall_to_zero_when_nothing_is_left(metrics: Metr
     metrics.step_succeeded(DECODE, 0.0)
     assert gauges(metrics) == [3, 250, 27, 0.25, 0]
     assert value(metrics, "tgi_batch_inference_success", method="next_token") == 1
-    metrics.step_succeeded(msgspec.structs.replace(DECODE, running=0, context=0, remaining=0), 0.0)
+    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_running=0, context_tokens=0, remaining_tokens=0), 0.0)
     assert gauges(metrics) == [0, 0, 0, 0, 0]
     metrics.step_succeeded(PREFILL, 0.0)
     metrics.engine_idle()
@@ -320,7 +320,7 @@ def test_gauges_follow_steps_and_fall_to_zero_when_nothing_is_left(metrics: Metr
 def test_the_queue_is_what_has_never_run_and_what_waits_again(metrics: Metrics) -> None:
     metrics.set_queued(4)
     assert value(metrics, "tgi_queue_size") == 4  # without a step: the engine may be busy for long
-    metrics.step_succeeded(msgspec.structs.replace(DECODE, returned=2), 0.0)
+    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_requeued=2), 0.0)
     assert value(metrics, "tgi_queue_size") == 6
     metrics.set_queued(1)
     assert value(metrics, "tgi_queue_size") == 3
@@ -331,7 +331,7 @@ def test_the_queue_is_what_has_never_run_and_what_waits_again(metrics: Metrics) 
 def test_how_rows_joined_and_what_room_there_is(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
-        stats = msgspec.structs.replace(PREFILL, admissions=AdmissionCounters(1, 2, 3, 4), weight_limit=900)
+        stats = msgspec.structs.replace(PREFILL, admissions=AdmissionCounters(1, 2, 3, 4), token_capacity=900)
         metrics.step_succeeded(stats, 0.0)
     assert value(metrics, "tgi_batch_context_limit") == 900
     assert value(metrics, "tgi_queue_jump") == 2

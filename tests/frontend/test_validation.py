@@ -19,7 +19,7 @@ FLOATS = st.sampled_from(
 )
 PARAMETERS = st.builds(
     RawParams,
-    sample=st.booleans(),
+    do_sample=st.booleans(),
     temperature=st.one_of(st.none(), FLOATS),
     top_k=st.sampled_from([0, 1, 50, 2**31 - 1, 2**31, 2**32 - 1]),
     top_p=FLOATS,
@@ -30,13 +30,13 @@ PARAMETERS = st.builds(
     time_limit_millis=st.sampled_from([0, 1, 5000]),
     stop_sequences=st.lists(st.sampled_from(["a", "", "é" * 120, "é" * 120 + "a", "x" * 241]), max_size=8).map(tuple),
     include_stop_sequence=st.one_of(st.none(), st.booleans()),
-    details=st.builds(
+    logprob_options=st.builds(
         LogprobOptions,
-        generated=st.booleans(),
-        inputs=st.booleans(),
+        generated_tokens=st.booleans(),
+        input_tokens=st.booleans(),
         logprobs=st.booleans(),
         ranks=st.booleans(),
-        top_n=st.sampled_from([0, 1, 10, 11]),
+        top_n_tokens=st.sampled_from([0, 1, 10, 11]),
     ),
     repetition_penalty=FLOATS,
     length_penalty=st.one_of(st.none(), st.tuples(st.integers(0, 50), FLOATS)),
@@ -124,7 +124,7 @@ def test_lengths_bound_the_output(length: int, prefix: int, most: int, least: in
     asked = RawParams(max_new_tokens=most, min_new_tokens=min(least, most))
     found, least = validate(asked, LIMITS), min(least, most)
     soft = AdapterRef("p", prefix, 0, 1, 1) if prefix else None
-    arguments: dict[str, Any] = {"prefix": soft, "settings": found, "limits": LIMITS, "field_name": "x"}
+    arguments: dict[str, Any] = {"prefix": soft, "params": found, "limits": LIMITS, "field_name": "x"}
     if length == 0 or length + prefix >= 200 or length + prefix + least > 200:
         with pytest.raises(InvalidRequest):
             make_request(1, [5] * length, **arguments)

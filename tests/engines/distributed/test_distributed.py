@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
 
 
 def options_of(model: Path) -> EngineOptions:
-    return msgspec.structs.replace(engine_options(model, 4, threads=2), kv_cache_bytes=1 << 20, shards=2)
+    return msgspec.structs.replace(engine_options(model, 4, threads=2), kv_cache_bytes=1 << 20, num_shards=2)
 
 
 def end(reason: str) -> NoReturn:

@@ -81,7 +81,7 @@ def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: Adapter
 def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
     """The other rank has no store: it gets the embeddings that it needs with each step."""
     options = engine_options(glassllm_dir, 8, threads=2)
-    engine = ShardedEngine(msgspec.structs.replace(options, kv_cache_bytes=1 << 20, shards=2), pytest.fail)
+    engine = ShardedEngine(msgspec.structs.replace(options, kv_cache_bytes=1 << 20, num_shards=2), pytest.fail)
     try:
         engine.warm_up()
         assert engine.info.lora_targets == {}  # nor LoRA adapters, of which it would need more

@@ -82,7 +82,7 @@ def test_a_gpu_is_asked_too_and_the_machine_for_what_is_converted(smollm2_dir: P
     free(cpu=1 << 40, cuda=2 * SMOLLM2 - 1)
     with pytest.raises(StartError, match="on cuda:0"):
         check(options, torch.bfloat16, CUDA)
-    check(msgspec.structs.replace(options, shards=2), torch.bfloat16, CUDA)
+    check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CUDA)
 
 
 def test_what_the_files_hold_twice_or_in_another_type_counts_as_it_is_loaded(tmp_path: Path, free: Free) -> None:

@@ -265,7 +265,7 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
 def test_soft_prompts_are_refused_at_the_start(glassllm_dir: Path) -> None:
     prompts = AdapterStoreOptions("/store", 1 << 20, 16)
     with pytest.raises(StartError, match="PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters"):
-        load_engine(msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=1), prompts=prompts))
+        load_engine(msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=1), adapter_store=prompts))
 
 
 def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:

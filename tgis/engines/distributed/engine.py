@@ -39,7 +39,7 @@ class ShardedEngine:
     def __init__(self, options: EngineOptions, fail: Callable[[str], NoReturn]) -> None:
         """StartError if the model cannot be shared out; later failures of any rank go to `end`."""
         ranks.check_shardable(load_config(options), options.num_shards)
-        options = msgspec.structs.replace(options, threads=_threads_per_rank(options))
+        options = msgspec.structs.replace(options, num_threads=_threads_per_rank(options))
         self._fail = fail
         store = os.memfd_create("tgis-ranks")  # stays open: torch opens it by its number, to the very end
         self._followers = [RankProcess(rank, options, store, fail) for rank in range(1, options.num_shards)]
@@ -51,7 +51,7 @@ class ShardedEngine:
     @property
     def info(self) -> EngineInfo:
         """Facts of the loaded model, in which adapters may change nothing: the other ranks have none."""
-        return msgspec.structs.replace(self._engine.info, linears={})
+        return msgspec.structs.replace(self._engine.info, lora_targets={})
 
     def warm_up(self) -> None:
         """As all ranks do after loading, without being told."""
