@@ -1,5 +1,5 @@
-"""The soak: a server under everything that clients do to it, and then the books. `python -m benchmarks.soak`.
+"""The soak: a server under everything that clients do to it, and then the reconcile. `python -m benchmarks.soak`.
 
 `cases` asks what is right while the server is idle, `calls` makes the load and compares, `victim` is a client to be
-killed, `ledger` what the clients saw, `books` the server's counters against it, `memory` how its processes grow.
+killed, `log` what the clients saw, `reconcile` the server's counters against it, `memory` how its processes grow.
 """

@@ -1,4 +1,4 @@
-"""`make soak`: starts a server of the small demo model in float32, soaks it, and closes the books.
+"""`make soak`: starts a server of the small demo model in float32, soaks it, and closes the reconcile.
 
 The last line is one JSON object; the exit code is 1 when anything is wrong.
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 import grpc.aio
 
 from benchmarks.serving import Server, running_server
-from benchmarks.soak import books
+from benchmarks.soak import reconcile
 from benchmarks.soak.calls import CALL_TIMEOUT_SECONDS, SoakClient
 from benchmarks.soak.cases import make_cases
-from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.client_log import ClientLog
+from benchmarks.soak.killed_client import kill_clients
 from benchmarks.soak.memory import MemoryMonitor
 from benchmarks.soak.report import SoakReport, format_report, to_json
 from benchmarks.soak.requests import ServerLimits, batch_request
-from benchmarks.soak.victim import kill_clients
 from tgis.bench.client import CHANNEL_OPTIONS
 from tgis.bench.load import Budget, ClosedLoop
 from tgis.models.demo.fetch import ensure
@@ -44,24 +44,24 @@ IDLE_TIMEOUT_SECONDS = 30.0
 
 async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> SoakReport:
     """Load the server, wait until it is idle again, and look at everything."""
-    draw, ledger = random.Random(seed), ClientLog()
-    watch = MemoryMonitor({"server": server.pid, "engine": server.engine_pid()}, server.healthy)
+    draw, log = random.Random(seed), ClientLog()
+    monitor = MemoryMonitor({"server": server.pid, "engine": server.engine_pid()}, server.healthy)
     async with grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS) as channel:
         stub = GenerationServiceStub(channel)
         bounds = await _server_limits(stub)
-        caller = SoakClient(channel, await make_cases(stub, bounds, NUM_CASES, draw), bounds, ledger, draw)
-        before, started = books.parse_metrics(server.metrics()), time.monotonic()
+        caller = SoakClient(channel, await make_cases(stub, bounds, NUM_CASES, draw), bounds, log, draw)
+        before, started = reconcile.parse_metrics(server.metrics()), time.monotonic()
         async with asyncio.TaskGroup() as group:
-            group.create_task(watch.run(seconds))
-            group.create_task(kill_clients(server.target, bounds.max_sequence_length // 2, seconds, ledger, draw))
+            group.create_task(monitor.run(seconds))
+            group.create_task(kill_clients(server.target, bounds.max_sequence_length // 2, seconds, log, draw))
             group.create_task(ClosedLoop(in_flight).drive(caller.call, Budget(None, seconds)))
         elapsed = time.monotonic() - started
-        after = await _wait_until_idle(server, ledger)
-        ledger.add_problems(books.discrepancies(before, after, ledger))
-        await _use_full_capacity(stub, bounds, ledger)
-        await _wait_until_idle(server, ledger)
-    ledger.add_problems(watch.problems())
-    return SoakReport(elapsed, in_flight, seed, ledger, watch, preemptions=int(after[books.PREEMPTIONS]))
+        after = await _wait_until_idle(server, log)
+        log.add_problems(reconcile.discrepancies(before, after, log))
+        await _use_full_capacity(stub, bounds, log)
+        await _wait_until_idle(server, log)
+    log.add_problems(monitor.problems())
+    return SoakReport(elapsed, in_flight, seed, log, monitor, preemptions=int(after[reconcile.PREEMPTIONS]))
 
 
 async def _server_limits(stub: GenerationServiceStub) -> ServerLimits:
@@ -69,25 +69,25 @@ async def _server_limits(stub: GenerationServiceStub) -> ServerLimits:
     return ServerLimits(info.max_sequence_length, info.max_new_tokens, MAX_CONCURRENT_REQUESTS)
 
 
-async def _wait_until_idle(server: Server, ledger: ClientLog) -> books.MetricValues:
+async def _wait_until_idle(server: Server, log: ClientLog) -> reconcile.MetricValues:
     """The counters once all gauges are zero; a problem if they never are."""
     until = time.monotonic() + IDLE_TIMEOUT_SECONDS
-    while busy := books.nonzero_gauges(series := books.parse_metrics(await asyncio.to_thread(server.metrics))):
+    while busy := reconcile.nonzero_gauges(series := reconcile.parse_metrics(await asyncio.to_thread(server.metrics))):
         if time.monotonic() > until:
-            ledger.add_problems(f"{gauge} though nothing is left to do" for gauge in busy)
+            log.add_problems(f"{gauge} though nothing is left to do" for gauge in busy)
             break
         await asyncio.sleep(0.1)
     return series
 
 
-async def _use_full_capacity(stub: GenerationServiceStub, bounds: ServerLimits, ledger: ClientLog) -> None:
+async def _use_full_capacity(stub: GenerationServiceStub, bounds: ServerLimits, log: ClientLog) -> None:
     """One call that needs every permit, and whose tokens may queue only where none do: nothing has been lost."""
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1), truncate_input_tokens=100)
     request = batch_request(["word " * bounds.max_sequence_length] * bounds.max_inputs, params)
     try:
         await stub.Generate(request, timeout=CALL_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:
-        ledger.add_problem(
+        log.add_problem(
             f"a call with {bounds.max_inputs} inputs to the idle server: {error.code().name} {error.details()}"
         )
 
@@ -110,13 +110,13 @@ def main(arguments: list[str]) -> int:
         ) as server:
             report = asyncio.run(soak(server, 60 * args.minutes, args.in_flight, args.seed))
             if code := server.stop():
-                report.ledger.add_problem(f"the server's exit code is {code}")
-        report.ledger.add_problems(line for line in log.read_text().splitlines() if "Traceback" in line)
+                report.log.add_problem(f"the server's exit code is {code}")
+        report.log.add_problems(line for line in log.read_text().splitlines() if "Traceback" in line)
     if args.json:
         args.json.write_text(json.dumps(to_json(report, samples=True)) + "\n")
     print(f"{args.engine}: {format_report(report)}")
     print(json.dumps({"engine": args.engine} | to_json(report, samples=False)))
-    return 1 if report.ledger.num_problems else 0
+    return 1 if report.log.num_problems else 0
 
 
 if __name__ == "__main__":

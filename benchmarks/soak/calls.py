@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from benchmarks.soak.cases import Answer, Case, assemble_answer, difference
-from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.requests import Request, ServerLimits, batch_request, invalid_requests, stream_request
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -23,17 +23,17 @@ _METHOD = "/fmaas.GenerationService/Generate"
 
 
 class SoakClient:
-    """Makes one call after the other, each of a random sort, and keeps the ledger."""
+    """Makes one call after the other, each of a random sort, and keeps the log."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
         cases: Sequence[Case],
         bounds: ServerLimits,
-        ledger: ClientLog,
+        log: ClientLog,
         draw: random.Random,
     ) -> None:
-        self.log = ledger
+        self.log = log
         self._stub = GenerationServiceStub(channel)
         self._raw = channel.unary_unary(_METHOD, bytes, bytes)
         self._cases = cases

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import MemoryMonitor
 
 _MB = 1 << 20
@@ -18,8 +18,8 @@ class SoakReport:
     seconds: float
     in_flight: int
     seed: int
-    ledger: ClientLog
-    watch: MemoryMonitor
+    log: ClientLog
+    monitor: MemoryMonitor
     preemptions: int  # rows whose blocks were taken away
 
 
@@ -30,49 +30,49 @@ def format_report(report: SoakReport) -> str:
 
 def to_json(report: SoakReport, *, samples: bool) -> dict[str, Any]:
     """JSON values, with the samples of memory if wanted."""
-    ledger = report.ledger
+    log = report.log
     values: dict[str, Any] = {
         "seconds": round(report.seconds, 1),
         "in_flight": report.in_flight,
         "seed": report.seed,
-        "calls": dict(ledger.calls),
-        "left_before_an_answer": dict(ledger.uncertain_calls),
-        "ends": _by_reason(ledger),
-        "left": dict(ledger.abandoned),
-        "expired": ledger.expired,
-        "refused": dict(ledger.refused),
-        "undecodable": ledger.malformed,
-        "killed_clients": ledger.killed_clients,
+        "calls": dict(log.calls),
+        "left_before_an_answer": dict(log.uncertain_calls),
+        "ends": _by_reason(log),
+        "left": dict(log.abandoned),
+        "expired": log.expired,
+        "refused": dict(log.refused),
+        "undecodable": log.malformed,
+        "killed_clients": log.killed_clients,
         "preemptions": report.preemptions,
-        "compared": ledger.compared,
-        "tokens": ledger.tokens,
-        "wrong": ledger.num_problems,
-        "problems": ledger.problems,
-        "memory": {name: asdict(trend) for name, trend in report.watch.trends().items()},
+        "compared": log.compared,
+        "tokens": log.tokens,
+        "wrong": log.num_problems,
+        "problems": log.problems,
+        "memory": {name: asdict(trend) for name, trend in report.monitor.trends().items()},
     }
     if samples:
-        values["samples"] = report.watch.samples
+        values["samples"] = report.monitor.samples
     return values
 
 
 def _lines(report: SoakReport) -> Iterator[str]:
-    ledger = report.ledger
+    log = report.log
     yield f"{report.seconds:.0f} s, {report.in_flight} calls in flight, seed {report.seed}"
-    yield f"calls       {_format_counts(ledger.calls + ledger.uncertain_calls)}; {ledger.malformed} malformed"
-    yield f"ends        {_format_counts(Counter(_by_reason(ledger)))}; {ledger.expired} of them in the queue"
-    yield f"left early  {sum(ledger.abandoned.values())} inputs, also those of {ledger.killed_clients} killed clients"
-    yield f"refused     {_format_counts(ledger.refused)}; {report.preemptions} rows that ran were put back"
-    yield f"compared    {ledger.compared} answers with those of the idle server"
-    for name, trend in report.watch.trends().items():
+    yield f"calls       {_format_counts(log.calls + log.uncertain_calls)}; {log.malformed} malformed"
+    yield f"ends        {_format_counts(Counter(_by_reason(log)))}; {log.expired} of them in the queue"
+    yield f"left early  {sum(log.abandoned.values())} inputs, also those of {log.killed_clients} killed clients"
+    yield f"refused     {_format_counts(log.refused)}; {report.preemptions} rows that ran were put back"
+    yield f"compared    {log.compared} answers with those of the idle server"
+    for name, trend in report.monitor.trends().items():
         medians = " ".join(f"{median / _MB:.0f}" for median in trend.medians)
         yield f"{name:<11} MB by minute: {medians}; {trend.growth:+.2%} a minute, now {trend.second_half_growth:+.2%}"
-    yield from (f"WRONG       {problem}" for problem in ledger.problems)
-    yield f"{ledger.num_problems} problems" if ledger.num_problems else "all is well"
+    yield from (f"WRONG       {problem}" for problem in log.problems)
+    yield f"{log.num_problems} problems" if log.num_problems else "all is well"
 
 
-def _by_reason(ledger: ClientLog) -> dict[str, int]:
+def _by_reason(log: ClientLog) -> dict[str, int]:
     reasons: Counter[str] = Counter()
-    for (_, reason), count in ledger.ends.items():
+    for (_, reason), count in log.ends.items():
         reasons[reason] += count
     return dict(reasons)
 

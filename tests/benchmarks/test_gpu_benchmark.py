@@ -46,7 +46,7 @@ def test_without_a_part_the_others_go_on(
         called.append(command[-1])
         return {"error": "broken"} if len(called) == 2 else {"case": 1}
 
-    monkeypatch.setattr("benchmarks.gpu.measured", fake)
+    monkeypatch.setattr("benchmarks.gpu.run_part_process", fake)
     report = tmp_path / "report.json"
     assert main(["--shape", "tiny", "--json", str(report)]) == 1
     assert called == ["model", "benchmarks.attention_time", "alone", "alone compiled", "served", "served compiled"]

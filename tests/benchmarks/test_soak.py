@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import books
+from benchmarks.soak import reconcile
 from benchmarks.soak.cases import Answer, assemble_answer, difference
-from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
 from tgis.errors import InvalidRequest
 from tgis.frontend.metrics import CallKind, FailureReason, Metrics
@@ -92,7 +92,7 @@ def succeed(server: Metrics, kind: CallKind, reason: StopReason, tokens: int) ->
     server.request_succeeded(kind, reason, input_tokens=3, generated_tokens=tokens, **times)
 
 
-def lived(server: Metrics, ledger: ClientLog) -> None:
+def lived(server: Metrics, log: ClientLog) -> None:
     """A unary call, a refused batch, a stream that was left, and a batch that may not have arrived."""
     for kind, inputs in ((CallKind.SINGLE, 1), (CallKind.BATCH, 3), (CallKind.STREAM, 1), (CallKind.BATCH, 2)):
         server.request_started(kind, inputs)
@@ -101,44 +101,44 @@ def lived(server: Metrics, ledger: ClientLog) -> None:
     server.request_failed(FailureReason.CANCELLED)
     server.request_failed(FailureReason.CANCELLED)
     succeed(server, CallKind.BATCH, StopReason.MAX_TOKENS, 7)
-    ledger.record_call("single", 1)
-    ledger.record_end("single", "EOS_TOKEN", 5)
-    ledger.record_refused("INVALID_ARGUMENT", "batch", 3)
-    ledger.record_call("stream", 1)
-    ledger.abandoned["stream"] += 1
-    ledger.record_uncertain("batch", 2)
+    log.record_call("single", 1)
+    log.record_end("single", "EOS_TOKEN", 5)
+    log.record_refused("INVALID_ARGUMENT", "batch", 3)
+    log.record_call("stream", 1)
+    log.abandoned["stream"] += 1
+    log.record_uncertain("batch", 2)
 
 
 def accounts(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
     """What is wrong after that life and one thing more."""
-    server, ledger = metrics(), ClientLog()
-    before = books.parse_metrics(server.scrape().decode())
-    lived(server, ledger)
-    change(server, ledger)
-    return list(books.discrepancies(before, books.parse_metrics(server.scrape().decode()), ledger))
+    server, log = metrics(), ClientLog()
+    before = reconcile.parse_metrics(server.scrape().decode())
+    lived(server, log)
+    change(server, log)
+    return list(reconcile.discrepancies(before, reconcile.parse_metrics(server.scrape().decode()), log))
 
 
 def test_books_that_agree() -> None:
-    assert accounts(lambda server, ledger: None) == []
-    assert accounts(lambda server, ledger: server.tokenize_started(1)) == []
+    assert accounts(lambda server, log: None) == []
+    assert accounts(lambda server, log: server.tokenize_started(1)) == []
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda server, ledger: server.request_started(CallKind.STREAM, 1), "stream calls"),
-        (lambda server, ledger: ledger.note_call("single", 0), "single calls"),
-        (lambda server, ledger: ledger.note_call("batch", 3), "inputs"),
-        (lambda server, ledger: server.request_failed(FailureReason.CANCELLED), "ends of inputs"),
-        (lambda server, ledger: succeed(server, CallKind.STREAM, StopReason.MAX_TOKENS, 1), "ends of inputs"),
+        (lambda server, log: server.request_started(CallKind.STREAM, 1), "stream calls"),
+        (lambda server, log: log.record_call("single", 0), "single calls"),
+        (lambda server, log: log.record_call("batch", 3), "inputs"),
+        (lambda server, log: server.request_failed(FailureReason.CANCELLED), "ends of inputs"),
+        (lambda server, log: succeed(server, CallKind.STREAM, StopReason.MAX_TOKENS, 1), "ends of inputs"),
         (
-            lambda server, ledger: succeed(server, CallKind.SINGLE, StopReason.EOS_TOKEN, 1),
+            lambda server, log: succeed(server, CallKind.SINGLE, StopReason.EOS_TOKEN, 1),
             "single inputs with EOS_TOKEN",
         ),
-        (lambda server, ledger: server.request_failed(FailureReason.GENERATION), "failures of kind generate"),
-        (lambda server, ledger: server.request_failed(FailureReason.VALIDATION), "failures of kind validation"),
-        (lambda server, ledger: ledger.note_end("stream", "MAX_TOKENS", 0), "expired inputs"),
-        (lambda server, ledger: ledger.note_end("single", "MAX_TOKENS", 100), "tokens"),
+        (lambda server, log: server.request_failed(FailureReason.GENERATION), "failures of kind generate"),
+        (lambda server, log: server.request_failed(FailureReason.VALIDATION), "failures of kind validation"),
+        (lambda server, log: log.record_end("stream", "MAX_TOKENS", 0), "expired inputs"),
+        (lambda server, log: log.record_end("single", "MAX_TOKENS", 100), "tokens"),
     ],
 )
 def test_books_that_do_not(change: Callable[[Metrics, ClientLog], object], what: str) -> None:
@@ -151,7 +151,7 @@ def test_a_call_that_is_cancelled_before_its_inputs_are_queued_has_its_ends_too(
         raise asyncio.CancelledError
     with pytest.raises(InvalidRequest), RequestLog(CallKind.BATCH, 2, server, log_text=False):
         raise InvalidRequest("field", "is bad")
-    found = books.parse_metrics(server.scrape().decode())
+    found = reconcile.parse_metrics(server.scrape().decode())
     assert found["tgi_request_failure_total", "cancelled"] == 3
     assert found["tgi_request_failure_total", "validation"] == 1
 

@@ -32,7 +32,7 @@ ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
     "paged": PagedEngine,
 }
 BOUNDS = {
-    "padded": limits(100_000, max_batch_size=8, prefill_tokens=512, max_padding=0.9),
+    "padded": limits(100_000, max_batch_size=8, prefill_tokens=512, max_prefill_padding=0.9),
     # chunks that end anywhere in prompts, and so few blocks that rows are preempted
     "paged": limits(160, padded=False, block_size=16, prefix_cache=True, max_batch_size=8, prefill_tokens=7),
 }

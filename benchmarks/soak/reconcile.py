@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.client_log import ClientLog
 
 MetricValues = dict[tuple[str, ...], float]  # name and the values of its labels in the order of their names: value
 
@@ -41,38 +41,38 @@ def nonzero_gauges(series: MetricValues) -> list[str]:
     return [f"{name} is {series[name,]:g}" for name in GAUGES if series[name,]]
 
 
-def discrepancies(before: MetricValues, after: MetricValues, ledger: ClientLog) -> Iterator[str]:
+def discrepancies(before: MetricValues, after: MetricValues, log: ClientLog) -> Iterator[str]:
     """Where the counters of a server that is idle again disagree with the clients."""
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    yield from _check_calls(grown, ledger)
-    yield from _check_ends(grown, ledger)
+    yield from _check_calls(grown, log)
+    yield from _check_ends(grown, log)
     for failure, statuses in _FAILURE_STATUSES.items():
-        seen = sum(ledger.refused[status] for status in statuses)
+        seen = sum(log.refused[status] for status in statuses)
         yield from _check_range(f"failures of kind {failure}", grown["tgi_request_failure_total", failure], seen, seen)
 
 
-def _check_calls(grown: Mapping[tuple[str, ...], float], ledger: ClientLog) -> Iterator[str]:
+def _check_calls(grown: Mapping[tuple[str, ...], float], log: ClientLog) -> Iterator[str]:
     for kind in _CALL_KINDS:
-        least, unsure = ledger.calls[kind], ledger.uncertain_calls[kind]
+        least, unsure = log.calls[kind], log.uncertain_calls[kind]
         yield from _check_range(f"{kind} calls", grown["tgi_request_count_total", kind], least, least + unsure)
-    least, unsure = ledger.inputs, ledger.uncertain_inputs
+    least, unsure = log.inputs, log.uncertain_inputs
     yield from _check_range("inputs", grown["tgi_request_input_count_total",], least, least + unsure)
 
 
-def _check_ends(grown: Mapping[tuple[str, ...], float], ledger: ClientLog) -> Iterator[str]:
-    left = sum(ledger.abandoned.values())
+def _check_ends(grown: Mapping[tuple[str, ...], float], log: ClientLog) -> Iterator[str]:
+    left = sum(log.abandoned.values())
     succeeded = {key[1:]: int(value) for key, value in grown.items() if key[0] == "tgi_request_success_total"}
     cancelled = grown["tgi_request_failure_total", "cancelled"]
-    ends = sum(succeeded.values()) + cancelled + ledger.refused_inputs
+    ends = sum(succeeded.values()) + cancelled + log.refused_inputs
     inputs = grown["tgi_request_input_count_total",]
     yield from _check_range("ends of inputs", ends, inputs, inputs)
     yield from _check_range("cancelled inputs", cancelled, 0, left)
     expired = grown["tgi_request_failure_total", "timeout"]
-    yield from _check_range("expired inputs", expired, ledger.expired, ledger.expired + left)
+    yield from _check_range("expired inputs", expired, log.expired, log.expired + left)
     for (kind, reason), count in succeeded.items():
-        seen = ledger.ends[kind, reason]
-        yield from _check_range(f"{kind} inputs with {reason}", count, seen, seen + ledger.abandoned[kind])
-    yield from _check_range("tokens", grown["tgi_request_generated_tokens_sum",], ledger.tokens, math.inf)
+        seen = log.ends[kind, reason]
+        yield from _check_range(f"{kind} inputs with {reason}", count, seen, seen + log.abandoned[kind])
+    yield from _check_range("tokens", grown["tgi_request_generated_tokens_sum",], log.tokens, math.inf)
 
 
 def _check_range(what: str, counted: float, least: float, most: float) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Client processes that are killed in the middle of their streams.
 
-As a program, `python -m benchmarks.soak.victim TARGET STREAMS TOKENS TEXT`, it is such a client: it opens so many
-streams, says so once each has given a token, and hears them to their ends.
+Run as `python -m benchmarks.soak.killed_client TARGET STREAMS TOKENS TEXT`, this is such a client: it opens STREAMS
+streams, prints "started" once each of them has produced a token, and reads them to the end.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import time
 
 import grpc.aio
 
-from benchmarks.soak.ledger import ClientLog
+from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.requests import stream_request
 from tgis.bench.client import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
@@ -24,11 +24,11 @@ _START_SECONDS = 60.0
 _TEXT = "Once upon a time"
 
 
-async def kill_clients(target: str, new: int, seconds: float, ledger: ClientLog, draw: random.Random) -> None:
+async def kill_clients(target: str, new: int, seconds: float, log: ClientLog, draw: random.Random) -> None:
     """Start a client, kill it soon after its streams have begun, sometimes before, and again until time is over."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        command = (sys.executable, "-m", "benchmarks.soak.victim", target, str(_STREAMS), str(new), _TEXT)
+        command = (sys.executable, "-m", "benchmarks.soak.killed_client", target, str(_STREAMS), str(new), _TEXT)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
         patience = _START_SECONDS if draw.random() < 0.8 else draw.random()
@@ -40,19 +40,19 @@ async def kill_clients(target: str, new: int, seconds: float, ledger: ClientLog,
         with contextlib.suppress(ProcessLookupError):  # its streams have ended
             process.kill()
         if code := max(await process.wait(), 0):
-            ledger.add_problem(f"a client failed with exit code {code}")
-        _record_killed(ledger, started=started)
+            log.add_problem(f"a client failed with exit code {code}")
+        _record_killed(log, started=started)
         await asyncio.sleep(_PAUSE_SECONDS * draw.random())
 
 
-def _record_killed(ledger: ClientLog, *, started: bool) -> None:
-    ledger.killed_clients += 1
+def _record_killed(log: ClientLog, *, started: bool) -> None:
+    log.killed_clients += 1
     for _ in range(_STREAMS):
         if started:
-            ledger.record_call("stream", 1)
-            ledger.abandoned["stream"] += 1
+            log.record_call("stream", 1)
+            log.abandoned["stream"] += 1
         else:
-            ledger.record_uncertain("stream", 1)
+            log.record_uncertain("stream", 1)
 
 
 async def _read_stream(stub: GenerationServiceStub, new: int, text: str, begun: asyncio.Event) -> None:
