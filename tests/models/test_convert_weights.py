@@ -74,7 +74,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing transformers takes seconds; the tests of interruptions have real children."""
 
-    def run(command: list[str], seconds: float | None, *, show: bool) -> str | None:
+    def run(command: list[str], seconds: float | None, *, show_output: bool) -> str | None:
         monkeypatch.setattr(sys, "argv", command[2:])
         try:
             convert_weights.main()
@@ -312,9 +312,11 @@ class TestInterrupted:
         grown = torch.load(second, weights_only=True) | {"transformer.h.0.attn.bias": torch.zeros(limit)}
         torch.save(grown, second)
 
-        def limited(command: list[str], seconds: float | None, *, show: bool) -> str | None:
+        def limited(command: list[str], seconds: float | None, *, show_output: bool) -> str | None:
             assert command[:2] == [sys.executable, "-m"]
-            return CHILD([command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds, show_output=show)
+            return CHILD(
+                [command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds, show_output=show_output
+            )
 
         files = sorted(path.iterdir())
         with monkeypatch.context() as patch:

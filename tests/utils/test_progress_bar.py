@@ -9,7 +9,7 @@ from tgis.utils import log_progress
 
 
 def test_a_line_now_and_then_while_it_lasts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(log_progress, "_SECONDS", 0.001)
+    monkeypatch.setattr(log_progress, "_INTERVAL_SECONDS", 0.001)
     caplog.set_level(logging.INFO)
     thrice = threading.Event()
     times: list[int] = []
