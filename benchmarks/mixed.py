@@ -53,7 +53,7 @@ class TimedEngine:
 
     engine: Engine
 
-    def step(self, plan: StepPlan) -> tuple[list[int], float]:
+    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
         """Compute it, and say how long that took."""
         started = time.perf_counter()
         result = self.engine.step(plan)

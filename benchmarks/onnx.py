@@ -137,9 +137,9 @@ def _sequences(inputs: list[list[int]], details: LogprobOptions) -> list[Sequenc
 def _greedy(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     rows = _sequences(prompts, LogprobOptions())
     for _ in range(NEW_TOKENS):
-        for row, token in zip(rows, engine.step(StepPlan.compute_all(rows)).tokens, strict=True):
+        for row, tokens in zip(rows, engine.step(StepPlan.compute_all(rows)).tokens, strict=True):
             row.num_computed_tokens = len(row.tokens)
-            row.tokens.append(token)
+            row.tokens += tokens
     return [row.tokens[row.prompt_length :] for row in rows]
 
 

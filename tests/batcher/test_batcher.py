@@ -50,6 +50,28 @@ def test_the_time_limit_beats_everything_and_keeps_the_token() -> None:
     assert (row.num_generated_tokens, row.stop_reason) == (1, StopReason.TIME_LIMIT)
 
 
+@pytest.mark.parametrize(
+    ("one", "now", "kept", "end"),
+    [
+        (request(1, max_new=3), 0.0, [7, 7, 7], StopReason.MAX_TOKENS),
+        (request(1, max_new=9), 0.0, [7, 7, 7, EOS], StopReason.EOS_TOKEN),
+        (request(1, max_new=6, min_new=5), 0.0, [7, 7, 7, EOS, 7, EOS], StopReason.EOS_TOKEN),
+        (request(1, max_new=9, deadline=5.0), 5.1, [7], StopReason.TIME_LIMIT),
+        (request(1, max_new=9, min_new=8), 0.0, [7, 7, 7, EOS, 7, EOS], StopReason.NOT_FINISHED),
+    ],
+)
+def test_of_several_tokens_of_a_step_those_behind_the_end_are_dropped(
+    one: Request, now: float, kept: list[int], end: StopReason
+) -> None:
+    batcher = Batcher(limits(padded=False, block_size=4), {EOS})
+    (seq,) = batcher.submit([one], 0.0)
+    ended = batcher.commit(next_plan(batcher), [[7, 7, 7, EOS, 7, EOS]], now)
+    assert (seq.tokens[seq.prompt_length :], seq.stop_reason) == (kept, end)
+    assert ended == ([] if end is StopReason.NOT_FINISHED else [seq])
+    if not ended:  # all of them are computed by the next step
+        assert next_plan(batcher).num_scheduled_tokens == [6]
+
+
 def test_a_deadline_is_late_only_after_it() -> None:
     row = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, max_new=1), [7], now=5.0)
     assert row.stop_reason is StopReason.MAX_TOKENS
@@ -104,7 +126,7 @@ def test_without_padding_the_weight_is_a_sum() -> None:
 
 
 def test_padding_closes_a_prefill() -> None:
-    batcher = Batcher(limits(max_padding=0.2), {EOS})
+    batcher = Batcher(limits(max_prefill_padding=0.2), {EOS})
     batcher.submit([request(1, 10), request(2, 8), request(3, 2)], 0.0)
     assert ids(run_step(batcher)[0].seqs) == [1, 2]
     run_step(batcher)
@@ -183,7 +205,7 @@ def test_a_request_that_is_out_of_memory_alone_is_refused() -> None:
 def test_what_lack_of_memory_took_comes_back_slowly() -> None:
     batcher = Batcher(limits(weight=10**6), {EOS})
     batcher.submit([request(n, 1000, max_new=9000) for n in range(2)], 0.0)
-    batcher.commit(next_prefill(batcher), [7], 0.0)
+    batcher.commit(next_prefill(batcher), [[7]], 0.0)
     batcher.rollback(next_plan(batcher), out_of_memory=True)
     low = batcher.context_limit
     for _ in range(300):
@@ -204,7 +226,7 @@ def test_a_broken_step_is_tried_again_in_halves_until_one_row_is_found() -> None
         if 2 in ids(plan.seqs):
             batcher.rollback(plan, out_of_memory=False)
         else:
-            batcher.commit(plan, [7] * len(plan.sampled), 0.0)
+            batcher.commit(plan, [[7]] * len(plan.sampled), 0.0)
     assert tried == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2], [3]]
     assert batcher.num_running == 3
 

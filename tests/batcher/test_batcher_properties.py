@@ -35,9 +35,9 @@ class Arrival:
         return Request(number, tokens, self.new, False, SamplingParams(), details, self.deadline, SALTS[self.tenant])
 
 
-def next_token(row: Sequence) -> int:
-    """Depends on every token so far, and never ends a row."""
-    return 10_000 + zlib.crc32(str(row.tokens).encode()) % 1000
+def next_token(tokens: list[int]) -> int:
+    """Depends on every token so far, and never ends a sequence."""
+    return 10_000 + zlib.crc32(str(tokens).encode()) % 1000
 
 
 @dataclass
@@ -47,6 +47,7 @@ class World:
     bounds: BatchLimits
     arrivals: list[Arrival]
     memory: int = 10**9  # tokens of context that the engine really has
+    max_new_tokens: int = 1  # of a sequence in one step of an engine with blocks
     accidents: frozenset[int] = frozenset()  # steps that fail for no reason
     held: dict[int, int] = field(default_factory=dict)  # id -> computed tokens
     ends: dict[int, list[StopReason]] = field(default_factory=dict)
@@ -138,11 +139,19 @@ class World:
             self.out_of_memory |= {row.id for row in refused if lacking}
             self._end(refused)
             return
-        ended = batcher.commit(plan, [next_token(row) for row in plan.sampled], now)
+        ended = batcher.commit(plan, [self._next_tokens(row) for row in plan.sampled], now)
         self._release(ended)
         self._end(ended)
         if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)
+
+    def _next_tokens(self, row: Sequence) -> list[int]:
+        """Several at once if there are blocks, more at times than the sequence may still get."""
+        tokens = list(row.tokens)
+        several = next_token([*tokens, 0]) % self.max_new_tokens if self.bounds.block_size else 0
+        for _ in range(1 + several):
+            tokens.append(next_token(tokens))
+        return tokens[len(row.tokens) :]
 
     def _write(self, row: Sequence, count: int) -> None:
         """Compute tokens into the row's blocks, and read there what the row is made of."""
@@ -185,7 +194,7 @@ class World:
             self.generated[row.id] = row.num_generated_tokens
             alone = Sequence(row.request, 0.0)
             while len(alone.tokens) < len(row.tokens):
-                alone.tokens.append(next_token(alone))
+                alone.tokens.append(next_token(alone.tokens))
             assert row.tokens == alone.tokens
 
 
@@ -209,10 +218,10 @@ BOUNDS = st.builds(
     st.sampled_from([40, 90, 200, 1000]),
     max_batch_size=st.integers(1, 8),
     prefill_tokens=st.sampled_from([4, 40]),
-    max_padding=st.sampled_from([0.0, 0.2, 1.0]),
+    max_prefill_padding=st.sampled_from([0.0, 0.2, 1.0]),
     padded=st.just(False),
     block_size=st.sampled_from([0, 1, 4]),
-    ahead=st.sampled_from([0, 1]),
+    lookahead=st.sampled_from([0, 1]),
     prefix_cache=st.booleans(),
     max_waiting_tokens=st.sampled_from([0, 3, 24]),
 ) | st.builds(
@@ -220,17 +229,17 @@ BOUNDS = st.builds(
     st.sampled_from([40, 90, 200, 1000]),
     max_batch_size=st.integers(1, 8),
     prefill_tokens=st.sampled_from([4, 40]),
-    max_padding=st.sampled_from([0.0, 0.2, 1.0]),
+    max_prefill_padding=st.sampled_from([0.0, 0.2, 1.0]),
     max_waiting_tokens=st.sampled_from([0, 3, 24]),
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(ARRIVALS, BOUNDS)
+@given(ARRIVALS, BOUNDS, st.sampled_from([1, 4]))
 def test_every_request_ends_once_and_memory_is_never_promised_twice(
-    arrivals: list[Arrival], bounds: BatchLimits
+    arrivals: list[Arrival], bounds: BatchLimits, max_new_tokens: int
 ) -> None:
-    world = World(bounds, arrivals)
+    world = World(bounds, arrivals, max_new_tokens=max_new_tokens)
     world.run()
     assert {number: len(ends) for number, ends in world.ends.items()} == dict.fromkeys(range(len(arrivals)), 1)
     for number, (end,) in world.ends.items():
@@ -249,7 +258,7 @@ def test_every_request_ends_once_and_memory_is_never_promised_twice(
 def test_lack_of_memory_and_accidents_lose_nobody(
     arrivals: list[Arrival], bounds: BatchLimits, memory: int, accidents: frozenset[int]
 ) -> None:
-    world = World(bounds, arrivals, memory, accidents)
+    world = World(bounds, arrivals, memory, accidents=accidents, max_new_tokens=4)
     world.run()
     assert {number: len(ends) for number, ends in world.ends.items()} == dict.fromkeys(range(len(arrivals)), 1)
     for number in world.out_of_memory:
@@ -282,7 +291,7 @@ def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
         batcher.submit([request(next(numbers), small, 4) for _ in range(per_step)], now)
         plan = batcher.plan(now)
         assert plan is not None
-        batcher.commit(plan, [7] * len(plan.sampled), now)
+        batcher.commit(plan, [[7]] * len(plan.sampled), now)
         if any(row.id == 0 for row in plan.sampled):
             break
     else:

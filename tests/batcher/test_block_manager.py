@@ -33,7 +33,7 @@ def ask(
 
 def step(one: Batcher, token: int = 7, now: float = 0.0) -> StepPlan:
     plan = next_plan(one, now)
-    one.commit(plan, [token] * len(plan.sampled), now)
+    one.commit(plan, [[token]] * len(plan.sampled), now)
     pool_of(one).check()
     return plan
 
@@ -170,7 +170,7 @@ def test_a_prompt_waits_no_longer_than_for_what_it_shares() -> None:
     [
         lambda one, _plan: one.cancel([1]),
         lambda one, _plan: one.expire(2.0),
-        lambda one, plan: one.abandon(plan.rows),
+        lambda one, plan: one.drop(plan.seqs),
     ],
     ids=["cancelled", "expired", "failed"],
 )
@@ -257,7 +257,7 @@ def test_the_youngest_gives_its_blocks_to_the_oldest_and_loses_no_token() -> Non
         plan = next_plan(one)
         if lost in plan.seqs and not lost.num_computed_tokens:
             assert plan.num_scheduled_tokens[plan.seqs.index(lost)] == 4 + 9  # generated tokens and all
-        ends += one.commit(plan, [7] * len(plan.sampled), 0.0)
+        ends += one.commit(plan, [[7]] * len(plan.sampled), 0.0)
     assert [(row.id, row.num_generated_tokens, row.stop_reason) for row in ends] == [
         (n, 12, StopReason.MAX_TOKENS) for n in range(3)
     ]
@@ -298,7 +298,7 @@ def test_a_request_as_large_as_the_pool_runs_however_many_are_there(prefix_cache
     while not one.idle:
         plan = next_plan(one)
         assert 0 in ids(plan.seqs) or 0 in order  # it never stands still
-        order += ids(one.commit(plan, [7] * len(plan.sampled), 0.0))
+        order += ids(one.commit(plan, [[7]] * len(plan.sampled), 0.0))
         pool_of(one).check()
     assert sorted(order) == list(range(7))
     assert one.take_counters().preemptions > 0
@@ -349,7 +349,7 @@ def ends_of(one: Batcher) -> list[Sequence]:
     ends: list[Sequence] = []
     while not one.idle:
         plan = next_plan(one)
-        ends += one.commit(plan, [7] * len(plan.sampled), 0.0)
+        ends += one.commit(plan, [[7]] * len(plan.sampled), 0.0)
     return ends
 
 
@@ -363,7 +363,7 @@ def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_bloc
         if 2 in ids(plan.seqs):
             refused += one.rollback(plan, out_of_memory=False)
         else:
-            one.commit(plan, [7] * len(plan.sampled), 0.0)
+            one.commit(plan, [[7]] * len(plan.sampled), 0.0)
         pool_of(one).check()
     assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
     assert ids(refused) == [2]
@@ -371,7 +371,7 @@ def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_bloc
 
 
 def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_them() -> None:
-    one = batcher(20, ahead=1)
+    one = batcher(20, lookahead=1)
     one.submit([ask(0, prompt(6), 7)], 0.0)
     held = [
         len(step(one).seqs[0].block_table) for _ in range(6)
@@ -382,7 +382,7 @@ def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_the
 
 
 def test_a_prompt_that_goes_on_gets_no_block_early() -> None:
-    one = batcher(20, ahead=1)
+    one = batcher(20, lookahead=1)
     one.submit([ask(0, prompt(16), 7)], 0.0)
     assert [len(step(one).seqs[0].block_table) for _ in range(2)] == [2, 5]
 
@@ -391,7 +391,7 @@ def test_nobody_makes_room_for_what_runs_ahead() -> None:
     """What one row has early would have been its own in the next step; when none is free, others have none early."""
     preempted = {}
     for ahead in (0, 1):
-        one = batcher(6, ahead=ahead, prefix_cache=False)
+        one = batcher(6, lookahead=ahead, prefix_cache=False)
         one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(2)], 0.0)
         plans = [step(one) for _ in range(10)]
         preempted[ahead] = [ids(plan.preempted) for plan in plans]

@@ -27,7 +27,7 @@ class World:
     """A batcher and the machine's clock."""
 
     def __init__(self) -> None:
-        bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, stretch=STRETCH)
+        bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, max_slowdown=STRETCH)
         self.batcher = Batcher(bounds, ())
         self.now = 0.0
         self.first: dict[int, float] = {}  # request id -> when its first token came
@@ -45,7 +45,7 @@ class World:
         self.now += took
         for row in plan.sampled:
             self.first.setdefault(row.id, self.now)
-        return took, len(self.batcher.commit(plan, [7] * len(plan.sampled), self.now))
+        return took, len(self.batcher.commit(plan, [[7]] * len(plan.sampled), self.now))
 
     def until(self, done: Callable[[], bool]) -> list[float]:
         """What the steps take until then."""

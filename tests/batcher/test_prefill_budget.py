@@ -23,7 +23,7 @@ def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
         assert plan is not None
         now += prefill_seconds if plan.has_prefill else 1.0
         seen += "P" if plan.has_prefill else "d"
-        batcher.commit(plan, [7] * len(plan.sampled), now)
+        batcher.commit(plan, [[7]] * len(plan.sampled), now)
     return seen
 
 

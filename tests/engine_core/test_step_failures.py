@@ -49,7 +49,7 @@ def test_a_cache_that_cannot_grow_changes_nobodys_result(
     engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     moved = Failing(PaddedCacheLayer._reallocated, torch.OutOfMemoryError("none left"), {call})
-    monkeypatch.setattr(PaddedCacheLayer, "_moved", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
+    monkeypatch.setattr(PaddedCacheLayer, "_reallocated", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
     check(run(engine, requests()), alone)
     assert moved.count >= call
 

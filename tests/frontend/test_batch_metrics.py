@@ -193,7 +193,7 @@ def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, in
         batcher.submit([request(next(ids), *lengths) for lengths in turn], now)
         plan = batcher.plan(now)
         assert plan is not None
-        batcher.commit(plan, [7] * len(plan.sampled), now)
+        batcher.commit(plan, [[7]] * len(plan.sampled), now)
         now += 0.5
         new = batcher.take_counters()
         counts = (new.queue_jumps, new.granular_additions, new.prefill_weight_exceeded, new.prefill_padding_exceeded)
@@ -243,7 +243,7 @@ async def test_the_queue_changes_with_arrivals_cancels_joins_and_ends() -> None:
         return value(metrics, "tgi_queue_size"), client.queued_tokens
 
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
-        return Step(ids, [7] * len(ids), [*ends], [], {}, stats)
+        return Step(ids, [[7]] * len(ids), [*ends], [], {}, stats)
 
     with client.submit([request(n, 10 + n) for n in range(5)], eager=True) as inboxes:
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)

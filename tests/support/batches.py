@@ -68,11 +68,11 @@ def next_plan(batcher: Batcher, now: float = 0.0) -> StepPlan:
 
 def run_step(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[StepPlan, list[Sequence]]:
     plan = next_plan(batcher, now)
-    return plan, batcher.commit(plan, [token] * len(plan.sampled), now)
+    return plan, batcher.commit(plan, [[token]] * len(plan.sampled), now)
 
 
 def next_prefill(batcher: Batcher) -> StepPlan:
     """The next plan that is a prefill, after the steps before it."""
     while not (plan := next_plan(batcher)).has_prefill:
-        batcher.commit(plan, [7] * len(plan.sampled), 0.0)
+        batcher.commit(plan, [[7]] * len(plan.sampled), 0.0)
     return plan

@@ -81,7 +81,7 @@ class SyntheticEngine:
         self.peak_bytes = max(self.peak_bytes, MODEL_BYTES + self.held() + beside)
         if self.held() + beside > self.capacity:
             raise OutOfMemory("no room")
-        return StepResult([0] * len(plan.seqs), [])
+        return StepResult([[0]] * len(plan.sampled), [])
 
     def release(self, rows: Rows[Sequence]) -> None:
         """Forget rows."""

@@ -120,16 +120,17 @@ class Batcher:
             self._last_wait_reason = self._wait_reason, now
         return plan
 
-    def commit(self, plan: StepPlan, tokens: list[int], now: float) -> list[Sequence]:
-        """Append a new token to each sampled row of the plan; the rows that ended, which the engine must release."""
+    def commit(self, plan: StepPlan, tokens: list[list[int]], now: float) -> list[Sequence]:
+        """Append the new tokens of each sampled sequence, up to the one that ends it; return the sequences that ended.
+
+        Only scheduled tokens count as computed: of several new tokens the next step computes all.
+        """
         for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             row.num_computed_tokens += count
             if self._block_manager:
                 self._block_manager.cache_full_blocks(row)
-        for row, token in zip(plan.sampled, tokens, strict=True):
-            row.tokens.append(token)
-            row.stop_reason = self._stop_reason(row, now)
-            row.solo_failures = row.retry_group = 0
+        for row, new_tokens in zip(plan.sampled, tokens, strict=True):
+            self._append(row, new_tokens, now)
         for row in self._running:
             row.was_scheduled = True
         self._capacity.step_succeeded()
@@ -282,6 +283,15 @@ class Batcher:
             self._capacity.shrink_context(self._block_manager.pool.num_used * self._block_manager.block_size)
         elif not plan.has_prefill or len(plan.seqs) == 1:
             self._capacity.shrink_context(current_context_tokens(self._running, padded))
+
+    def _append(self, row: Sequence, tokens: list[int], now: float) -> None:
+        assert tokens, "a sampled sequence gets at least one token"
+        for token in tokens:
+            row.tokens.append(token)
+            row.stop_reason = self._stop_reason(row, now)
+            if row.stop_reason is not StopReason.NOT_FINISHED:
+                break  # nobody asked for what follows
+        row.solo_failures = row.retry_group = 0
 
     def _stop_reason(self, row: Sequence, now: float) -> StopReason:
         """The order of front-end stopping, but for stop sequences, which need the text."""

@@ -79,8 +79,8 @@ class SimulationResult:
 class StepEngine(Protocol):
     """What computes steps."""
 
-    def step(self, plan: StepPlan) -> tuple[list[int], float]:
-        """A token for each sampled row, and the seconds that the step took."""
+    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
+        """The new tokens of each sampled sequence, and the seconds that the step took."""
 
     def release(self, rows: list[Sequence]) -> None:
         """Forget rows that have ended."""
@@ -92,9 +92,9 @@ class SimulatedEngine:
 
     model: StepModel
 
-    def step(self, plan: StepPlan) -> tuple[list[int], float]:
+    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
         """Tokens that mean nothing."""
-        return [0] * len(plan.sampled), self.model.seconds(plan)
+        return [[0]] * len(plan.sampled), self.model.seconds(plan)
 
     def release(self, rows: list[Sequence]) -> None:
         """Nothing is held."""
@@ -154,8 +154,8 @@ class Simulation:
         self._now += seconds
         ended = self._batcher.commit(plan, tokens, self._now)
         self._engine.release(ended)
-        for row in plan.sampled:
-            self._token_times[row.id][1].append(self._now)
+        for row, new_tokens in zip(plan.sampled, tokens, strict=True):
+            self._token_times[row.id][1].extend([self._now] * len(new_tokens))
         for row in ended:
             self._end(row)
         self.result.samples.append(QueueSample(self._now, self._batcher.num_waiting, self._batcher.num_running))

@@ -63,7 +63,7 @@ class EngineCore:
             expired = self._batcher.expire(time.monotonic())
             if expired:
                 self._engine.release(expired)
-                self._send_step(expired, [-1] * len(expired))
+                self._send_step(expired, [[]] * len(expired))
             plan = self._batcher.plan(time.monotonic())
             if plan is not None:
                 self._step(plan)
@@ -117,9 +117,11 @@ class EngineCore:
         report = StepRecorder(plan, self._batcher, padded=self._padded, started_at=started_at)
         if result.failed:
             plan, result = self._without_failed(plan, result)
+        starts = [len(row.tokens) for row in plan.sampled]
         ended = self._batcher.commit(plan, result.tokens, computed_at)
         self._engine.release(ended)
-        self._send_step(plan.sampled, result.tokens, result, report.stats(computed_at, time.monotonic()))
+        tokens = [row.tokens[start:] for row, start in zip(plan.sampled, starts, strict=True)]
+        self._send_step(plan.sampled, tokens, result, report.stats(computed_at, time.monotonic()))
 
     def _without_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """The step without the rows that the engine could not choose a token for; they get an error."""
@@ -140,7 +142,7 @@ class EngineCore:
     def _send_step(
         self,
         rows: list[Sequence],
-        tokens: list[int],
+        tokens: list[list[int]],
         result: StepResult | None = None,
         stats: StepStats | None = None,
     ) -> None:

@@ -10,10 +10,13 @@ from tgis.ipc.messages import EngineInfo, TokenLogprobs
 
 @dataclass(slots=True)
 class StepResult:
-    """One new token per sampled row of the plan, in its order, and what was asked about them."""
+    """The new tokens of each sampled sequence of the plan, in its order, and the logprobs that were asked for.
 
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]  # empty when no row asked
+    A sequence gets one token at least; several only from an engine with KV blocks.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]  # of each sequence's tokens, or none; empty when no sequence asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request id -> its input tokens
     failed: dict[int, str] = field(default_factory=dict)  # request id -> why; its token means nothing
 

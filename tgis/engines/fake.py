@@ -26,6 +26,7 @@ class StepModel(msgspec.Struct, frozen=True):
     weight_limit: int = 1 << 40  # tokens of context
     largest: int = 1 << 40  # tokens of the largest single request
     prefill_tokens: int = 1 << 20
+    tokens_per_step: int = 1  # of each sequence; more only with KV blocks
     step_seconds: float = 0.0
     row_seconds: float = 0.0  # per row that decodes
     context_seconds: float = 0.0  # per token of context of rows that decode, padding included
@@ -97,12 +98,12 @@ class FakeEngine:
             and padded_tokens([*self._num_computed_tokens.values()], model.padded) > model.memory_tokens
         ):
             raise OutOfMemory("more tokens of context than the model's config allows")
-        tokens = [row.tokens[row.num_generated_tokens % row.prompt_length] for row in plan.sampled]
+        tokens = [self._next_tokens(row) for row in plan.sampled]
         return StepResult(
             tokens,
             logprobs=[
-                self._token_logprobs(row.request.logprob_options, t)
-                for row, t in zip(plan.sampled, tokens, strict=True)
+                self._token_logprobs(row.request.logprob_options, new_tokens)
+                for row, new_tokens in zip(plan.sampled, tokens, strict=True)
             ],
             prompt_logprobs=self._prompt_logprobs(plan.sampled),
             failed={row.id: "a poisoned row" for row in plan.seqs if model.poison_token in row.tokens},
@@ -115,6 +116,10 @@ class FakeEngine:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _next_tokens(self, row: Sequence) -> list[int]:
+        first = row.num_generated_tokens
+        return [row.tokens[n % row.prompt_length] for n in range(first, first + self._model.tokens_per_step)]
 
     def _write_kv(self, row: Sequence, count: int) -> None:
         """Write tokens to the row's blocks; all that it has there must be its own."""
@@ -132,9 +137,9 @@ class FakeEngine:
             if row.request.logprob_options.input_tokens and not row.num_generated_tokens
         }
 
-    def _token_logprobs(self, details: LogprobOptions, token: int) -> TokenLogprobs | None:
+    def _token_logprobs(self, details: LogprobOptions, tokens: list[int]) -> list[TokenLogprobs]:
         wanted = details.generated_tokens and (details.logprobs or details.ranks or details.top_n_tokens)
-        return self._make_logprobs(details, token) if wanted else None
+        return [self._make_logprobs(details, token) for token in tokens] if wanted else []
 
     def _make_logprobs(self, details: LogprobOptions, token: int) -> TokenLogprobs:
         logprob = -0.5 if details.logprobs else 0.0

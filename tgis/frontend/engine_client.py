@@ -35,6 +35,7 @@ from tgis.ipc.messages import (
     StopReason,
     Submit,
     ToEngine,
+    TokenLogprobs,
     encode_frame,
 )
 from tgis.ipc.snapshot import Snapshot
@@ -209,21 +210,28 @@ class EngineClient:
 
     def _deliver(self, step: Step) -> None:
         started = time.monotonic()
-        facts = step.logprobs or [None] * len(step.ids)
+        logprobs = step.logprobs or [[]] * len(step.ids)
         for request_id, inputs in step.prompt_logprobs.items():
             if inbox := self._queues.get(request_id):
                 inbox.prompt_logprobs = inputs
         if step.stats is not None:
             self._record_scheduled(step.stats)
-        for request_id, token, end, fact in zip(step.ids, step.tokens, step.stop_reasons, facts, strict=True):
+        for request_id, tokens, end, details in zip(step.ids, step.tokens, step.stop_reasons, logprobs, strict=True):
             if inbox := self._queues.get(request_id):  # else cancelled meanwhile
-                inbox.put(TokenOutput(token, StopReason(end), fact))
-                if end:
-                    self._remove(inbox)
+                self._put(inbox, tokens, end, details)
         if self.observer and step.stats:
             self.observer.step_succeeded(step.stats, time.monotonic() - started)
             if not self._queues:  # the step was on its way when the last row was cancelled
                 self.observer.engine_idle()
+
+    def _put(self, inbox: OutputQueue, tokens: list[int], end: int, logprobs: list[TokenLogprobs]) -> None:
+        *others, last = tokens or [-1]
+        details = iter(logprobs)
+        for token in others:
+            inbox.put(TokenOutput(token, StopReason.NOT_FINISHED, next(details, None)))
+        inbox.put(TokenOutput(last, StopReason(end), next(details, None)))
+        if end:
+            self._remove(inbox)
 
     def _record_scheduled(self, stats: StepStats) -> None:
         joined = time.monotonic() - stats.duration

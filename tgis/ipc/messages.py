@@ -218,13 +218,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """What one step produced: parallel columns, one entry per request that got a token or ended.
 
-    A token of -1 is none (the request ended while queued). `facts` is empty when no row asked for any.
+    A request has no tokens if it ended before its first, and as many logprobs as tokens, or none. `logprobs` is
+    empty when no request asked for any.
     """
 
     ids: list[int]
-    tokens: list[int]
-    stop_reasons: list[int]  # StopReason
-    logprobs: list[TokenLogprobs | None]
+    tokens: list[list[int]]
+    stop_reasons: list[int]  # StopReason, of the last token
+    logprobs: list[list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # request id -> facts of its input tokens, after its prefill
     stats: StepStats | None  # None when no pass ran
 

@@ -127,10 +127,10 @@ def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
     while plan := batcher.plan(0.0):
         engine.release(plan.preempted)
         result = engine.step(plan)
-        for row, token, fact in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):
-            assert fact is not None
-            got[row.id][0].append(token)
-            got[row.id][1].append(fact)
+        for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):
+            assert len(facts) == len(tokens)
+            got[row.id][0].extend(tokens)
+            got[row.id][1].extend(facts)
         for request_id, inputs in result.prompt_logprobs.items():
             got[request_id][2].extend(inputs)
         engine.release(batcher.commit(plan, result.tokens, 0.0))

@@ -79,9 +79,9 @@ def test_a_repetition_penalty_is_about_the_output(name: str, tmp_path: Path) -> 
 
 
 def compute(engine: PaddedEngine, rows: list[Sequence]) -> None:
-    for row, token in zip(rows, engine.step(StepPlan.compute_all(rows)).tokens, strict=True):
+    for row, tokens in zip(rows, engine.step(StepPlan.compute_all(rows)).tokens, strict=True):
         row.num_computed_tokens = len(row.tokens)
-        row.tokens.append(token)
+        row.tokens += tokens
 
 
 def ended(row: Sequence) -> bool:

@@ -72,7 +72,7 @@ class Subject:
         result = self.engine.step(plan)
         for place, row in enumerate(plan.sampled):
             if row.id not in result.failed:
-                self.facts.setdefault(row.id, []).append(result.logprobs[place] if result.logprobs else None)
+                self.facts.setdefault(row.id, []).extend((result.logprobs and result.logprobs[place]) or [None])
         self.inputs |= result.prompt_logprobs
         return result
 
@@ -147,8 +147,8 @@ def commit(plan: StepPlan, result: StepResult) -> None:
     """As the batcher does, but that rows go on after an end."""
     for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
         row.num_computed_tokens += count
-    for row, token in zip(plan.sampled, result.tokens, strict=True):
-        row.tokens.append(token)
+    for row, tokens in zip(plan.sampled, result.tokens, strict=True):
+        row.tokens += tokens
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
@@ -302,7 +302,7 @@ class Run:
         engine.release(failed)
         self.batcher.drop(failed)
         sampled = [row for row in plan.sampled if row not in failed]
-        tokens = [token for row, token in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
+        tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
         work = [
             (row, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True) if row not in failed
         ]
@@ -326,7 +326,7 @@ class Run:
 
 
 def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: Any) -> Run:
-    values = {"block_size": SIZE, "prefix_cache": True, "max_batch_size": ROWS, "ahead": 1, "prefill_tokens": 9}
+    values = {"block_size": SIZE, "prefix_cache": True, "max_batch_size": ROWS, "lookahead": 1, "prefill_tokens": 9}
     subject.facts.clear()
     run = Run(subject, Batcher(limits(blocks * SIZE, padded=False, **(values | changes)), {EOS}))
     run.batcher.submit(requests, 0.0)

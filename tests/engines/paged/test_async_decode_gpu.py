@@ -50,8 +50,8 @@ def test_nothing_waits_but_for_tokens(tmp_path: Path, ahead: bool) -> None:
                     result = engine.step(plan)
             else:
                 result = engine.step(plan)
-            for row, count, token in zip(rows, plan.num_scheduled_tokens, result.tokens, strict=True):
+            for row, count, tokens in zip(rows, plan.num_scheduled_tokens, result.tokens, strict=True):
                 row.num_computed_tokens += count
-                row.tokens.append(token)
+                row.tokens += tokens
             engine.release([row for row in rows if not row.num_remaining_tokens])
             rows = [row for row in rows if row.num_remaining_tokens]

@@ -51,12 +51,12 @@ class Subject:
 
     def batcher(self, blocks: int, chunk: int, **changes: Any) -> Batcher:
         """With so many blocks, and so many tokens of prompts in a step."""
-        ahead = self.engine.info.lookahead
+        lookahead = self.engine.info.lookahead
         values = {
             "block_size": self.block_size,
             "prefix_cache": False,
             "max_batch_size": ROWS,
-            "ahead": ahead,
+            "lookahead": lookahead,
         } | changes
         return Batcher(limits(blocks * self.block_size, padded=False, prefill_tokens=chunk, **values), {EOS})
 

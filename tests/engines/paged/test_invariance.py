@@ -66,10 +66,10 @@ def outcomes(
     bounds = limits(blocks * 16, padded=False, block_size=16, prefill_tokens=chunk, max_batch_size=ROWS)
     found: dict[int, Outcome] = {request.id: ([], []) for request in together}
     for plan, result, _ in run_steps(engine, bounds, together, rng):
-        for row, token, fact in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
-            assert fact is not None
-            found[row.id][0].append(token)
-            found[row.id][1].append(fact)
+        for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
+            assert len(facts) == len(tokens)
+            found[row.id][0].extend(tokens)
+            found[row.id][1].extend(facts)
     return [found[request.id] for request in together]
 
 

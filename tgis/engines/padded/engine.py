@@ -4,7 +4,7 @@ The model code is transformers' own; around it KV caches that rows join and leav
 on the CPU, and sampling over the whole batch. It never downloads and never runs code of a model directory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 
@@ -20,10 +20,10 @@ from tgis.engines.memory.profiler import profile_padded
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
-from tgis.engines.sampling.sampler import Sampler
+from tgis.engines.sampling.sampler import Sampler, SamplerOutput
 from tgis.engines.sampling.token_history import TokenHistory
 from tgis.errors import OutOfMemory
-from tgis.ipc.messages import EngineInfo, EngineOptions, LogprobOptions, Request, SamplingParams
+from tgis.ipc.messages import EngineInfo, EngineOptions, LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 
@@ -83,7 +83,7 @@ class PaddedEngine:
         for _ in range(2):
             tokens = self.step(StepPlan.compute_all([row])).tokens
             row.num_computed_tokens = len(row.tokens)
-            row.tokens += tokens
+            row.tokens += tokens[0]
         cost = self._model.kv_cache_cost
         self.release([row])
         self._memory_model = profile_padded(self, self._options, self._device, cost, lambda: self._model.kv_cache_bytes)
@@ -121,7 +121,8 @@ class PaddedEngine:
         sampler.set_seqs(new_seqs)
         context.set_seqs(new_seqs)
         choice = sampler.sample_and_wait(newest, context.ids)
-        return StepResult(choice.tokens, choice.logprobs, inputs, _failed_sequences(new_seqs, choice.invalid))
+        tokens, logprobs = _per_sequence(choice, range(len(new_seqs)))
+        return StepResult(tokens, logprobs, inputs, _failed_sequences(new_seqs, choice.invalid))
 
     def _decode(self, rows: list[Sequence]) -> StepResult:
         if len(self._seqs) < len(rows):
@@ -141,12 +142,8 @@ class PaddedEngine:
             logits = self._model.decode(newest)
         choice = self._sampler.sample_and_wait(logits, self._token_history.ids)
         place = {row.id: index for index, row in enumerate(self._seqs)}
-        order = [place[row.id] for row in rows]  # the plan's order, not that of the slots
-        return StepResult(
-            [choice.tokens[index] for index in order],
-            [choice.logprobs[index] for index in order] if choice.logprobs else [],
-            failed=_failed_sequences(self._seqs, choice.invalid),
-        )
+        tokens, logprobs = _per_sequence(choice, [place[row.id] for row in rows])  # the plan's order, not the slots'
+        return StepResult(tokens, logprobs, failed=_failed_sequences(self._seqs, choice.invalid))
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -158,6 +155,15 @@ class PaddedEngine:
             self._seqs = []
             self._batch_changed = True
             raise
+
+
+def _per_sequence(output: SamplerOutput, order: Iterable[int]) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
+    """Tokens and logprobs of one token per sequence, as a StepResult has them."""
+    rows = list(order)
+    if not output.logprobs:
+        return [[output.tokens[row]] for row in rows], []
+    logprobs = [output.logprobs[row] for row in rows]
+    return [[output.tokens[row]] for row in rows], [[each] if each else [] for each in logprobs]
 
 
 def _failed_sequences(rows: list[Sequence], bad: list[int]) -> dict[int, str]:

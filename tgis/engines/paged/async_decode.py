@@ -101,9 +101,10 @@ class AsyncDecoder:
         for row in plan.sampled:
             number, place = sources[row.id]
             choice = choices[number]
-            result.tokens.append(choice.tokens[place])
+            result.tokens.append([choice.tokens[place]])
             if asked:
-                result.logprobs.append(choice.logprobs[place] if choice.logprobs else None)
+                logprobs = choice.logprobs[place] if choice.logprobs else None
+                result.logprobs.append([logprobs] if logprobs else [])
             if place in choice.invalid:
                 result.failed[row.id] = "the model's scores are not finite"
             if place in choice.changed:
