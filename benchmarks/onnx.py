@@ -21,7 +21,8 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.errors import StartError
-from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.models.demo.fetch import ensure
 
 REQUESTS = {1: 2, 8: 16, 32: 64}

@@ -48,7 +48,7 @@ class RequestError(TgisError):
 
 
 class InvalidRequest(RequestError):
-    """The request breaks a rule; `field` is the proto path of the offending parameter."""
+    """The request breaks a rule; `field` is a parameter of `RawParams` or a path that the face has given."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)

@@ -20,7 +20,7 @@ from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.probes import ProbeServer
 from tgis.config import Config
 from tgis.errors import OptionError, StartError
-from tgis.frontend.adapters import AdapterResolver
+from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.generation import Generator, ServerInfo
@@ -126,7 +126,7 @@ class Server:
         )
         self._metrics = self._make_metrics(info)
         client.observer = self._metrics
-        adapters = AdapterResolver(client, self._metrics, self._why_no_adapters(info))
+        adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
         self._service.generator = Generator(serving, client, self._tokenizer, adapters, rows, self._metrics)
         self._unhealthy_reason = None
         listener.set_serving(True)

@@ -26,8 +26,9 @@ from tgis.errors import Unavailable
 from tgis.frontend import engine_queries
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_queries import SnapshotQuery
-from tgis.ipc.messages import EngineInfo, Fatal, FrameReader, FromEngine, GetSnapshot, Ready, ToEngine
-from tgis.ipc.messages import encode_frame as packed
+from tgis.ipc.framing import FrameReader
+from tgis.ipc.framing import encode_frame as packed
+from tgis.ipc.messages import EngineInfo, Fatal, FromEngine, GetSnapshot, Ready, ToEngine
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options

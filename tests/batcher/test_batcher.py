@@ -7,7 +7,8 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import MemoryModel, check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
-from tgis.ipc.messages import AdmissionCounters, Request, StopReason
+from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.request import Request, StopReason
 
 
 def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: float = 0.0) -> Sequence:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, StopReason
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 from tgis.ipc.snapshot import RequestState
 
 SALTS = (b"", b"tenant")

@@ -7,7 +7,8 @@ from batches import EOS, ids, limits, next_plan
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.messages import AdmissionCounters, LogprobOptions, Request, SamplingParams, StopReason
+from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 from tgis.ipc.snapshot import WaitReason
 
 SIZE = 4  # tokens of a block

@@ -11,7 +11,7 @@ from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
 from tgis.engines.fake import StepModel
-from tgis.ipc.messages import StopReason
+from tgis.ipc.request import StopReason
 
 
 def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:

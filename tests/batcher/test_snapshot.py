@@ -6,7 +6,7 @@ import pytest
 from batches import EOS, limits, next_plan, request, run_step
 
 from tgis.batcher.batcher import Batcher
-from tgis.ipc.messages import Request
+from tgis.ipc.request import Request
 from tgis.ipc.snapshot import RequestState, WaitReason
 
 CHUNKED = {"padded": False, "block_size": 1}

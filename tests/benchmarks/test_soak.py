@@ -15,9 +15,10 @@ from benchmarks.soak.cases import Answer, assemble_answer, difference
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
 from tgis.errors import InvalidRequest
-from tgis.frontend.metrics import CallKind, FailureReason, Metrics
+from tgis.frontend.calls import CallKind
+from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.request_log import RequestLog
-from tgis.ipc.messages import StopReason
+from tgis.ipc.request import StopReason
 from tgis.pb import generation_pb2 as pb
 
 SOLO = Answer(

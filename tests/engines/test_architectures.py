@@ -37,7 +37,7 @@ from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 NEW_TOKENS = 12
 NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way

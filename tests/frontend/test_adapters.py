@@ -10,10 +10,10 @@ from harness import run_async
 
 from tgis import config, server
 from tgis.errors import InvalidRequest, OptionError
-from tgis.frontend.adapters import AdapterResolver
+from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.engine_queries import AdapterQueries
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.prompt_lookups import AdapterQueries
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions, ResolveAdapter
 from tgis.ipc.messages import Cancel
@@ -35,10 +35,10 @@ class Engine:
             self.open.remove(adapter_id)
 
 
-def made(answer: AdapterResolved | None, refusal: str | None = None) -> tuple[AdapterResolver, Engine, Metrics]:
+def made(answer: AdapterResolved | None, refusal: str | None = None) -> tuple[AdapterClient, Engine, Metrics]:
     engine: Any = Engine(answer)
     metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    return AdapterResolver(engine, metrics, refusal), engine, metrics
+    return AdapterClient(engine, metrics, refusal), engine, metrics
 
 
 def counted(metrics: Metrics) -> tuple[str, str]:
@@ -135,7 +135,7 @@ async def test_without_a_store_every_id_is_refused() -> None:
 @run_async
 async def test_a_lookup_that_takes_too_long_is_given_up_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr("tgis.frontend.prompt_lookups.ADAPTER_TIMEOUT", 0.01)
+    monkeypatch.setattr("tgis.frontend.engine_queries.ADAPTER_TIMEOUT", 0.01)
     lookups = AdapterQueries(sent.append)
     async with lookups.acquire(5, "x") as info:
         assert info is None

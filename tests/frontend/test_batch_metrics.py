@@ -14,7 +14,8 @@ from tgis.engine_core.main import EngineCore
 from tgis.engines.fake import FakeEngine
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
-from tgis.ipc.messages import Cancel, Request, Shutdown, Step, StepStats, StopReason, Submit
+from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
+from tgis.ipc.request import Request, StopReason
 from tgis.models.fake import make_fake_model
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import Series, samples, value
 
-from tgis.frontend.metrics import CallKind, FailureReason, Metrics
-from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats, StopReason
+from tgis.frontend.calls import CallKind
+from tgis.frontend.metrics import FailureReason, Metrics
+from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats
+from tgis.ipc.request import StopReason
 
 # What dashboards are built on. name: labels with their values
 COUNTERS = {

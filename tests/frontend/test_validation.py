@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tgis.api.grpc.convert import field_path
 from tgis.errors import InvalidRequest, Unimplemented
-from tgis.frontend.validation import RawParams, RequestLimits, make_request, validate
+from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.messages import LogprobOptions
+from tgis.ipc.request import LogprobOptions
 
 LIMITS = RequestLimits(max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True)
 
@@ -89,7 +91,7 @@ def reported(asked: RawParams) -> str | None:
     try:
         validate(asked, LIMITS)
     except InvalidRequest as error:
-        return error.field.removeprefix("params.")
+        return field_path(error.field).removeprefix("params.")
     except Unimplemented:
         return "guided"
     return None
@@ -124,7 +126,7 @@ def test_lengths_bound_the_output(length: int, prefix: int, most: int, least: in
     asked = RawParams(max_new_tokens=most, min_new_tokens=min(least, most))
     found, least = validate(asked, LIMITS), min(least, most)
     soft = AdapterRef("p", prefix, 0, 1, 1) if prefix else None
-    arguments: dict[str, Any] = {"prefix": soft, "params": found, "limits": LIMITS, "field_name": "x"}
+    arguments: dict[str, Any] = {"adapter": soft, "params": found, "limits": LIMITS, "field": "x"}
     if length == 0 or length + prefix >= 200 or length + prefix + least > 200:
         with pytest.raises(InvalidRequest):
             make_request(1, [5] * length, **arguments)

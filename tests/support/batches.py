@@ -7,7 +7,8 @@ from typing import Any
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import BatchLimits, MemoryModel
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 EOS = 99
 

@@ -17,9 +17,10 @@ from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.frontend import validation
-from tgis.frontend.validation import RawParams, make_request, validate
+from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.validation import make_request, validate
 from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.messages import LogprobOptions, Request, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, TokenLogprobs
 from tgis.prompts.loader import LoadedAdapter
 from tgis.prompts.store import AdapterStore
 

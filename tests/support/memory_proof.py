@@ -19,7 +19,8 @@ from tgis.engines.memory import available
 from tgis.engines.memory.peaks import ResidentMeter
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 LONGEST, ROWS, REQUESTS = 512, 16, 48
 ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {

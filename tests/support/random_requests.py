@@ -1,6 +1,6 @@
 """Sampling parameters and logprob options that random requests draw from."""
 
-from tgis.ipc.messages import LogprobOptions, SamplingParams
+from tgis.ipc.request import LogprobOptions, SamplingParams
 
 KINDS = [
     SamplingParams(),

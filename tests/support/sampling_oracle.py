@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tgis.batcher.sequence import Sequence
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 Scores = NDArray[np.float64]
 CLOSE = 1e-6

@@ -8,7 +8,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import BatchLimits, MemoryModel
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.errors import OutOfMemory
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 Outcome = dict[int, tuple[list[int], list[TokenLogprobs]]]  # id -> generated tokens, facts of its input
 

@@ -13,7 +13,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult
-from tgis.ipc.messages import Request
+from tgis.ipc.request import Request
 
 VOCAB_SIZE, EOS, DECODER_START = 97, 2, 3
 

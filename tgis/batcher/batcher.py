@@ -24,7 +24,8 @@ from tgis.batcher.pace import PrefillInterleaving
 from tgis.batcher.prefill_budget import PrefillBudget, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
-from tgis.ipc.messages import AdmissionCounters, Request, StopReason
+from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
 

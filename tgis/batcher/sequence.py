@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from tgis.ipc.messages import Request, StopReason
+from tgis.ipc.request import Request, StopReason
 
 
 @dataclass(slots=True, eq=False)

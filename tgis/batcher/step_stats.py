@@ -3,7 +3,8 @@
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import padded_tokens
 from tgis.batcher.sequence import StepPlan
-from tgis.ipc.messages import StepStats, StopReason
+from tgis.ipc.messages import StepStats
+from tgis.ipc.request import StopReason
 
 
 class StepRecorder:

@@ -20,7 +20,8 @@ from tgis.batcher.memory_model import BatchLimits, padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
-from tgis.ipc.messages import AdmissionCounters, LogprobOptions, Request, SamplingParams
+from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 # SmolLM2-135M in bf16 on two cores: steps of 16.9, 21.4, 40.7 and 70 ms at 1, 8, 32 and 64 rows of 150 tokens.
 SMOLLM2_TWO_CORES = StepModel(

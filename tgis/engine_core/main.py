@@ -29,13 +29,13 @@ from tgis.ipc.messages import (
     Fatal,
     GetSnapshot,
     Ready,
-    Request,
     Shutdown,
     Step,
     StepStats,
     Submit,
     ToEngine,
 )
+from tgis.ipc.request import Request
 from tgis.prompts import open_store
 from tgis.prompts.resolver import AdapterResolver
 from tgis.utils import logs

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.messages import EngineInfo, TokenLogprobs
+from tgis.ipc.messages import EngineInfo
+from tgis.ipc.request import TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from tgis.batcher.memory_model import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.errors import OutOfMemory, StartError
-from tgis.ipc.messages import EngineInfo, EngineOptions, LogprobOptions, TokenLogprobs
+from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 
 class StepModel(msgspec.Struct, frozen=True):

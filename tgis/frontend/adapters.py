@@ -15,7 +15,7 @@ from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved
 _LOGGED_ID_CHARACTERS = 100  # characters of an id, in a message
 
 
-class AdapterResolver:
+class AdapterClient:
     """Resolves ids; `refusal` says why none can be, if so."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, unsupported_reason: str | None) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
-from tgis.frontend.engine_queries import SnapshotQuery
+from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
 from tgis.frontend.output_queue import OutputQueue, TokenOutput
-from tgis.frontend.prompt_lookups import AdapterQueries
 from tgis.ipc.adapters import AdapterResolved
+from tgis.ipc.framing import FrameReader, encode_frame
 from tgis.ipc.messages import (
     Cancel,
     EngineInfo,
@@ -24,20 +24,16 @@ from tgis.ipc.messages import (
     Failed,
     FailureKind,
     Fatal,
-    FrameReader,
     FromEngine,
     GetSnapshot,
     Ready,
-    Request,
     Shutdown,
     Step,
     StepStats,
-    StopReason,
     Submit,
     ToEngine,
-    TokenLogprobs,
-    encode_frame,
 )
+from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.ipc.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

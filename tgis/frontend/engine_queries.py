@@ -1,44 +1,49 @@
-"""Asking the engine what it is doing, for all who want to know: rarely, and without ever waiting for long."""
+"""Questions to the engine process beside the requests: snapshots of the batch, and lookups of adapters.
+
+The engine answers between, before or after anything else that it says, or never; nobody waits for long.
+"""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from tgis.errors import Unavailable
+from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
+from tgis.ipc.messages import Cancel
 from tgis.ipc.snapshot import Snapshot
 
-SNAPSHOT_MAX_AGE = 0.25  # for which an answer serves others too: an engine with work at hand has better to do
+SNAPSHOT_MAX_AGE = 0.25  # seconds for which one answer serves all who ask: the engine has better things to do
 SNAPSHOT_TIMEOUT = 5.0
+ADAPTER_TIMEOUT = 5.0
 
 
 class SnapshotQuery:
-    """The newest question to the engine; whoever comes before it is answered waits for the same answer."""
+    """The latest request for a snapshot, shared by all who ask before it is answered."""
 
     def __init__(self, send: Callable[[], None]) -> None:
-        """`ask` sends the question; the engine answers between two steps."""
         self._send = send
         self._sent_at = 0.0
         self._future: asyncio.Future[Snapshot] | None = None
 
     async def get(self) -> Snapshot:
-        """The answer; Unavailable if it does not come in time, or never."""
-        answer = self._current()
-        await asyncio.wait([answer], timeout=SNAPSHOT_TIMEOUT)
-        if not answer.done():
+        """Return a fresh snapshot; Unavailable if none comes in time, or the engine has died."""
+        future = self._current()
+        await asyncio.wait([future], timeout=SNAPSHOT_TIMEOUT)
+        if not future.done():
             seconds = time.monotonic() - self._sent_at
             raise Unavailable(f"the engine is in a step that has taken {seconds:.0f} s by now, or it hangs")
-        return answer.result()
+        return future.result()
 
     def resolve(self, snapshot: Snapshot) -> None:
-        """The engine has answered."""
         assert self._future is not None
         self._future.set_result(snapshot)
 
     def fail(self, cause: str) -> None:
-        """The engine will never answer."""
+        """The engine has died."""
         if self._future is not None and not self._future.done():
             self._future.set_exception(Unavailable(cause))
-            self._future.exception()  # perhaps nobody waits any more
+            self._future.exception()  # mark as retrieved: perhaps nobody waits any more
 
     def _current(self) -> asyncio.Future[Snapshot]:
         now = time.monotonic()
@@ -46,3 +51,36 @@ class SnapshotQuery:
             self._future, self._sent_at = asyncio.get_running_loop().create_future(), now
             self._send()
         return self._future
+
+
+class AdapterQueries:
+    """Open lookups of adapters; the engine process keeps what a lookup has found until it is cancelled."""
+
+    def __init__(self, send: Callable[[ResolveAdapter | Cancel], None]) -> None:
+        self._send = send
+        self._open: dict[int, asyncio.Future[AdapterResolved]] = {}
+        self._dead = False
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, lookup_id: int, adapter_id: str) -> AsyncIterator[AdapterResolved | None]:
+        """Look an adapter up and keep it until the block is left; None if that takes too long."""
+        future = self._open[lookup_id] = asyncio.get_running_loop().create_future()
+        self._send(ResolveAdapter(lookup_id, adapter_id))
+        try:
+            done, _ = await asyncio.wait([future], timeout=ADAPTER_TIMEOUT)
+            yield future.result() if done else None
+        finally:
+            del self._open[lookup_id]
+            if not self._dead:
+                self._send(Cancel([lookup_id]))
+
+    def resolve(self, resolved: AdapterResolved) -> None:
+        if (future := self._open.get(resolved.lookup_id)) and not future.done():
+            future.set_result(resolved)
+
+    def fail(self, cause: str) -> None:
+        """The engine has died."""
+        self._dead = True
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(Unavailable(cause))

@@ -10,16 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable
-from tgis.frontend.adapters import AdapterResolver
+from tgis.frontend.adapters import AdapterClient
+from tgis.frontend.calls import GenerateCall, TokenizeCall
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.metrics import CallKind, Metrics
+from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import OutputBuilder, OutputBuilderFactory, RequestOutput
 from tgis.frontend.request_log import RequestLog
-from tgis.frontend.tokenize import TokenizeCall, TokenizeResult, tokenize
+from tgis.frontend.sampling_params import ResolvedParams
+from tgis.frontend.tokenize import TokenizeResult, tokenize
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.frontend.validation import RawParams, RequestLimits, ResolvedParams, make_request, validate
+from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.messages import Request
+from tgis.ipc.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +37,6 @@ class ServerInfo:
     log_text: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """What a face has read from one RPC; `fields` are the paths of its inputs, for error messages."""
-
-    kind: CallKind
-    texts: list[str]
-    fields: list[str]  # longer than `texts` where an input is missing
-    params: RawParams
-    identity: bytes = b""  # of the caller
-    adapter: tuple[str, str] | None = None  # field and id of a soft prompt or adapter
-
-
 class Generator:
     """Runs calls. One per process, made once the engine is ready."""
 
@@ -55,7 +45,7 @@ class Generator:
         server_info: ServerInfo,
         client: EngineClient,
         tokenizer: Tokenizer,
-        adapters: AdapterResolver,
+        adapters: AdapterClient,
         outputs: OutputBuilderFactory,
         metrics: Metrics,
     ) -> None:
@@ -146,7 +136,7 @@ class Generator:
                 prefix,
                 params=settings,
                 limits=self.server_info.limits,
-                field_name=field,
+                field=field,
                 identity=call.identity,
             )
             for field, one in zip(call.fields, encoded, strict=True)

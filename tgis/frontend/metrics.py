@@ -9,16 +9,10 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+from tgis.frontend.calls import CallKind
 from tgis.frontend.prometheus import Labels, MetricFamilies
-from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats, StopReason
-
-
-class CallKind(enum.StrEnum):
-    """What sort of call it was: unary with one input, with several, or a stream."""
-
-    SINGLE = "single"
-    BATCH = "batch"
-    STREAM = "stream"
+from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats
+from tgis.ipc.request import StopReason
 
 
 class FailureReason(enum.StrEnum):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
 from tgis.frontend.output_queue import OutputQueue, TokenOutput
+from tgis.frontend.sampling_params import ResolvedParams
 from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.frontend.validation import ResolvedParams
-from tgis.ipc.messages import StopReason, TokenLogprobs
+from tgis.ipc.request import StopReason, TokenLogprobs
 
 LOGGED_CHARACTERS = 32  # of a text, in a log that wants text
 

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from tgis.errors import RequestError
-from tgis.ipc.messages import Request, StopReason, TokenLogprobs
+from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

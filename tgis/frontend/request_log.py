@@ -8,10 +8,11 @@ from typing import Any, Self
 import msgspec
 
 from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable, Unimplemented
-from tgis.frontend.metrics import CallKind, FailureReason, Metrics
+from tgis.frontend.calls import CallKind
+from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, OutputBuilder
-from tgis.frontend.validation import ResolvedParams
-from tgis.ipc.messages import Request, SamplingParams, StopReason
+from tgis.frontend.sampling_params import ResolvedParams
+from tgis.ipc.request import Request, SamplingParams, StopReason
 
 log = logging.getLogger(__name__)
 

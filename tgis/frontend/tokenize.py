@@ -3,20 +3,10 @@
 import time
 from dataclasses import dataclass
 
-from tgis.frontend.adapters import AdapterResolver
+from tgis.frontend.adapters import AdapterClient
+from tgis.frontend.calls import TokenizeCall
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeCall:
-    """What a face has read from one RPC."""
-
-    texts: list[str]
-    truncate_input_tokens: int  # keep the last so many; 0 keeps all
-    return_tokens: bool
-    return_offsets: bool
-    adapter: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +19,7 @@ class TokenizeResult:
 
 
 async def tokenize(
-    call: TokenizeCall, tokenizer: Tokenizer, adapters: AdapterResolver, metrics: Metrics
+    call: TokenizeCall, tokenizer: Tokenizer, adapters: AdapterClient, metrics: Metrics
 ) -> list[TokenizeResult]:
     """Tokenize the texts of one call, special tokens included; an adapter must be there, and changes nothing."""
     started = time.monotonic()

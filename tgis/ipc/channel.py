@@ -1,6 +1,6 @@
-"""A child process's end of the socket to its parent: the engine's to the front end, another rank's to the engine.
+"""A child process's end of the socket to its parent: engine process to front end, or another rank to the engine.
 
-The parent's death is end of file, and ends this process at once, whatever it is doing.
+End-of-file means that the parent died, and ends this process at once, whatever it is doing.
 """
 
 import logging
@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tgis.ipc.messages import Fatal, FrameReader, encode_frame
+from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.messages import Fatal
 
 log = logging.getLogger(__name__)
 
@@ -21,35 +22,35 @@ _RECV_BYTES = 1 << 18
 
 
 class Channel:
-    """A thread reads the socket, so that its end of file is noticed during a long step."""
+    """Reads the socket in a thread of its own, so that end-of-file is noticed during a long step."""
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
-        """The parent sends members of `union`."""
+        """`message_type` is the union of what the parent sends."""
         self._socket = sock
         self._message_type = message_type
         self._send_lock = threading.Lock()
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._handlers: dict[type, Callable[[Any], None]] = {}
-        threading.Thread(target=self._read, daemon=True, name="link").start()
+        threading.Thread(target=self._read, daemon=True, name="channel").start()
 
     def receive(self, *, wait: bool) -> list[Any]:
-        """The messages that have arrived; with `wait`, at least one."""
+        """Return what has arrived; with `wait`, block until there is at least one message."""
         messages = [self._received.get()] if wait else []
         while not self._received.empty():
             messages.append(self._received.get())
         return messages
 
     def handle_inline(self, message_type: type, handler: Callable[[Any], None]) -> None:
-        """Let messages of a type that nobody sends yet go there at once, in the thread that reads."""
+        """Run `handler` in the reader thread for this type instead of queueing it; call before the parent sends any."""
         self._handlers[message_type] = handler
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message; the parent always reads."""
+        """Send one message from any thread; the parent always reads."""
         with self._send_lock:
             self._socket.sendall(encode_frame(message))
 
     def abort(self, reason: str) -> NoReturn:
-        """Say why, and leave at once, from any thread: others may be stuck where nothing wakes them."""
+        """Send the reason and exit at once, from any thread: others may hang where nothing can wake them."""
         try:
             self.send(Fatal(reason))
         finally:
@@ -62,5 +63,5 @@ class Channel:
                 for message in reader.feed(data):
                     self._handlers.get(type(message), self._received.put)(message)
         except OSError:
-            log.debug("the link broke", exc_info=True)
+            log.debug("the channel broke", exc_info=True)
         os._exit(0)  # the parent is gone: nobody is left to serve or to tell

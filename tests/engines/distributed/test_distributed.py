@@ -27,7 +27,8 @@ from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.paged.batch import prepare_inputs
 from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
 from tgis.prompts.tensor_file import SoftPrompt
 

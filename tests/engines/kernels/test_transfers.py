@@ -6,7 +6,7 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.kernels.transfers import Download, to_device, upload
 from tgis.engines.paged.batch import prepare_inputs
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 SMALL = {
     "vocab_size": 97,

@@ -33,7 +33,7 @@ from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import Unsupported
-from tgis.ipc.messages import LogprobOptions
+from tgis.ipc.request import LogprobOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.store import AdapterStore
 from tgis.prompts.tensor_file import SoftPrompt, TargetModel

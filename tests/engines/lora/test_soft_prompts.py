@@ -33,7 +33,7 @@ from tuning import Tuned
 from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import Unsupported
-from tgis.ipc.messages import LogprobOptions
+from tgis.ipc.request import LogprobOptions
 from tgis.prompts.store import AdapterStore
 from tgis.prompts.tensor_file import SoftPrompt, TargetModel
 

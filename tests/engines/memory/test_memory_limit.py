@@ -15,7 +15,7 @@ from tiny_models import make_model
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.config import LIBRARY_ENVIRONMENT
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 MiB = 1 << 20
 

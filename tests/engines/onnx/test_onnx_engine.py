@@ -31,7 +31,7 @@ from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.adapters import AdapterStoreOptions
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 SMALL = ["glassllm", "detransliterator"]
 CPU = torch.device("cpu")

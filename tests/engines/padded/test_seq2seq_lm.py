@@ -16,7 +16,7 @@ from transformers import AutoModelForSeq2SeqLM
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams()

@@ -26,7 +26,7 @@ from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
 SIZE, ROWS = 4, 6
 

@@ -12,7 +12,7 @@ from tiny_models import make_model
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
-from tgis.ipc.messages import Request
+from tgis.ipc.request import Request
 
 pytestmark = [
     pytest.mark.gpu,

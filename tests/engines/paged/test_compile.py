@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tgis.engines.paged.compile import CompiledDecoder
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 NEW = 6
 

@@ -21,7 +21,8 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import AdmissionCounters, LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 MOST_NEW, ROWS = 20, 6
 PENALTIES = (1.0, 1.3)

@@ -13,7 +13,7 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Confi
 
 from tgis.engines.kernels.cpu.linear import has_kernel
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE,

@@ -16,7 +16,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.engines.sampling.sampler import Sampler, SamplerOutput, inverse_cdf
-from tgis.ipc.messages import LogprobOptions, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
 CPU = torch.device("cpu")
 EOS = [3, 7]

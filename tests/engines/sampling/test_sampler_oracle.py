@@ -12,7 +12,7 @@ from sampling_oracle import make_row
 
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
-from tgis.ipc.messages import LogprobOptions, SamplingParams
+from tgis.ipc.request import LogprobOptions, SamplingParams
 
 SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
 

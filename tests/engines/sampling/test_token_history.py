@@ -6,7 +6,7 @@ from batches import request
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling.token_history import TokenHistory
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 
 def row(number: int, length: int, penalty: float) -> Sequence:

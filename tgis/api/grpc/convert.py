@@ -2,13 +2,28 @@
 
 from collections.abc import Iterable
 
-from tgis.frontend.generation import GenerateCall, ServerInfo
-from tgis.frontend.metrics import CallKind
+from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
+from tgis.frontend.generation import ServerInfo
 from tgis.frontend.output import RequestOutput, TokenInfo
-from tgis.frontend.tokenize import TokenizeCall, TokenizeResult
-from tgis.frontend.validation import RawParams
-from tgis.ipc.messages import LogprobOptions
+from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.tokenize import TokenizeResult
+from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
+
+# Where the parameters that validation names are in a request.
+_FIELD_PATHS = {
+    "temperature": "params.sampling.temperature",
+    "top_k": "params.sampling.top_k",
+    "top_p": "params.sampling.top_p",
+    "typical_p": "params.sampling.typical_p",
+    "max_new_tokens": "params.stopping.max_new_tokens",
+    "min_new_tokens": "params.stopping.min_new_tokens",
+    "stop_sequences": "params.stopping.stop_sequences",
+    "repetition_penalty": "params.decoding.repetition_penalty",
+    "decay_factor": "params.decoding.length_penalty.decay_factor",
+    "logprob_options": "params.response",
+    "top_n_tokens": "params.response.top_n_tokens",
+}
 
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
@@ -61,6 +76,11 @@ def raw_params(params: pb.Parameters) -> RawParams:
         truncate_input_tokens=params.truncate_input_tokens,
         guided=_guided(decoding),
     )
+
+
+def field_path(field: str) -> str:
+    """The proto path of a field that an InvalidRequest names: a parameter, or a path already."""
+    return _FIELD_PATHS.get(field, field)
 
 
 def generation_response(reply: RequestOutput) -> pb.GenerationResponse:
@@ -130,9 +150,11 @@ def _adapter(message: HasAdapter) -> tuple[str, str] | None:
 
 
 def _guided(decoding: pb.DecodingParameters) -> str:
-    """The name of the constraint that is asked for; the format TEXT is none."""
-    case = decoding.WhichOneof("guided") or ""
-    return "" if case == "format" and decoding.format == pb.DecodingParameters.TEXT else case
+    """The path of the constraint on the output; the format TEXT is none."""
+    case = decoding.WhichOneof("guided")
+    if case is None or (case == "format" and decoding.format == pb.DecodingParameters.TEXT):
+        return ""
+    return f"params.decoding.{case}"
 
 
 def _token_infos(infos: Iterable[TokenInfo]) -> list[pb.TokenInfo]:

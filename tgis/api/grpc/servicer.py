@@ -132,7 +132,7 @@ def _error_detail(error: RequestError) -> Message | None:
     match error:
         case InvalidRequest(field=field):
             bad = error_details_pb2.BadRequest()
-            bad.field_violations.add(field=field, description=str(error))
+            bad.field_violations.add(field=convert.field_path(field), description=str(error))
             detail: Message = bad
         case Overloaded(retry_after=seconds):
             retry = error_details_pb2.RetryInfo()

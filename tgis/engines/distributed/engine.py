@@ -24,7 +24,8 @@ from tgis.engines.distributed import ranks
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
-from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, FrameReader, Shutdown, encode_frame
+from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Shutdown
 
 log = logging.getLogger(__name__)
 

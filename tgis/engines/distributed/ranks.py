@@ -16,7 +16,8 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.lora.soft_prompts import flat_spans
 from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.messages import EngineOptions, LogprobOptions, Request, SamplingParams, Shutdown
+from tgis.ipc.messages import EngineOptions, Shutdown
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.tensor_file import SoftPrompt
 
 

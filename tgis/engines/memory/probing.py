@@ -13,7 +13,7 @@ from tgis.engines.memory.available import format_bytes
 from tgis.engines.memory.fitting import Sample, StepCosts
 from tgis.engines.memory.peaks import PeakMeter
 from tgis.errors import OutOfMemory, StartError
-from tgis.ipc.messages import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from tgis.engines.padded.kv_cache import KvCacheCost
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, ModelInfo, chunked_prefill, wanting_prompt_logprobs
 from tgis.engines.padded.seq2seq_lm import OutputConstraints
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
-from tgis.ipc.messages import EngineOptions, TokenLogprobs
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import TokenLogprobs
 
 _HIDDEN_STATES = "last_hidden_state"
 _BUFFERS = 2  # a pass reads the states of one and writes those of the next

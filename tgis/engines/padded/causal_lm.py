@@ -9,7 +9,8 @@ from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, p
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import KvCacheCost, PaddedCache
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, chunked_prefill, wanting_prompt_logprobs
-from tgis.ipc.messages import EngineOptions, TokenLogprobs
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import TokenLogprobs
 
 
 class CausalLM:

@@ -23,7 +23,8 @@ from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.sampler import Sampler, SamplerOutput
 from tgis.engines.sampling.token_history import TokenHistory
 from tgis.errors import OutOfMemory
-from tgis.ipc.messages import EngineInfo, EngineOptions, LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 

@@ -14,7 +14,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.padded.kv_cache import KvCacheCost
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
-from tgis.ipc.messages import TokenLogprobs
+from tgis.ipc.request import TokenLogprobs
 
 # Tokens of a pass beyond which a bigger one only takes longer: measured on two cores; an H200 needs thousands.
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}

@@ -24,7 +24,8 @@ from tgis.engines.padded.model import MAX_PREFILL_TOKENS, wanting_prompt_logprob
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.errors import StartError
-from tgis.ipc.messages import EngineOptions, TokenLogprobs
+from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from tgis.engines.paged.prompt_logprobs import PromptLogprobs
 from tgis.engines.paged.underway import InFlightStep
 from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.messages import EngineInfo, EngineOptions, LogprobOptions, Request, SamplingParams
+from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 

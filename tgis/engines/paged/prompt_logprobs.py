@@ -14,7 +14,7 @@ from tgis.engines.sampling.logprobs import (
     prompt_logprob_table,
     token_logprobs,
 )
-from tgis.ipc.messages import TokenLogprobs
+from tgis.ipc.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tgis.engines.kernels.transfers import to_device
-from tgis.ipc.messages import SamplingParams
+from tgis.ipc.request import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30  # a temperature below it would divide to infinity; the best token wins long before
 _MAX_PENALTY_FACTOR = 1e30  # a factor stops here, so that what it boosts stays a number

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgis.engines.kernels.transfers import Download
 from tgis.engines.sampling.logits_processors import Candidates, Scores, SoftmaxStats, column
-from tgis.ipc.messages import LogprobOptions, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
 _MIN_CANDIDATES, _MAX_CANDIDATES = 16, 256  # list of best tokens to begin with

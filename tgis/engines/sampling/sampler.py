@@ -38,7 +38,7 @@ from tgis.engines.sampling.logprobs import (
     token_logprobs,
     token_ranks,
 )
-from tgis.ipc.messages import LogprobOptions, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
 _INVALID_TOKEN = -1
 _TOP_P_CANDIDATES = 116  # best tokens that often hold all that top_p or typical_p alone leave

@@ -1,0 +1,37 @@
+"""What an API face reads from one RPC and hands to the front end. Knows no proto."""
+
+import enum
+from dataclasses import dataclass
+
+from tgis.frontend.sampling_params import RawParams
+
+
+class CallKind(enum.StrEnum):
+    """A label of the metrics: unary with one input, unary with several, or a stream."""
+
+    SINGLE = "single"
+    BATCH = "batch"
+    STREAM = "stream"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A call to generate; `fields` are the paths of its inputs, for error messages."""
+
+    kind: CallKind
+    texts: list[str]
+    fields: list[str]  # longer than `texts` where an input is missing
+    params: RawParams
+    identity: bytes = b""  # of the caller
+    adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """A call to tokenize."""
+
+    texts: list[str]
+    truncate_input_tokens: int  # keep the last so many; 0 keeps all
+    return_tokens: bool
+    return_offsets: bool
+    adapter: tuple[str, str] | None = None  # field and id; must exist, changes nothing

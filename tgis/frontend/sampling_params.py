@@ -1,0 +1,96 @@
+"""Parameters of a call, as the client sends them and with all defaults filled in. Pure functions of numbers and text.
+
+`validation.py` checks them in between: `with_defaults`, the rules, `resolve`.
+"""
+
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from tgis.ipc.request import LogprobOptions, SamplingParams
+
+DEFAULT_MAX_NEW_TOKENS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RawParams:
+    """Parameters as the client sends them: zero is unset, None is absent."""
+
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 0.0
+    typical_p: float = 0.0
+    seed: int | None = None
+    max_new_tokens: int = 0
+    min_new_tokens: int = 0
+    time_limit_millis: int = 0
+    stop_sequences: tuple[str, ...] = ()
+    include_stop_sequence: bool | None = None
+    input_text: bool = False
+    logprob_options: LogprobOptions = field(default_factory=LogprobOptions)
+    repetition_penalty: float = 0.0
+    length_penalty: tuple[int, float] | None = None  # start_index, decay_factor
+    truncate_input_tokens: int = 0
+    guided: str = ""  # the face's name for the constraint on the output, if any
+
+    def with_defaults(self) -> "RawParams":
+        """Fill in defaults; greedy decoding drops the sampling parameters unread."""
+        filled = replace(
+            self,
+            max_new_tokens=self.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+            repetition_penalty=self.repetition_penalty or 1.0,
+        )
+        if not self.do_sample:
+            return replace(filled, temperature=0.0, top_k=0, top_p=1.0, typical_p=0.0, seed=None)
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return replace(filled, temperature=temperature, top_p=self.top_p or 1.0)
+
+    def resolve(self, *, include_stop_sequence: bool) -> "ResolvedParams":
+        """Turn validated parameters with defaults into what the inputs run with. The deadline starts now."""
+        assert self.temperature is not None
+        greedy = self.temperature == 0.0
+        include = self.include_stop_sequence
+        return ResolvedParams(
+            sampling_params=SamplingParams(
+                temperature=self.temperature,
+                top_k=0 if greedy else self.top_k,
+                top_p=1.0 if greedy else self.top_p,
+                typical_p=1.0 if greedy or self.typical_p <= 0.0 else self.typical_p,
+                repetition_penalty=self.repetition_penalty,
+                length_penalty=self.length_penalty,
+                min_new_tokens=self.min_new_tokens,
+            ),
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+            deadline=time.monotonic() + self.time_limit_millis / 1000 if self.time_limit_millis else None,
+            stop_sequences=self.stop_sequences,
+            include_stop_sequence=include_stop_sequence if include is None else include,
+            input_text=self.input_text,
+            logprob_options=self.logprob_options,
+            truncate_input_tokens=self.truncate_input_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedParams:
+    """What every input of a call runs with."""
+
+    sampling_params: SamplingParams  # without a seed yet
+    seed: int | None  # as given; None draws one per input
+    max_new_tokens: int
+    deadline: float | None
+    stop_sequences: tuple[str, ...]
+    include_stop_sequence: bool
+    input_text: bool
+    logprob_options: LogprobOptions
+    truncate_input_tokens: int
+
+    def seeded(self) -> SamplingParams:
+        """Sampling parameters of one input: the given seed for all inputs of the call, else 32 random bits for each."""
+        if self.sampling_params.greedy:
+            return self.sampling_params
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        return msgspec.structs.replace(self.sampling_params, seed=seed)

@@ -1,0 +1,90 @@
+"""One request on its way to the engine: its tokens, how to sample, what to report, and how it can end."""
+
+import enum
+
+import msgspec
+
+from tgis.ipc.adapters import AdapterRef
+
+
+class StopReason(enum.IntEnum):
+    """Why a request ended; the numbers are those of the proto."""
+
+    NOT_FINISHED = 0
+    MAX_TOKENS = 1
+    EOS_TOKEN = 2
+    CANCELLED = 3
+    TIME_LIMIT = 4
+    STOP_SEQUENCE = 5
+    TOKEN_LIMIT = 6
+    ERROR = 7
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How each token of a request is sampled, with all defaults filled in."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    typical_p: float = 1.0  # 1 is off
+    seed: int = 0  # uint64; unused when greedy
+    repetition_penalty: float = 1.0  # 1 is off
+    length_penalty: tuple[int, float] | None = None  # start_index, decay_factor
+    min_new_tokens: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which tokens to report and what about them; `logprobs`, `ranks` and `top_n_tokens` apply to both lists."""
+
+    generated_tokens: bool = False
+    input_tokens: bool = False
+    logprobs: bool = False
+    ranks: bool = False
+    top_n_tokens: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What was asked about one token; logprob and rank are 0 where they were not asked for."""
+
+    logprob: float = 0.0
+    rank: int = 0
+    top_logprobs: list[tuple[int, float]] = []  # token id, logprob
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One input of a call, as the engine process gets it."""
+
+    id: int
+    tokens: list[int]  # placeholders of the soft prompt, then the input after truncation, with special tokens
+    max_new_tokens: int  # already reduced to what the sequence length leaves
+    limited_by_context: bool  # it was reduced: reaching it is TOKEN_LIMIT, not MAX_TOKENS
+    sampling_params: SamplingParams
+    logprob_options: LogprobOptions
+    deadline: float | None = None  # `time.monotonic()`
+    cache_salt: bytes = b""  # requests share cached prefixes only with others of the same salt
+    adapter: AdapterRef | None = None
+
+    @property
+    def soft_prompt_length(self) -> int:
+        """How many of the tokens are placeholders of a soft prompt."""
+        return self.adapter.length if self.adapter else 0
+
+    @property
+    def input_length(self) -> int:
+        """Tokens of the input itself, as users count them."""
+        return len(self.tokens) - self.soft_prompt_length
+
+    @property
+    def output_positions(self) -> int:
+        """Decoder positions of an encoder-decoder, virtual tokens included."""
+        return self.max_new_tokens + (self.adapter.decoder_length if self.adapter else 0)
+
+    @property
+    def input_positions(self) -> int:
+        """Encoder positions of an encoder-decoder, virtual tokens included."""
+        virtual = self.adapter.decoder_length if self.adapter else 0
+        return len(self.tokens) - virtual - bool(virtual)
