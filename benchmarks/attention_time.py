@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
-from tgis.engines.paged.batch import PrefillChunk
 
 BLOCK, REPEATS = 16, 20
 _BEYOND_CACHE = 1 << 29  # bytes
@@ -114,12 +113,11 @@ def prefill(rows: int, before: int, count: int) -> dict[str, float]:
     shape, width = Shape(), -(-(before + count) // BLOCK)
     layers = _layers(rows * width, shape, 2)
     blocks = torch.randperm(rows * width).cuda().split(width)
-    chunks = [PrefillChunk(slice(row * count, (row + 1) * count), before, blocks[row]) for row in range(rows)]
-    groups = make_varlen_batches(chunks, BLOCK)
+    batches = make_varlen_batches(0, [count] * rows, [before + count] * rows, blocks, BLOCK)
     q, k, v = (_random(rows * count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
 
     def run(layer: int) -> list[Tensor]:
-        return varlen_prefill(q, k, v, layers[layer], groups, scale=shape.size**-0.5, window=None)
+        return varlen_prefill(q, k, v, layers[layer], batches, scale=shape.size**-0.5, window=None)
 
     taken = seconds(run, len(layers))
     pairs = rows * sum(range(before + 1, before + count + 1))

@@ -28,7 +28,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    processors: int = 2  # more of them: more items that rows are cut into
+    num_sms: int = 2  # more of them: more items that rows are cut into
 
 
 def _random_cases() -> dict[str, Case]:
@@ -43,7 +43,7 @@ def _random_cases() -> dict[str, Case]:
             window=draw.choice([None, None, 1, draw.randint(2, 300)]),
             softcap=draw.choice([None, None, 2.0]),
             sinks=draw.random() < 0.3,
-            processors=draw.randint(1, 6),
+            num_sms=draw.randint(1, 6),
         )
     return cases
 
@@ -53,16 +53,16 @@ CASES = {
     "of every length around a block and a tile": Case([15, 16, 17, 127, 128, 129]),
     "empty rows": Case([0, 33, 0, 200, 0], sinks=True),
     "nothing but empty rows": Case([0, 0]),
-    "one row in many items": Case([2300], processors=12),
-    "a long row among short ones": Case([3, 900, 5, 1, 40], processors=3),
+    "one row in many items": Case([2300], num_sms=12),
+    "a long row among short ones": Case([3, 900, 5, 1, 40], num_sms=3),
     "many rows": Case([5] * 21, heads=1, kv_heads=1),
     "one KV head for all, in parts": Case([70, 9], heads=35, kv_heads=1),
     "a KV head for each": Case([70, 9], heads=3, kv_heads=3, k_size=80, v_size=80),
-    "window, in items": Case([1000, 41, 40, 39, 1], window=700, processors=5),
+    "window, in items": Case([1000, 41, 40, 39, 1], window=700, num_sms=5),
     "window of one token": Case([100, 1], window=1),
-    "soft cap, in items": Case([600, 20], softcap=3.0, processors=4),
-    "sinks, in items": Case([600, 20], sinks=True, processors=4),
-    "all at once": Case([600, 20, 0], softcap=3.0, sinks=True, window=500, processors=4),
+    "soft cap, in items": Case([600, 20], softcap=3.0, num_sms=4),
+    "sinks, in items": Case([600, 20], sinks=True, num_sms=4),
+    "all at once": Case([600, 20, 0], softcap=3.0, sinks=True, window=500, num_sms=4),
     "head size 96, int32, float16": Case([70, 17], k_size=96, v_size=96, dtype=torch.float16, index=torch.int32),
     "keys wider than values": Case([70], k_size=192, v_size=128),
     "values wider than keys": Case([70], k_size=24, v_size=72),
@@ -71,13 +71,13 @@ CASES = {
     **_random_cases(),
 }
 BFLOAT16 = {  # which Triton cannot interpret
-    "Llama": Case([600, 20, 0, 511, 1], 32, 8, 128, 128, torch.bfloat16, torch.int32, processors=132),
-    "Llama, many rows": Case([50] * 300, 32, 8, 128, 128, torch.bfloat16, processors=132),
-    "Gemma": Case([600, 20], 8, 4, 256, 256, torch.bfloat16, window=300, softcap=50.0, processors=132),
-    "StarCoder": Case([600, 20], 48, 1, 128, 128, torch.bfloat16, processors=132),
-    "Falcon": Case([600, 20], 71, 1, 64, 64, torch.bfloat16, processors=132),
-    "GPT-OSS": Case([600, 20], 64, 8, 64, 64, torch.bfloat16, window=128, sinks=True, processors=132),
-    "Phi": Case([600, 20], 32, 32, 80, 80, torch.bfloat16, processors=132),
+    "Llama": Case([600, 20, 0, 511, 1], 32, 8, 128, 128, torch.bfloat16, torch.int32, num_sms=132),
+    "Llama, many rows": Case([50] * 300, 32, 8, 128, 128, torch.bfloat16, num_sms=132),
+    "Gemma": Case([600, 20], 8, 4, 256, 256, torch.bfloat16, window=300, softcap=50.0, num_sms=132),
+    "StarCoder": Case([600, 20], 48, 1, 128, 128, torch.bfloat16, num_sms=132),
+    "Falcon": Case([600, 20], 71, 1, 64, 64, torch.bfloat16, num_sms=132),
+    "GPT-OSS": Case([600, 20], 64, 8, 64, 64, torch.bfloat16, window=128, sinks=True, num_sms=132),
+    "Phi": Case([600, 20], 32, 32, 80, 80, torch.bfloat16, num_sms=132),
 }
 
 
@@ -128,7 +128,7 @@ def main() -> None:
     """Interpret the kernels."""
     from tgis.engines.kernels.cuda.paged_decode import paged_decode
 
-    errors = {name: error(case, "cpu", paged_decode, processors=case.processors) for name, case in CASES.items()}
+    errors = {name: error(case, "cpu", paged_decode, num_sms=case.num_sms) for name, case in CASES.items()}
     print(json.dumps(errors))
 
 

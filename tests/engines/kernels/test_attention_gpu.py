@@ -22,7 +22,7 @@ def test_decode_gives_what_attention_is() -> None:
     from tgis.engines.kernels.cuda.paged_decode import paged_decode
 
     cases = CASES | BFLOAT16
-    errors = {name: error(case, "cuda", paged_decode, processors=case.processors) for name, case in cases.items()}
+    errors = {name: error(case, "cuda", paged_decode, num_sms=case.num_sms) for name, case in cases.items()}
     assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
 
 

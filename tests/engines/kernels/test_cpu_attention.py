@@ -15,9 +15,9 @@ from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
 from tgis.engines.kernels.cpu import attention
-from tgis.engines.kernels.cpu.attention import Kernel, find_kernel, kernel_rows
+from tgis.engines.kernels.cpu.attention import Kernel, find_kernel
 from tgis.engines.kernels.cpu.build import library
-from tgis.engines.paged.attention import AttentionParams
+from tgis.engines.paged.attention import AttentionParams, kernel_rows
 from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 
 FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}

@@ -110,8 +110,10 @@ def test_long_contexts_are_copied_in_parts(varlen: OldVarlen, monkeypatch: pytes
 
 
 def test_new_prompts_are_not_copied() -> None:
-    (group,) = make_varlen_batches(chunk_batch(NEW, 1, 1, 8, torch.float32).batch.chunks, 16)
-    assert group.context_slots is None
+    lengths = [count for _, count in NEW]
+    (batch,) = make_varlen_batches(2, lengths, lengths, [torch.arange(3)] * len(NEW), 16)
+    assert batch.context_slots is None
+    assert batch.tokens == slice(2, 2 + sum(lengths))
 
 
 @pytest.mark.parametrize(

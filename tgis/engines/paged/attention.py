@@ -1,8 +1,8 @@
-"""Attention over the paged KV cache, as the attention function of transformers' own models.
+"""Attention over the paged KV cache, as an attention function of transformers' own models.
 
-It is registered once per engine and finds the batch of the step in the object that it is a method of, since not
-every model passes unknown arguments through. The bodies here are plain PyTorch and run everywhere; the faster ones are
-in `cpu_attention` and, for CUDA, in `decode_attention` and `prefill_attention`, and must give the same.
+It is registered once per engine and finds the batch of the step in the object that it is a method of, since not every
+model passes unknown arguments on. The backends here are plain PyTorch and run everywhere; those of
+`tgis.engines.kernels` are faster and must give the same result.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines.kernels.cpu.attention import Kernel, find_kernel, kernel_rows
+from tgis.engines.kernels.cpu.attention import Kernel, find_kernel
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
-from tgis.engines.paged.batch import FlatBatch, PagedKVCache, PrefillChunk
+from tgis.engines.paged.batch import FlatBatch, PrefillChunk
+from tgis.engines.paged.kv_cache import PagedKVCache
 
-_MAX_GATHERED_TOKENS = (
-    1 << 16
-)  # most tokens, padding included, whose keys and values of a layer are copied side by side
+_MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +33,20 @@ class AttentionParams:
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
 
 
-_Decode = Callable[[FlatBatch, Tensor, tuple[Tensor, Tensor], AttentionParams], Tensor]
-_Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], AttentionParams], list[Tensor]]
+_KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D]
+_Decode = Callable[[FlatBatch, Tensor, _KVCache, AttentionParams], Tensor]
+_Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
 
 
 class PagedAttention:
-    """The attention function of one engine: writes the step's keys and values, then attends."""
+    """The attention function of one engine: writes the keys and values of the step, then attends."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, 1)
-        self.windows: set[int | None] = set()  # that layers have named
-        self.operator: Callable[..., Tensor] = self.attend  # or one that does the same inside of a compiled graph
+        self.windows: set[int | None] = set()  # that layers have passed
+        self.operator: Callable[..., Tensor] = self.attend  # or a custom operator that wraps it, for torch.compile
         AttentionInterface.register(name, self)
 
     def __call__(
@@ -70,7 +70,7 @@ class PagedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        index: int,
+        layer_index: int,
         scaling: float | None,
         window: int | None,
         softcap: float | None,
@@ -80,37 +80,56 @@ class PagedAttention:
         batch = self.batch
         assert batch is not None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
-        layer = self.cache.layer(index, k, v)
+        kv_cache = self.cache.layer(layer_index, k, v)
         self.windows.add(window)
-        rules = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
-        if kernel := find_kernel(q, *layer):
-            kernel.keep(k, v, *layer, batch.slot_mapping)
-            return _cpu_kernel_attention(kernel, batch, q, layer, rules)[None]
-        for stored, new in zip(layer, (k, v), strict=True):
+        params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
+        if kernel := find_kernel(q, *kv_cache):
+            kernel.keep(k, v, *kv_cache, batch.slot_mapping)
+            return _cpu_kernel_attention(kernel, batch, q, kv_cache, params)[None]
+        for stored, new in zip(kv_cache, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
-        decode, prefill = _select_backends(q, layer, rules)
-        parts = [decode(batch, q[: batch.num_decodes], layer, rules)] if batch.num_decodes else []
-        parts += prefill(batch, q, k, v, layer, rules) if batch.chunks else []
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+        decode, prefill = _select_backends(q, kv_cache, params)
+        outputs = [decode(batch, q[: batch.num_decodes], kv_cache, params)] if batch.num_decodes else []
+        outputs += prefill(batch, q, k, v, kv_cache, params) if batch.chunks else []
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
 def _cpu_kernel_attention(
-    kernel: Kernel, batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams
+    kernel: Kernel, batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
-    """All rows at once, on the CPU."""
+    """Decodes and chunks in one call."""
     if batch.kernel_rows is None:
         batch.kernel_rows = kernel_rows(batch)
     return kernel.attend(
-        q, *layer, batch.kernel_rows, scale=rules.scale, window=rules.window, softcap=rules.softcap, sinks=rules.sinks
+        q,
+        *kv_cache,
+        batch.kernel_rows,
+        scale=params.scale,
+        window=params.window,
+        softcap=params.softcap,
+        sinks=params.sinks,
     )
 
 
-def _select_backends(q: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams) -> tuple[_Decode, _Prefill]:
-    """For rows with one token each and for chunks: the fastest that the device, the dtypes and the rules allow."""
+def kernel_rows(batch: FlatBatch) -> Tensor:
+    """The sequences of a batch as the CPU kernel takes them, int64 [sequences, 4]: first token, number of tokens,
+    sequence length, and the address of the block table, which is valid as long as the batch exists.
+    """
+    tables, indices = batch.block_tables, torch.arange(batch.num_decodes)
+    assert tables.is_contiguous()
+    assert tables.dtype == torch.int64
+    addresses = tables.data_ptr() + indices * tables.shape[1] * tables.itemsize
+    decodes = torch.stack([indices, torch.ones_like(indices), batch.seq_lens, addresses], 1)
+    chunks = [[c.tokens.start, c.num_tokens, c.seq_len, c.block_table.data_ptr()] for c in batch.chunks]
+    return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
+
+
+def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> tuple[_Decode, _Prefill]:
+    """The fastest for the device, the dtypes and the parameters."""
     if not _has_cuda_kernels(q.device):
         return _torch_decode, _torch_prefill
-    decode = _triton_decode if q.dtype == layer[0].dtype != torch.float64 else _torch_decode
-    return decode, _varlen_prefill if is_supported(q, *layer, rules.softcap, rules.sinks) else _torch_prefill
+    decode = _triton_decode if q.dtype == kv_cache[0].dtype != torch.float64 else _torch_decode
+    return decode, _varlen_prefill if is_supported(q, *kv_cache, params.softcap, params.sinks) else _torch_prefill
 
 
 @cache
@@ -118,107 +137,110 @@ def _has_cuda_kernels(device: torch.device) -> bool:
     return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
-def _triton_decode(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams) -> Tensor:
-    """As `_singles`."""
-    from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - Triton comes with torch for CUDA only
+def _triton_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
+    from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - needs Triton, which CPUs lack
 
     return paged_decode(
         q,
-        *layer,
+        *kv_cache,
         batch.block_tables,
         batch.seq_lens,
-        scale=rules.scale,
-        window=rules.window,
-        softcap=rules.softcap,
-        sinks=rules.sinks,
+        scale=params.scale,
+        window=params.window,
+        softcap=params.softcap,
+        sinks=params.sinks,
         num_sms=torch.cuda.get_device_properties(q.device).multi_processor_count,
     )
 
 
 def _varlen_prefill(
-    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams
+    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
-    """As `_chunks`."""
     if batch.varlen_batches is None:
-        batch.varlen_batches = make_varlen_batches(batch.chunks, layer[0].shape[1])
-    return varlen_prefill(q, k, v, layer, batch.varlen_batches, scale=rules.scale, window=rules.window)
+        batch.varlen_batches = make_varlen_batches(
+            batch.num_decodes,
+            [chunk.num_tokens for chunk in batch.chunks],
+            [chunk.seq_len for chunk in batch.chunks],
+            [chunk.block_table for chunk in batch.chunks],
+            block_size=kv_cache[0].shape[1],
+        )
+    return varlen_prefill(q, k, v, kv_cache, batch.varlen_batches, scale=params.scale, window=params.window)
 
 
-def _torch_decode(batch: FlatBatch, q: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams) -> Tensor:
-    """Rows with one token each, q [B, H, D]: over their blocks, gathered side by side, of some rows at a time."""
-    columns = batch.block_tables.shape[1] * layer[0].shape[1]
-    mask = batch.decode_masks.get(rules.window)
+def _torch_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
+    """Sequences with one token each, q [B, H, D]: over their gathered blocks, some sequences at a time."""
+    width = batch.block_tables.shape[1] * kv_cache[0].shape[1]
+    mask = batch.decode_masks.get(params.window)
     if mask is None:
-        places = batch.seq_lens[:, None] - 1
-        mask = batch.decode_masks[rules.window] = _causal_mask(places, columns, rules.window, q.dtype)[:, None]
-    some = max(1, _MAX_GATHERED_TOKENS // columns)
-    parts = [
-        _attend_gathered(tables, rows, seen, layer, rules)
-        for tables, rows, seen in zip(batch.block_tables.split(some), q.split(some), mask.split(some), strict=True)
+        positions = batch.seq_lens[:, None] - 1
+        mask = batch.decode_masks[params.window] = _causal_mask(positions, width, params.window, q.dtype)[:, None]
+    num_seqs = max(1, _MAX_GATHERED_TOKENS // width)
+    outputs = [
+        _attend_gathered(tables, queries, own_mask, kv_cache, params)
+        for tables, queries, own_mask in zip(
+            batch.block_tables.split(num_seqs), q.split(num_seqs), mask.split(num_seqs), strict=True
+        )
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_gathered(
-    tables: Tensor, q: Tensor, mask: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams
+    block_tables: Tensor, q: Tensor, mask: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
     k, v = (
-        states.index_select(0, tables.flatten()).unflatten(0, tables.shape).flatten(1, 2).transpose(1, 2)
-        for states in layer
+        states.index_select(0, block_tables.flatten()).unflatten(0, block_tables.shape).flatten(1, 2).transpose(1, 2)
+        for states in kv_cache
     )  # [B, K, W, D]
     packed = q.unflatten(1, (k.shape[1], -1))  # [B, K, G, D]
-    return _masked_attention(packed, k, v, mask, rules).flatten(1, 2)
+    return _masked_attention(packed, k, v, mask, params).flatten(1, 2)
 
 
 def _torch_prefill(
-    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams
+    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
-    """Rows with several tokens each, one after the other."""
+    """Prefill chunks, one after the other."""
     return [
-        _torch_prefill_chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], layer, rules)
+        _torch_prefill_chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], kv_cache, params)
         for chunk in batch.chunks
     ]
 
 
 def _torch_prefill_chunk(
-    chunk: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, layer: tuple[Tensor, Tensor], rules: AttentionParams
+    chunk: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
-    """One row with several tokens, q [n, H, D]; what is new of it is at hand, what came before is gathered."""
-    count = q.shape[0]
+    """q [n, H, D]; keys and values are gathered from the cache if the chunk has context."""
     if chunk.num_computed_tokens:
-        k, v = (
-            states.index_select(0, chunk.block_table).flatten(0, 1)[: chunk.num_computed_tokens + count]
-            for states in layer
-        )
+        k, v = (states.index_select(0, chunk.block_table).flatten(0, 1)[: chunk.seq_len] for states in kv_cache)
     groups = q.shape[1] // k.shape[1]
     packed = q.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * n, D]
-    mask = chunk.masks.get(rules.window)
+    mask = chunk.masks.get(params.window)
     if mask is None:
-        places = torch.arange(chunk.num_computed_tokens, chunk.num_computed_tokens + count, device=q.device)
-        mask = chunk.masks[rules.window] = _causal_mask(places, k.shape[0], rules.window, q.dtype).repeat(groups, 1)
-    output = _masked_attention(packed[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, rules)[0]
-    return output.unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1, 2)
+        positions = torch.arange(chunk.num_computed_tokens, chunk.seq_len, device=q.device)
+        mask = _causal_mask(positions, k.shape[0], params.window, q.dtype).repeat(groups, 1)
+        chunk.masks[params.window] = mask
+    output = _masked_attention(packed[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, params)[0]
+    return output.unflatten(1, (groups, chunk.num_tokens)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _causal_mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of `width` tokens for one at each of `places` [..., n]: 0 or -inf [..., n, width]."""
-    tokens = torch.arange(width, device=places.device)
-    seen = tokens <= places[..., None]
+def _causal_mask(positions: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of `width` keys for queries at `positions` [..., n]: 0 or -inf [..., n, width]."""
+    keys = torch.arange(width, device=positions.device)
+    visible = keys <= positions[..., None]
     if window is not None:
-        seen &= tokens > places[..., None] - window
-    return torch.zeros(seen.shape, dtype=dtype, device=places.device).masked_fill_(~seen, float("-inf"))
+        visible &= keys > positions[..., None] - window
+    return torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(~visible, float("-inf"))
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: AttentionParams) -> Tensor:
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
     """q [B, K, N, D] over k and v [B, K, W, D], mask added to [B, K, N, W]; N is query heads times tokens."""
-    if rules.softcap is None and rules.sinks is None:
-        return scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=rules.scale)
-    scores = (q @ k.transpose(2, 3)).float() * rules.scale
-    if rules.softcap is not None:
-        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    if params.softcap is None and params.sinks is None:
+        return scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=params.scale)
+    scores = (q @ k.transpose(2, 3)).float() * params.scale
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     scores = scores + mask
-    if rules.sinks is not None:
-        sinks = rules.sinks.float().unflatten(0, (k.shape[1], -1))  # [K, G]
+    if params.sinks is not None:
+        sinks = params.sinks.float().unflatten(0, (k.shape[1], -1))  # [K, G]
         column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, :, :, None]
         scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
     return scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v

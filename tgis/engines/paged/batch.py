@@ -1,7 +1,4 @@
-"""The paged KV cache on the device: keys and values of every layer in blocks, and the flat batch of one step.
-
-Which block belongs to whom is the batcher's business; this turns its block numbers into tensors.
-"""
+"""The model inputs of one step of the paged engine: a flat batch without padding, uploaded in one copy."""
 
 from dataclasses import dataclass, field
 
@@ -11,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
 from tgis.engines.kernels.transfers import upload
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
@@ -21,87 +19,86 @@ _NO_METADATA = np.empty(0)
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """A row of a step that computes more than one token."""
+    """A sequence that computes more than one token in a step."""
 
-    tokens: slice  # where they are in the flat batch
-    num_computed_tokens: int  # tokens that are in the cache already
+    tokens: slice  # of the flat batch
+    num_computed_tokens: int  # already in the cache
     block_table: Tensor  # int64 [blocks], of all tokens up to the last of this step
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
+    @property
+    def num_tokens(self) -> int:
+        """New ones."""
+        count: int = self.tokens.stop - self.tokens.start
+        return count
 
-@dataclass(frozen=True, slots=True)
-class VarlenBatch:
-    """Neighbouring chunks, for a body of attention that takes many rows at once."""
-
-    tokens: slice  # where they are in the flat batch
-    cu_seqlens: Tensor  # int32 [2, chunks + 1]: cumulative counts of their tokens and of those with context, from 0
-    max_seqlens: tuple[int, int]  # the largest of either
-    context_slots: (
-        Tensor | None
-    )  # int64 [tokens with context]: where these are in the cache; None if there is no context
+    @property
+    def seq_len(self) -> int:
+        """Up to the last token of this step."""
+        return self.num_computed_tokens + self.num_tokens
 
 
 @dataclass(slots=True)
 class FlatBatch:
-    """One step without padding: a row of tokens, first those of rows with one token each, then the chunks."""
+    """The tokens of a step side by side: first the decodes, of one token each, then the prefill chunks."""
 
     input_ids: Tensor  # int64 [tokens]
     positions: Tensor  # int64 [tokens]
     slot_mapping: Tensor  # int64 [tokens]: block * size + offset, where their keys and values go
-    block_tables: Tensor  # int64 [single rows, most blocks of one], filled up with 0
-    seq_lens: Tensor  # int64 [single rows]: tokens of context, the new one included
+    block_tables: Tensor  # int64 [decodes, max blocks], padded with 0
+    seq_lens: Tensor  # int64 [decodes], the new token included
     chunks: list[PrefillChunk]
     logits_indices: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[PromptSpan]  # of soft prompts
-    adapters: list[LoraAdapter | None] = field(default_factory=list)  # of each token; empty: none has any
-    decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # of the single rows, by sliding window
-    varlen_batches: list[VarlenBatch] | None = None  # of the chunks, once a body has wanted them
-    kernel_rows: Tensor | None = None  # all of them, likewise, for a body that takes them at once
-    step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # float64, what else was uploaded with it
+    adapters: list[LoraAdapter | None] = field(default_factory=list)  # by token; empty: none has any
+    step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # float64, of the sampler, in the same copy
+    decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+    varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
+    kernel_rows: Tensor | None = None  # of all sequences, likewise
 
     @property
     def num_decodes(self) -> int:
-        """Rows with one token."""
+        """Sequences with one token."""
         return len(self.seq_lens)
 
 
 def prepare_inputs(
     plan: StepPlan, block_size: int, device: torch.device, step_metadata: NDArray[np.float64] = _NO_METADATA
 ) -> tuple[FlatBatch, dict[int, slice]]:
-    """The batch of a plan, and where in `kept` the logits of rows are: the last of each sampled row, in the plan's
-    order, then all those of rows that want facts about their input tokens, by request id.
+    """The batch of a plan, and where in `logits_indices` the logits for prompt logprobs are, by request id. First come
+    those of the sampled sequences, in the plan's order.
     """
     work = sorted(zip(plan.seqs, plan.num_scheduled_tokens, strict=True), key=lambda item: item[1] > 1)
-    ids = [
-        token for row, count in work for token in row.tokens[row.num_computed_tokens : row.num_computed_tokens + count]
-    ]
     ends, total = {}, 0
-    for row, count in work:
+    for seq, count in work:
         total += count
-        ends[row.id] = total
-    logits_indices = [ends[row.id] - 1 for row in plan.sampled]
+        ends[seq.id] = total
+    logits_indices = [ends[seq.id] - 1 for seq in plan.sampled]
     prompt_slices = {}
-    for row, count in work:
-        if row.request.logprob_options.input_tokens and not row.num_generated_tokens:
-            prompt_slices[row.id] = slice(len(logits_indices), len(logits_indices) + count)
-            logits_indices += range(ends[row.id] - count, ends[row.id])
-    places = [(row, range(row.num_computed_tokens, row.num_computed_tokens + count)) for row, count in work]
-    batch = _build_batch(places, ids, logits_indices, step_metadata, block_size, device)
+    for seq, count in work:
+        if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens:
+            prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + count)
+            logits_indices += range(ends[seq.id] - count, ends[seq.id])
+    positions = [(seq, range(seq.num_computed_tokens, seq.num_computed_tokens + count)) for seq, count in work]
+    input_ids = [token for seq, own in positions for token in seq.tokens[own.start : own.stop]]
+    batch = _build_batch(positions, input_ids, logits_indices, step_metadata, block_size, device)
     batch.spans = list(flat_spans(work))
     return batch, prompt_slices
 
 
 def prepare_next_inputs(
-    rows: list[Sequence],
+    seqs: list[Sequence],
     tokens: Tensor,
     token_indices: list[int],
     block_size: int,
     device: torch.device,
     step_metadata: NDArray[np.float64],
 ) -> FlatBatch:
-    """The batch of the tokens after all that are here: each row's is on the device, at its place in `tokens`."""
-    work = [(row, range(len(row.tokens), len(row.tokens) + 1)) for row in rows]
-    batch = _build_batch(work, token_indices, list(range(len(rows))), step_metadata, block_size, device)
+    """The decode batch of the tokens that follow those on the host: each sequence's is in `tokens` on the device, at
+    its index.
+    """
+    positions = [(seq, range(len(seq.tokens), len(seq.tokens) + 1)) for seq in seqs]
+    batch = _build_batch(positions, token_indices, list(range(len(seqs))), step_metadata, block_size, device)
     batch.input_ids = tokens[batch.input_ids]
     return batch
 
@@ -114,70 +111,50 @@ def _build_batch(
     block_size: int,
     device: torch.device,
 ) -> FlatBatch:
-    """The batch of rows and the places that they compute, those with one first; without soft prompts."""
-    decodes = [(row, places.stop) for row, places in work if len(places) == 1]
-    prefills = [(row, places) for row, places in work if len(places) > 1]
-    max_blocks = max((_num_blocks(length, block_size) for _, length in decodes), default=0)
+    """The batch of sequences and the positions that they compute, decodes first; without soft prompts."""
+    decodes = [(seq, positions.stop) for seq, positions in work if len(positions) == 1]
+    prefills = [(seq, positions) for seq, positions in work if len(positions) > 1]
+    max_blocks = max((_num_blocks(seq_len, block_size) for _, seq_len in decodes), default=0)
     parts = [
         input_ids,
-        [place for _, places in work for place in places],
-        [
-            row.block_table[place // block_size] * block_size + place % block_size
-            for row, places in work
-            for place in places
-        ],
-        [
-            block
-            for row, _ in decodes
-            for block in (*row.block_table[:max_blocks], *[0] * (max_blocks - len(row.block_table)))
-        ],
-        [length for _, length in decodes],
+        [p for _, positions in work for p in positions],
+        [seq.block_table[p // block_size] * block_size + p % block_size for seq, positions in work for p in positions],
+        [block for seq, _ in decodes for block in _padded(seq.block_table, max_blocks)],
+        [seq_len for _, seq_len in decodes],
         logits_indices,
         step_metadata.view(np.int64).ravel().tolist(),
-        *(row.block_table[: _num_blocks(places.stop, block_size)] for row, places in prefills),
+        *(seq.block_table[: _num_blocks(positions.stop, block_size)] for seq, positions in prefills),
     ]
-    tokens, positions, slots, tables, lengths, wanted, bits, *blocks = upload(parts, device)
+    tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, *chunk_tables = upload(parts, device)
     chunks, start = [], len(decodes)
-    for (_, places), own in zip(prefills, blocks, strict=True):
-        chunks.append(PrefillChunk(slice(start, start + len(places)), places.start, own))
-        start += len(places)
-    adapters = [lora_of(row) for row, places in work for _ in places] if any(lora_of(row) for row, _ in work) else []
-    tables = tables.view(len(decodes), max_blocks)
-    bits = bits.view(torch.float64).view(step_metadata.shape)
-    return FlatBatch(tokens, positions, slots, tables, lengths, chunks, wanted, [], adapters, step_metadata=bits)
+    for (_, own), block_table in zip(prefills, chunk_tables, strict=True):
+        chunks.append(PrefillChunk(slice(start, start + len(own)), own.start, block_table))
+        start += len(own)
+    return FlatBatch(
+        tokens,
+        positions,
+        slot_mapping,
+        tables.view(len(decodes), max_blocks),
+        seq_lens,
+        chunks,
+        indices,
+        spans=[],
+        adapters=_adapters(work),
+        step_metadata=metadata.view(torch.float64).view(step_metadata.shape),
+    )
 
 
-def _num_blocks(tokens: int, size: int) -> int:
-    return -(-tokens // size)
+def _padded(block_table: list[int], length: int) -> list[int]:
+    return block_table[:length] + [0] * (length - len(block_table))
 
 
-class PagedKVCache:
-    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen."""
+def _adapters(work: list[tuple[Sequence, range]]) -> list[LoraAdapter | None]:
+    """By token; empty if no sequence has one."""
+    adapters = [lora_of(seq) for seq, _ in work]
+    if not any(adapters):
+        return []
+    return [adapter for adapter, (_, own) in zip(adapters, work, strict=True) for _ in own]
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self._num_blocks = num_blocks
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Over all layers seen."""
-        return sum(int(t[0].nbytes) for layer in self._layers.values() for t in layer)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all layers seen."""
-        return self.bytes_per_block * self._num_blocks
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer; `key` and `value` [tokens, heads, head size] say of what shape they are."""
-        if index not in self._layers:
-            self._layers[index] = self._allocate(key), self._allocate(value)
-        return self._layers[index]
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        # Zeros: what nobody has written yet may be read, and masked, and must be finite.
-        return torch.zeros(self._num_blocks, self.block_size, *like.shape[1:], dtype=like.dtype, device=like.device)
+def _num_blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)

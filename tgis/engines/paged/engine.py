@@ -21,9 +21,10 @@ from tgis.engines.memory.available import device_errors, memory_for_batches
 from tgis.engines.memory.profiler import dummy_length, profile_paged
 from tgis.engines.paged.async_decode import AsyncDecoder
 from tgis.engines.paged.attention import PagedAttention
-from tgis.engines.paged.batch import FlatBatch, PagedKVCache, prepare_inputs, prepare_next_inputs
+from tgis.engines.paged.batch import FlatBatch, prepare_inputs, prepare_next_inputs
 from tgis.engines.paged.compile import CompiledDecoder, can_compile
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, cuda_capture
+from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.engines.paged.prompt_logprobs import PromptLogprobs
 from tgis.engines.paged.underway import InFlightStep
 from tgis.engines.sampling.batch_sampler import BatchSampler

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tgis.engines.kernels.cpu.build import library
-from tgis.engines.paged.batch import FlatBatch
 
 _LANES = 16
 _UNLIMITED = 2**62
@@ -72,7 +71,7 @@ class Kernel:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The output [T, H, E] of queries [T, H, D], which are the last tokens of their rows, as `kernel_rows` has
+        """The output [T, H, E] of queries [T, H, D], which are the last tokens of their rows, as `rows` has
         them; the new tokens' keys and values have been kept.
         """
         q, sinks = q if q.stride(2) == 1 else q.contiguous(), None if sinks is None else sinks.float().contiguous()
@@ -90,24 +89,6 @@ def find_kernel(q: Tensor, keys: Tensor, values: Tensor) -> Kernel | None:
         return None
     kv_heads, block = keys.shape[2], keys.shape[1]
     return _kernel(_Shape(_DTYPES[q.dtype], q.shape[2], values.shape[3], q.shape[1] // kv_heads, kv_heads, block))
-
-
-def kernel_rows(batch: FlatBatch) -> Tensor:
-    """The rows of a batch on the CPU, int64 [rows, 4]: first token, count, length, and the address of its blocks.
-
-    The addresses are good for as long as there is the batch.
-    """
-    tables, numbers = batch.block_tables, torch.arange(batch.num_decodes)
-    assert tables.is_contiguous()
-    assert tables.dtype == torch.int64
-    addresses = tables.data_ptr() + numbers * tables.shape[1] * tables.itemsize
-    singles = torch.stack([numbers, torch.ones_like(numbers), batch.seq_lens, addresses], 1)
-    counts = [chunk.tokens.stop - chunk.tokens.start for chunk in batch.chunks]
-    chunks = [
-        [chunk.tokens.start, count, chunk.num_computed_tokens + count, chunk.block_table.data_ptr()]
-        for chunk, count in zip(batch.chunks, counts, strict=True)
-    ]
-    return torch.cat([singles, torch.tensor(chunks)]) if chunks else singles
 
 
 @cache

@@ -1,9 +1,10 @@
 # mypy: disallow-untyped-decorators=False
-"""Decode attention over the paged KV cache in Triton, for CUDA: one new token a row, made to run at memory speed.
+"""Decode attention over a paged KV cache in Triton: one new token per sequence, bound by memory bandwidth.
 
-What the rows see is cut into items of equal size, on the device, and into no more of them than the grid has: the launch
-depends on shapes alone, so a CUDA graph of it can be replayed with other tables and lengths. A program takes one item
-and the query heads that share a KV head; then what belongs to one row is put together.
+Split-KV ("flash decoding"): the visible tokens of all sequences are cut on the device into splits of equal size, at
+most as many as the grid has. The launch depends on shapes alone, so a captured CUDA graph can be replayed with other
+block tables and lengths. A program computes one split for the query heads that share a KV head; a second kernel
+combines the splits of each sequence.
 """
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 2**31 - 1
-_MIN_DOT = 16
-_TILE_BYTES = 16384  # of keys that one turn of the loop reads
-_MAX_TILE_TOKENS = 128  # tokens
+_MIN_DOT = 16  # smallest dimension of tl.dot
+_TILE_BYTES = 16384  # of keys per loop iteration
+_MAX_TILE_TOKENS = 128
 _PROGRAMS_PER_SM = 4
-_MIN_PADDED_ROWS = 256  # for the kernels are compiled for each number of them
+_MIN_PADDED_SEQS = 256  # kernels are compiled per power of two of sequences: fewer variants
 
 
 def paged_decode(
@@ -33,196 +34,198 @@ def paged_decode(
     sinks: Tensor | None,
     num_sms: int,
 ) -> Tensor:
-    """The output [B, H, E] of queries [B, H, D], each of which is the last of its row's `lengths` [B] tokens.
+    """The output [B, H, E] of queries [B, H, D], each the last of its sequence's `seq_lens` [B] tokens.
 
-    `keys` [blocks, block size, K, D] and `values` [blocks, block size, K, E] are contiguous and of q's dtype; `tables`
-    [B, most blocks] and `lengths` are int32 or int64. A row of length 0 reads nothing and gives zeros. All tensors are
-    on the current device, which has so many (multi)processors.
+    `key_cache` [blocks, block size, K, D] and `value_cache` [blocks, block size, K, E] are contiguous and of q's dtype;
+    `block_tables` [B, max blocks] and `seq_lens` are int32 or int64. A sequence of length 0 reads nothing and yields
+    zeros. All tensors are on the current device, which has `num_sms` streaming multiprocessors.
     """
-    (rows, heads, k_size), (block, kv_heads, v_size) = q.shape, value_cache.shape[1:]
+    (num_seqs, num_heads, k_size), (block_size, num_kv_heads, v_size) = q.shape, value_cache.shape[1:]
     assert q.dtype == key_cache.dtype == value_cache.dtype
     assert q.stride(2) == block_tables.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (key_cache, value_cache, seq_lens))
-    group = heads // kv_heads
-    m, d, e = (max(triton.next_power_of_2(size), _MIN_DOT) for size in (group, k_size, v_size))
-    m = min(m, 128 // q.element_size())  # more would not fit into shared memory
-    tile = min(max(_TILE_BYTES // (max(d, e) * q.element_size()), _MIN_DOT), _MAX_TILE_TOKENS)
-    programs = kv_heads * triton.cdiv(group, m)  # for one item
-    items = rows + triton.cdiv(_PROGRAMS_PER_SM * num_sms, programs)
-    output = torch.empty(rows, heads, v_size, dtype=q.dtype, device=q.device)
-    partial = torch.empty(items, heads, v_size, dtype=torch.float32, device=q.device)
-    sums = torch.empty(items, heads, dtype=torch.float32, device=q.device)
-    results = seq_lens, sinks, output, partial, sums
-    shares = rows, items, _NO_WINDOW if window is None else window
-    padded_rows = max(triton.next_power_of_2(rows), _MIN_PADDED_ROWS)
-    sizes = {"padded_rows": padded_rows, "tile": tile, "v_size": v_size, "e": e}
-    _split_attention[programs, items](
+    group_size = num_heads // num_kv_heads
+    block_m, block_k, block_v = (max(triton.next_power_of_2(size), _MIN_DOT) for size in (group_size, k_size, v_size))
+    block_m = min(block_m, 128 // q.element_size())  # more would not fit into shared memory
+    tile_tokens = _TILE_BYTES // (max(block_k, block_v) * q.element_size())
+    tile = min(max(tile_tokens, _MIN_DOT), _MAX_TILE_TOKENS)
+    programs_per_split = num_kv_heads * triton.cdiv(group_size, block_m)
+    num_splits = num_seqs + triton.cdiv(_PROGRAMS_PER_SM * num_sms, programs_per_split)
+    output = torch.empty(num_seqs, num_heads, v_size, dtype=q.dtype, device=q.device)
+    split_outputs = torch.empty(num_splits, num_heads, v_size, dtype=torch.float32, device=q.device)
+    split_lse = torch.empty(num_splits, num_heads, dtype=torch.float32, device=q.device)
+    results = seq_lens, sinks, output, split_outputs, split_lse
+    partition = num_seqs, num_splits, _NO_WINDOW if window is None else window
+    padded_seqs = max(triton.next_power_of_2(num_seqs), _MIN_PADDED_SEQS)
+    sizes = {"padded_seqs": padded_seqs, "tile": tile, "v_size": v_size, "block_v": block_v}
+    _split_attention[programs_per_split, num_splits](
         *results,
-        *shares,
+        *partition,
         *(q, key_cache, value_cache, block_tables, q.stride(0), q.stride(1), block_tables.stride(0), scale),
         **sizes,
-        heads=heads,
-        group=group,
+        num_heads=num_heads,
+        group_size=group_size,
         k_size=k_size,
-        block=block,
+        block_size=block_size,
         softcap=softcap,
-        m=m,
-        d=d,
-        num_warps=8 if m * e > 8192 else 4,
-        num_stages=3 if m == _MIN_DOT else 2,
+        block_m=block_m,
+        block_k=block_k,
+        num_warps=8 if block_m * block_v > 8192 else 4,
+        num_stages=3 if block_m == _MIN_DOT else 2,
     )
-    _combine_splits[rows, heads](*results, *shares, **sizes)
+    _combine_splits[num_seqs, num_heads](*results, *partition, **sizes)
     return output
 
 
 @triton.jit
 def _partition_splits(
-    lengths: tl.tensor,
-    rows: tl.tensor,
-    items: tl.tensor,
+    seq_lens: tl.tensor,
+    num_seqs: tl.tensor,
+    num_splits: tl.tensor,
     window: tl.tensor,
-    padded_rows: tl.constexpr,
+    padded_seqs: tl.constexpr,
     tile: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """How many items each row has, the number of its first one, and how many tokens one has.
+    """By sequence the number of splits and the index of the first one; and how many tokens a split has.
 
-    Every row has one; those to spare go where a row sees more than an equal share of all tokens.
+    Every sequence has one; spare splits go to sequences that see more than an equal share of all tokens.
     """
-    index = tl.arange(0, padded_rows)
-    seen = tl.minimum(tl.load(lengths + index, mask=index < rows, other=0), window).to(tl.int32)
-    size = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(seen, 0), items - rows), tile), 1) * tile
-    counts = tl.where(index < rows, tl.maximum(tl.cdiv(seen, size), 1), 0)
+    index = tl.arange(0, padded_seqs)
+    visible = tl.minimum(tl.load(seq_lens + index, mask=index < num_seqs, other=0), window).to(tl.int32)
+    size = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(visible, 0), num_splits - num_seqs), tile), 1) * tile
+    counts = tl.where(index < num_seqs, tl.maximum(tl.cdiv(visible, size), 1), 0)
     return counts, tl.cumsum(counts, 0) - counts, size
 
 
 @triton.jit
-def _element(vector: tl.tensor, place: tl.tensor, size: tl.constexpr) -> tl.tensor:
-    return tl.sum(tl.where(tl.arange(0, size) == place, vector, 0), 0)
+def _element(vector: tl.tensor, index: tl.tensor, size: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.where(tl.arange(0, size) == index, vector, 0), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "items", "window", "table_row"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "window", "table_stride"])
 def _split_attention(
-    lengths: tl.tensor,
+    seq_lens: tl.tensor,
     sinks: tl.tensor,
     output: tl.tensor,
-    partial: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    items: tl.tensor,
+    split_outputs: tl.tensor,
+    split_lse: tl.tensor,
+    num_seqs: tl.tensor,
+    num_splits: tl.tensor,
     window: tl.tensor,
     q: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    tables: tl.tensor,
-    q_row: tl.tensor,
-    q_head: tl.tensor,
-    table_row: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    block_tables: tl.tensor,
+    q_seq_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    table_stride: tl.tensor,
     scale: tl.tensor,
-    padded_rows: tl.constexpr,
+    padded_seqs: tl.constexpr,
     tile: tl.constexpr,
     v_size: tl.constexpr,
-    e: tl.constexpr,
-    heads: tl.constexpr,
-    group: tl.constexpr,
+    block_v: tl.constexpr,
+    num_heads: tl.constexpr,
+    group_size: tl.constexpr,
     k_size: tl.constexpr,
-    block: tl.constexpr,
+    block_size: tl.constexpr,
     softcap: tl.constexpr,
-    m: tl.constexpr,
-    d: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
 ) -> None:
-    """One item, for m query heads of one KV head; a row of one item is finished here."""
-    item = tl.program_id(1)
-    counts, firsts, size = _partition_splits(lengths, rows, items, window, padded_rows, tile)
-    row = tl.sum((firsts + counts <= item).to(tl.int32), 0)
-    if row >= rows:
+    """One split, for `block_m` query heads of one KV head; a sequence of a single split is finished here."""
+    split = tl.program_id(1)
+    counts, firsts, size = _partition_splits(seq_lens, num_seqs, num_splits, window, padded_seqs, tile)
+    seq = tl.sum((firsts + counts <= split).to(tl.int32), 0)
+    if seq >= num_seqs:
         return
-    count, first = _element(counts, row, padded_rows), _element(firsts, row, padded_rows)
-    length = tl.load(lengths + row).to(tl.int32)
-    begin = tl.maximum(length - window, 0) + (item - first) * size
-    end = tl.minimum(begin + size, length)
+    count, first = _element(counts, seq, padded_seqs), _element(firsts, seq, padded_seqs)
+    seq_len = tl.load(seq_lens + seq).to(tl.int32)
+    begin = tl.maximum(seq_len - window, 0) + (split - first) * size
+    end = tl.minimum(begin + size, seq_len)
 
-    kv_heads: tl.constexpr = heads // group
-    parts: tl.constexpr = (group + m - 1) // m
-    kv_head = tl.program_id(0) // parts
-    member = tl.program_id(0) % parts * m + tl.arange(0, m)
-    head, is_head = kv_head * group + member, member < group
-    at_d, at_e = tl.arange(0, d), tl.arange(0, e)
-    is_query = is_head[:, None] & (at_d < k_size)
-    query = tl.load(q + row * q_row + head[:, None] * q_head + at_d, mask=is_query, other=0.0)
-    top = tl.full([m], float("-inf"), tl.float32)
-    total = tl.zeros([m], tl.float32)
-    mixed = tl.zeros([m, e], tl.float32)
-    # Which blocks the next turn reads is looked up in this one: its loads of keys need not wait for that then.
-    table = tables + row * table_row
+    num_kv_heads: tl.constexpr = num_heads // group_size
+    programs_per_group: tl.constexpr = (group_size + block_m - 1) // block_m
+    kv_head = tl.program_id(0) // programs_per_group
+    member = tl.program_id(0) % programs_per_group * block_m + tl.arange(0, block_m)
+    head, is_head = kv_head * group_size + member, member < group_size
+    k_offsets, v_offsets = tl.arange(0, block_k), tl.arange(0, block_v)
+    q_mask = is_head[:, None] & (k_offsets < k_size)
+    query = tl.load(q + seq * q_seq_stride + head[:, None] * q_head_stride + k_offsets, mask=q_mask, other=0.0)
+    running_max = tl.full([block_m], float("-inf"), tl.float32)
+    running_sum = tl.zeros([block_m], tl.float32)
+    acc = tl.zeros([block_m, block_v], tl.float32)
+    # The block ids of the next iteration are loaded in this one, so that its loads of keys need not wait for them.
+    block_table = block_tables + seq * table_stride
     token = begin + tl.arange(0, tile)
-    upcoming = tl.load(table + token // block, mask=token < end, other=0)
+    next_blocks = tl.load(block_table + token // block_size, mask=token < end, other=0)
     for start in range(begin, end, tile):
         token = start + tl.arange(0, tile)
-        seen = token < end
-        place = (upcoming.to(tl.int64) * block + token % block) * kv_heads + kv_head
-        upcoming = tl.load(table + (token + tile) // block, mask=token + tile < end, other=0)
-        is_key = seen & (at_d[:, None] < k_size)
-        k = tl.load(keys + place * k_size + at_d[:, None], mask=is_key, other=0.0)  # [d, tile]
-        scores = tl.dot(query, k, input_precision="ieee") * scale  # [m, tile]
+        is_visible = token < end
+        slot = (next_blocks.to(tl.int64) * block_size + token % block_size) * num_kv_heads + kv_head
+        next_blocks = tl.load(block_table + (token + tile) // block_size, mask=token + tile < end, other=0)
+        k_mask = is_visible & (k_offsets[:, None] < k_size)
+        k = tl.load(key_cache + slot * k_size + k_offsets[:, None], mask=k_mask, other=0.0)  # [block_k, tile]
+        scores = tl.dot(query, k, input_precision="ieee") * scale  # [block_m, tile]
         if softcap is not None:
             scores = softcap * (1 - 2 / (1 + tl.exp(scores * (2 / softcap))))  # softcap * tanh(scores / softcap)
-        scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights, fade = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        is_value = seen[:, None] & (at_e < v_size)
-        v = tl.load(values + place[:, None] * v_size + at_e, mask=is_value, other=0.0)  # [tile, e]
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
-        total, top = total * fade + tl.sum(weights, 1), new_top
+        scores = tl.where(is_visible, scores * _LOG2_E, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights, rescale = tl.exp2(scores - new_max[:, None]), tl.exp2(running_max - new_max)
+        v_mask = is_visible[:, None] & (v_offsets < v_size)
+        v = tl.load(value_cache + slot[:, None] * v_size + v_offsets, mask=v_mask, other=0.0)  # [tile, block_v]
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        running_sum, running_max = running_sum * rescale + tl.sum(weights, 1), new_max
 
-    total = tl.maximum(total, 1.0)  # is at least that already, but for a row of length 0
-    at_output = head[:, None] * v_size + at_e
-    is_output = is_head[:, None] & (at_e < v_size)
+    running_sum = tl.maximum(running_sum, 1.0)  # below 1 only for a sequence of length 0
+    out_offsets = head[:, None] * v_size + v_offsets
+    out_mask = is_head[:, None] & (v_offsets < v_size)
     if count == 1:
         if sinks is not None:
-            total += tl.exp2(tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * _LOG2_E - top)
-        finished = (mixed / total[:, None]).to(output.dtype.element_ty)
-        tl.store(output + row * heads * v_size + at_output, finished, mask=is_output)
+            sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
+            running_sum += tl.exp2(sink * _LOG2_E - running_max)
+        finished = (acc / running_sum[:, None]).to(output.dtype.element_ty)
+        tl.store(output + seq * num_heads * v_size + out_offsets, finished, mask=out_mask)
     else:
-        tl.store(partial + item * heads * v_size + at_output, mixed / total[:, None], mask=is_output)
-        tl.store(sums + item * heads + head, top + tl.log2(total), mask=is_head)
+        tl.store(split_outputs + split * num_heads * v_size + out_offsets, acc / running_sum[:, None], mask=out_mask)
+        tl.store(split_lse + split * num_heads + head, running_max + tl.log2(running_sum), mask=is_head)
 
 
-@triton.jit(do_not_specialize=["rows", "items", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "window"])
 def _combine_splits(
-    lengths: tl.tensor,
+    seq_lens: tl.tensor,
     sinks: tl.tensor,
     output: tl.tensor,
-    partial: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    items: tl.tensor,
+    split_outputs: tl.tensor,
+    split_lse: tl.tensor,
+    num_seqs: tl.tensor,
+    num_splits: tl.tensor,
     window: tl.tensor,
-    padded_rows: tl.constexpr,
+    padded_seqs: tl.constexpr,
     tile: tl.constexpr,
     v_size: tl.constexpr,
-    e: tl.constexpr,
+    block_v: tl.constexpr,
 ) -> None:
-    """One head of one row: the mean of its items, weighted by the sums of their weights."""
-    row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    counts, firsts, _ = _partition_splits(lengths, rows, items, window, padded_rows, tile)
-    count, first = _element(counts, row, padded_rows), _element(firsts, row, padded_rows)
+    """One head of one sequence: the mean of its splits, weighted by their log-sum-exp."""
+    seq, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    counts, firsts, _ = _partition_splits(seq_lens, num_seqs, num_splits, window, padded_seqs, tile)
+    count, first = _element(counts, seq, padded_seqs), _element(firsts, seq, padded_seqs)
     if count == 1:
         return
-    at_e = tl.arange(0, e)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    mixed = tl.zeros([e], tl.float32)
+    v_offsets = tl.arange(0, block_v)
+    running_max = tl.full([1], float("-inf"), tl.float32)
+    running_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([block_v], tl.float32)
     for start in range(0, count, 16):
-        item = start + tl.arange(0, 16)
-        at = (first + item) * heads + head
-        logs = tl.load(sums + at, mask=item < count, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(logs, 0))
-        weights, fade = tl.exp2(logs - new_top), tl.exp2(top - new_top)
-        is_part = (item < count)[:, None] & (at_e < v_size)
-        part = tl.load(partial + at[:, None] * v_size + at_e, mask=is_part, other=0.0)
-        mixed = mixed * fade + tl.sum(part * weights[:, None], 0)
-        total, top = total * fade + tl.sum(weights, 0), new_top
+        split = start + tl.arange(0, 16)
+        index = (first + split) * num_heads + head
+        lse = tl.load(split_lse + index, mask=split < count, other=float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(lse, 0))
+        weights, rescale = tl.exp2(lse - new_max), tl.exp2(running_max - new_max)
+        mask = (split < count)[:, None] & (v_offsets < v_size)
+        outputs = tl.load(split_outputs + index[:, None] * v_size + v_offsets, mask=mask, other=0.0)
+        acc = acc * rescale + tl.sum(outputs * weights[:, None], 0)
+        running_sum, running_max = running_sum * rescale + tl.sum(weights, 0), new_max
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - top)
-    finished = (mixed / total).to(output.dtype.element_ty)
-    tl.store(output + (row * heads + head) * v_size + at_e, finished, mask=at_e < v_size)
+        running_sum += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - running_max)
+    finished = (acc / running_sum).to(output.dtype.element_ty)
+    tl.store(output + (seq * num_heads + head) * v_size + v_offsets, finished, mask=v_offsets < v_size)

@@ -1,11 +1,13 @@
-"""Attention of chunks of prompts on CUDA: PyTorch's variable-length attention, one call for the chunks of a step.
+"""Prefill attention on CUDA: PyTorch's variable-length attention, one call for the prefill chunks of a step.
 
-What it is (torch 2.11 to 2.13, FlashAttention 2): it takes float16 and bfloat16, heads of up to 256 in steps of 8, keys
-as wide as values, and any number of query heads to a KV head (newer releases want to be told). Queries are the last
-tokens of their row, so a chunk sees what came before it. A window counts the tokens beside the query's own. There is
-no soft cap and no sink, and nothing for CPUs. Pages must be multiples of 256 tokens: ours are gathered instead.
+In torch 2.11 to 2.13 this is FlashAttention 2: float16 and bfloat16, head sizes up to 256 in steps of 8, keys as wide
+as values, any number of query heads per KV head (newer releases want to be told). Queries are the last tokens of their
+sequence, so a chunk sees its context. A window counts the tokens beside the query's own. There is no softcap and no
+sink, and nothing for CPUs. Its paged mode wants blocks of a multiple of 256 tokens: ours are gathered instead.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from itertools import accumulate
@@ -15,90 +17,102 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tgis.engines.kernels.transfers import to_device
-from tgis.engines.paged.batch import PrefillChunk, VarlenBatch
 
-MAX_GATHERED_TOKENS = 1 << 16  # tokens of context copied at a time, if one row alone has not more
+MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied per call, unless a single sequence has more
 
 
-def is_supported(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Whether `prefill_attention` can do this, on a device of compute capability 8.0 or newer."""
+@dataclass(frozen=True, slots=True)
+class VarlenBatch:
+    """Consecutive prefill chunks of a flat batch that go into one call."""
+
+    tokens: slice  # of the flat batch
+    cu_seqlens: Tensor  # int32 [2, chunks + 1]: cumulative query lengths and sequence lengths, from 0
+    max_seqlens: tuple[int, int]  # the largest of each
+    context_slots: Tensor | None  # int64 [keys]: slots of the KV cache; None: no chunk has context
+
+
+def is_supported(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, softcap: float | None, sinks: Tensor | None
+) -> bool:
+    """Whether `varlen_prefill` can compute this, on a device of compute capability 8.0 or newer."""
     return (
         q.dtype in (torch.float16, torch.bfloat16)
-        and q.dtype == keys.dtype == values.dtype
-        and q.shape[-1] == values.shape[-1] <= 256
+        and q.dtype == key_cache.dtype == value_cache.dtype
+        and q.shape[-1] == value_cache.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and softcap is None
         and sinks is None
     )
 
 
-def make_varlen_batches(chunks: list[PrefillChunk], block_size: int) -> list[VarlenBatch]:
-    """The chunks in as few calls as the memory for copies allows: in one, but for very long contexts."""
-    if not any(chunk.num_computed_tokens for chunk in chunks):
-        return [_varlen_batch(chunks, None)]
-    groups, total = [[chunks[0]]], _seq_len(chunks[0])
-    for chunk in chunks[1:]:
-        total += _seq_len(chunk)
-        if total > MAX_GATHERED_TOKENS:
-            groups.append([])
-            total = _seq_len(chunk)
-        groups[-1].append(chunk)
-    return [_varlen_batch(group, _context_slots(group, block_size)) for group in groups]
+def make_varlen_batches(
+    first_token: int,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Tensor],
+    block_size: int,
+) -> list[VarlenBatch]:
+    """Chunks of `query_lens` new tokens each, consecutive in the flat batch from `first_token` on, in as few calls as
+    the memory for gathered keys and values allows. A chunk is the end of its sequence, of `seq_lens` tokens so far,
+    which are in the blocks of its table, int64 [blocks].
+    """
+    has_context = query_lens != seq_lens
+    batches = []
+    for group in _groups(seq_lens) if has_context else [slice(None)]:
+        queries, keys, tables = query_lens[group], seq_lens[group], block_tables[group]
+        cu_seqlens = to_device([[0, *accumulate(queries)], [0, *accumulate(keys)]], torch.int32, tables[0].device)
+        slots = _context_slots(tables, keys, block_size) if has_context else None
+        tokens = slice(first_token, first_token + sum(queries))
+        batches.append(VarlenBatch(tokens, cu_seqlens, (max(queries), max(keys)), slots))
+        first_token = tokens.stop
+    return batches
 
 
 def varlen_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layer: tuple[Tensor, Tensor],
-    groups: list[VarlenBatch],
+    kv_cache: tuple[Tensor, Tensor],
+    batches: list[VarlenBatch],
     *,
     scale: float,
     window: int | None,
 ) -> list[Tensor]:
-    """The outputs [tokens, H, D] by group, of a flat batch: queries [T, H, D], new keys and values [T, K, D], which
-    the cached ones of the layer, [blocks, block size, K, D], contain already.
+    """The outputs [tokens, H, D] by batch, of flat queries [T, H, D] and new keys and values [T, K, D]. The caches of
+    the layer, [blocks, block size, K, D], already hold the new ones.
     """
-    sides = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if window is None else window - 1, 0)
     outputs = []
-    for group in groups:
-        keys, values = k[group.tokens], v[group.tokens]
-        if group.context_slots is not None:
-            keys, values = (states.flatten(0, 1).index_select(0, group.context_slots) for states in layer)
-        queries, ends, longest = q[group.tokens], group.cu_seqlens, group.max_seqlens
-        outputs.append(
-            varlen_attn(queries, keys, values, *ends, *longest, scale=scale, window_size=sides, **_gqa_arguments())
-        )
+    for batch in batches:
+        keys, values = k[batch.tokens], v[batch.tokens]
+        if batch.context_slots is not None:
+            keys, values = (states.flatten(0, 1).index_select(0, batch.context_slots) for states in kv_cache)
+        lengths = *batch.cu_seqlens, *batch.max_seqlens
+        arguments = {"scale": scale, "window_size": window_size, **_gqa_arguments()}
+        outputs.append(varlen_attn(q[batch.tokens], keys, values, *lengths, **arguments))
     return outputs
 
 
 @cache
 def _gqa_arguments() -> dict[str, bool]:
-    """What allows several query heads to a KV head; torch 2.11 neither knows nor needs it."""
+    """torch 2.11 neither knows nor needs `enable_gqa`."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-def _seq_len(chunk: PrefillChunk) -> int:
-    """Of its row, up to its last token."""
-    length: int = chunk.num_computed_tokens + chunk.tokens.stop - chunk.tokens.start
-    return length
+def _groups(seq_lens: Sequence[int]) -> list[slice]:
+    """Consecutive sequences of at most MAX_GATHERED_TOKENS together, or one that alone has more."""
+    groups, start, total = [], 0, 0
+    for index, seq_len in enumerate(seq_lens):
+        if total and total + seq_len > MAX_GATHERED_TOKENS:
+            groups.append(slice(start, index))
+            start, total = index, 0
+        total += seq_len
+    return [*groups, slice(start, None)]
 
 
-def _varlen_batch(chunks: list[PrefillChunk], slots: Tensor | None) -> VarlenBatch:
-    counts = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
-    lengths = [_seq_len(chunk) for chunk in chunks]
-    ends = [[0, *accumulate(counts)], [0, *accumulate(lengths)]]
-    return VarlenBatch(
-        slice(chunks[0].tokens.start, chunks[-1].tokens.stop),
-        to_device(ends, torch.int32, chunks[0].block_table.device),
-        (max(counts), max(lengths)),
-        slots,
-    )
-
-
-def _context_slots(chunks: list[PrefillChunk], block_size: int) -> Tensor:
-    """Where the tokens of the rows are in the cache, end to end: int64, block * size + offset."""
-    blocks = torch.cat([chunk.block_table for chunk in chunks])
+def _context_slots(block_tables: Sequence[Tensor], seq_lens: Sequence[int], block_size: int) -> Tensor:
+    """The cache slots of all tokens of the sequences, end to end: int64, block * size + offset."""
+    blocks = torch.cat(list(block_tables))
     slots = (blocks[:, None] * block_size + torch.arange(block_size, device=blocks.device)).flatten()
-    rows = slots.split([len(chunk.block_table) * block_size for chunk in chunks])
-    return torch.cat([row[: _seq_len(chunk)] for row, chunk in zip(rows, chunks, strict=True)])
+    by_seq = slots.split([len(table) * block_size for table in block_tables])
+    return torch.cat([own[:seq_len] for own, seq_len in zip(by_seq, seq_lens, strict=True)])

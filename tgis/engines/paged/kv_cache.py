@@ -1,0 +1,36 @@
+"""The paged KV cache: keys and values of every layer in blocks. Who owns a block is decided by the batcher."""
+
+import torch
+from torch import Tensor
+
+
+class PagedKVCache:
+    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._num_blocks = num_blocks
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Over all layers seen."""
+        return sum(int(t[0].nbytes) for layer in self._layers.values() for t in layer)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers seen."""
+        return self.bytes_per_block * self._num_blocks
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a layer, shaped as `key` and `value` [tokens, heads, head size]."""
+        if index not in self._layers:
+            self._layers[index] = self._allocate(key), self._allocate(value)
+        return self._layers[index]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        # Zeros: slots that were never written may be read and masked, and must be finite.
+        return torch.zeros(self._num_blocks, self.block_size, *like.shape[1:], dtype=like.dtype, device=like.device)
