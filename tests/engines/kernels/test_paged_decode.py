@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 def child(script: str, **variables: str) -> dict[str, Any]:
     """The last line that a script of the tests prints, from JSON; Triton's mode is that of a process."""
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests" / script)],
+        [sys.executable, str(REPOSITORY / "tests" / "support" / script)],
         env=os.environ | variables | {"PYTHONPATH": paths},
         check=True,
         stdout=subprocess.PIPE,

@@ -66,7 +66,7 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_late(
         finish(decoder)
         decoder._stance = "fail_on_recompile"  # what no graph fits would be computed without, unnoticed
 
-    monkeypatch.setattr(CompiledDecoder, "finish", counted)
+    monkeypatch.setattr(CompiledDecoder, "freeze", counted)
     engine = PagedEngine(options(model))
     made = requests(12)
     bounds = limits(60, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7)
