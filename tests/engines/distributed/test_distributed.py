@@ -1,4 +1,4 @@
-"""A model over two processes on the CPU: what it computes, what it refuses, and what becomes of it when one dies."""
+"""A model over two processes on the CPU: what it computes, what it refuses, and what happens when one dies."""
 
 import os
 import random
@@ -153,16 +153,16 @@ def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenLogprobs])
 
 
 @given(st.data())
-def test_a_pass_says_all_that_a_step_needs(data: st.DataObject) -> None:
-    """The batch of a plan that has been to another rank is the batch of the plan."""
+def test_a_step_input_carries_all_that_a_step_needs(data: st.DataObject) -> None:
+    """The batch of a plan sent to another rank is the batch of the plan."""
     rows, counts = [], []
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     for n in range(data.draw(st.integers(1, 5))):
         length, generated = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3))
         details = LogprobOptions(input_tokens=data.draw(st.booleans()))
         virtual = data.draw(st.integers(0, length))
-        prefix = AdapterRef("p", virtual, 0, 1, 1) if virtual else None
-        row = Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=prefix), 0.0)
+        adapter = AdapterRef("p", virtual, 0, 1, 1) if virtual else None
+        row = Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=adapter), 0.0)
         row.adapter = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
         row.tokens += [90 + k for k in range(generated)]
         row.num_computed_tokens = data.draw(st.integers(0, len(row.tokens) - 1))
@@ -172,10 +172,10 @@ def test_a_pass_says_all_that_a_step_needs(data: st.DataObject) -> None:
     plan = StepPlan.of(rows, counts)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks.StepInput.of(plan)), type=ranks.RankMessage)
     assert isinstance(sent, ranks.StepInput)
-    (ours, explained), (theirs, same) = (
+    (ours, prompt_slices), (theirs, same) = (
         prepare_inputs(each, 4, torch.device("cpu")) for each in (plan, sent.to_plan(dtype))
     )
-    assert explained == same
+    assert prompt_slices == same
     for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logits_indices"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     for span, copy in zip(ours.spans, theirs.spans, strict=True):
@@ -187,7 +187,7 @@ def test_a_pass_says_all_that_a_step_needs(data: st.DataObject) -> None:
 
 
 def refused(config: Any, directory: Path) -> str:
-    """Without weights, so that whatever loads them fails otherwise."""
+    """Without weights: loading them would fail with another error."""
     config.save_pretrained(directory)
     with pytest.raises(StartError) as caught:
         ShardedEngine(options_of(directory), end)
@@ -213,7 +213,7 @@ def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ranks.check_shardable(transformers.LlamaConfig(**SMALL), 4)
 
 
-def test_a_server_of_two_ranks_answers_as_of_one_and_ends_with_either(glassllm_dir: Path, tmp_path: Path) -> None:
+def test_a_server_of_two_ranks_answers_like_one_and_ends_with_either(glassllm_dir: Path, tmp_path: Path) -> None:
     """A rank is killed while the other waits for it in the middle of a step."""
     with start(tmp_path, glassllm_dir) as server, server.stub() as stub:
         text = "The weather"
@@ -240,7 +240,7 @@ def test_a_server_of_two_ranks_answers_as_of_one_and_ends_with_either(glassllm_d
 
 
 @pytest.mark.slow
-def test_the_ranks_leave_when_the_first_is_killed(glassllm_dir: Path, tmp_path: Path) -> None:
+def test_followers_exit_when_rank_0_is_killed(glassllm_dir: Path, tmp_path: Path) -> None:
     with start(tmp_path, glassllm_dir) as server:
         follower = follower_of(server)
         os.kill(server.engine_pid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Engine `tgis_native` over several processes: this one is rank 0, which alone samples and knows the batcher.
+"""Engine `tgis_native` over several processes: this one is rank 0, which alone samples and serves the batcher.
 
-The others (`follower`) load their share, warm up as this one does, and then compute every pass that they are
-told. A rank that is lost, or not where the others are, ends them all at once.
+The others (`follower`) load their shard, warm up as this one does, and then compute every step that they are sent. A
+rank that dies or falls out of step ends them all at once.
 """
 
 import logging
@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -31,18 +30,18 @@ log = logging.getLogger(__name__)
 
 _RECV_BYTES = 1 << 16
 _EXIT_SECONDS = 5.0
-_CRASH_DETECTION_SECONDS = 2.0  # a process that died is known to be dead within less
+_CRASH_DETECTION_SECONDS = 2.0  # ample for noticing that a process has died
 
 
 class ShardedEngine:
-    """An engine whose every pass is computed by all ranks."""
+    """An engine whose every step is computed by all ranks."""
 
     def __init__(self, options: EngineOptions, fail: Callable[[str], NoReturn]) -> None:
-        """StartError if the model cannot be shared out; later failures of any rank go to `end`."""
+        """StartError if the model cannot be sharded; later failures of any rank go to `fail`."""
         ranks.check_shardable(load_config(options), options.num_shards)
         options = msgspec.structs.replace(options, num_threads=_threads_per_rank(options))
         self._fail = fail
-        store = os.memfd_create("tgis-ranks")  # stays open: torch opens it by its number, to the very end
+        store = os.memfd_create("tgis-ranks")  # never closed: torch opens it by its number until the end
         self._followers = [RankProcess(rank, options, store, fail) for rank in range(1, options.num_shards)]
         log.info("%d ranks compute every step", options.num_shards)
         with self._collective("loading"):
@@ -51,28 +50,28 @@ class ShardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the loaded model, in which adapters may change nothing: the other ranks have none."""
+        """Without LoRA: the other ranks have no adapters."""
         return msgspec.structs.replace(self._engine.info, lora_targets={})
 
     def warm_up(self) -> None:
-        """As all ranks do after loading, without being told."""
+        """All ranks do this after loading, without a message."""
         with self._collective("the first pass"):
             self._engine.warm_up()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """One pass of all ranks; no failure leaves an engine that could go on."""
+        """One step on all ranks; any failure ends them all."""
         with self._collective("a step"):
             message = encode_frame(ranks.StepInput.of(plan))
             for follower in self._followers:
                 follower.send(message)
             return self._engine.step(plan)
 
-    def release(self, rows: Rows[Sequence]) -> None:
-        """Forget rows; the other ranks remember none."""
-        self._engine.release(rows)
+    def release(self, seqs: Collection[Sequence]) -> None:
+        """Only this rank keeps state of sequences."""
+        self._engine.release(seqs)
 
     def close(self) -> None:
-        """Send the other ranks away."""
+        """Shut the other ranks down."""
         for follower in self._followers:
             follower.shut_down()
         dist.destroy_process_group()
@@ -81,29 +80,28 @@ class ShardedEngine:
 
     @contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Where the ranks wait for each other: one that fails leaves the others in the middle of it."""
+        """A block in which ranks wait for each other: one that fails leaves the others stuck."""
         try:
             yield
         except TgisError as error:
             self._fail(str(error))
         except Exception as error:
             log.exception("rank 0 failed in %s", what)
-            self._followers[0].wait_for_crash(
-                _CRASH_DETECTION_SECONDS
-            )  # who died, whichever, says more than who missed it
+            # The rank that died says more than the ranks that missed it.
+            self._followers[0].wait_for_crash(_CRASH_DETECTION_SECONDS)
             self._fail(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
 
 
 class RankProcess:
     """Another rank's process, as seen from rank 0."""
 
-    def __init__(self, rank: int, options: EngineOptions, store: int, fail: Callable[[str], NoReturn]) -> None:
+    def __init__(self, rank: int, options: EngineOptions, store_fd: int, fail: Callable[[str], NoReturn]) -> None:
         self._rank = rank
         self._fail = fail
         self._shutting_down = False
         self._socket, theirs = socket.socketpair()
         with theirs:
-            fds = theirs.fileno(), store
+            fds = theirs.fileno(), store_fd
             command = (sys.executable, "-m", "tgis.engines.distributed.follower", *map(str, fds), str(rank))
             self._process = subprocess.Popen(command, pass_fds=fds, process_group=0)  # no Ctrl-C
         self.send(encode_frame(options))
@@ -111,20 +109,20 @@ class RankProcess:
         self._watcher.start()
 
     def send(self, message: bytes) -> None:
-        """Send a message; OSError if nobody is there."""
+        """OSError if the process is gone."""
         self._socket.sendall(message)
 
     def wait_for_crash(self, seconds: float) -> None:
-        """Give the watch time to end this process because that one is gone."""
+        """Give the watcher time to notice that the process died, and to end this one."""
         self._watcher.join(seconds)
 
     def shut_down(self) -> None:
-        """Ask it to leave."""
+        """Ask the process to exit; `join` waits for it."""
         self._shutting_down = True
         self.send(encode_frame(Shutdown()))
 
     def join(self) -> None:
-        """See to it that it has left."""
+        """Wait for exit; kill after a timeout."""
         try:
             self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -133,14 +131,14 @@ class RankProcess:
         self._socket.close()
 
     def _watch(self) -> None:
-        """Until the end of file: all that it ever says is why it ends."""
+        """Read to the end of file: the only message of a rank is why it ends."""
         reader, last = FrameReader(Fatal), ""
         try:
             while data := self._socket.recv(_RECV_BYTES):
                 for fatal in reader.feed(data):
                     last = fatal.message
         except OSError:
-            log.debug("rank %d left with messages unread", self._rank)
+            log.debug("rank %d exited with messages unread", self._rank)
         code = self._process.wait()
         if not self._shutting_down:
             self._fail(f"rank {self._rank} of the engine {last or _describe_exit(code)}")
@@ -151,5 +149,4 @@ def _describe_exit(code: int) -> str:
 
 
 def _threads_per_rank(options: EngineOptions) -> int:
-    """Those of one rank."""
     return max((options.num_threads or len(os.sched_getaffinity(0))) // options.num_shards, 1)

@@ -1,7 +1,7 @@
-"""Main of a rank that is not the first: load a share of the model, then compute every pass that rank 0 tells.
+"""Entry point of every rank but the first: loads its shard of the model, then computes every step that rank 0 sends.
 
-Run as `python -m tgis.engines.distributed.follower SOCKET STORE RANK`: two file descriptors and a number.
-It leaves when told to, when rank 0 is gone (end of file), or when it cannot go on, and then says why first.
+Run as `python -m tgis.engines.distributed.follower SOCKET STORE RANK`: two file descriptors and a number. It exits when
+told to, when rank 0 is gone (end of file), or on an error, which it reports first.
 """
 
 import gc
@@ -23,32 +23,32 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Follow rank 0 from its first message to its last."""
-    sock, store, rank = map(int, sys.argv[1:])
-    link = Channel(socket.socket(fileno=sock), ranks.RankMessage)
-    (options,) = link.receive(wait=True)
+    sock, store_fd, rank = map(int, sys.argv[1:])
+    channel = Channel(socket.socket(fileno=sock), ranks.RankMessage)
+    (options,) = channel.receive(wait=True)
     assert isinstance(options, EngineOptions)
     logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
     try:
-        ranks.init_ranks(rank, options.num_shards, store)
-        _compute_steps(link, options)
+        ranks.init_ranks(rank, options.num_shards, store_fd)
+        _compute_steps(channel, options)
         dist.destroy_process_group()
     except Exception as error:
         log.exception("rank %d cannot go on", rank)
-        link.abort(f"failed: {type(error).__name__}: {error}")
+        channel.abort(f"failed: {type(error).__name__}: {error}")
     return 0
 
 
-def _compute_steps(link: Channel, options: EngineOptions) -> None:
-    """Do what rank 0 does, at the same time, until told to leave."""
+def _compute_steps(channel: Channel, options: EngineOptions) -> None:
+    """Do what rank 0 does, in lockstep with it, until shutdown."""
     engine = PagedEngine(options, ranks.all_reduce_min)
     engine.warm_up()
     dtype = getattr(torch, engine.info.dtype)
-    gc.freeze()  # what has been loaded stays
+    gc.freeze()  # the loaded model is never garbage
     while True:
-        for message in link.receive(wait=True):
+        for message in channel.receive(wait=True):
             if isinstance(message, Shutdown):
                 return
-            engine.compute_logits(message.plan(dtype))
+            engine.compute_logits(message.to_plan(dtype))
 
 
 if __name__ == "__main__":

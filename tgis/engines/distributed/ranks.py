@@ -1,6 +1,6 @@
-"""One model over several processes, the ranks: which models, how the ranks find each other, what they are told.
+"""Tensor parallelism: which models can be sharded, how the ranks meet, and what they send each other.
 
-How a model is cut, and the sums between its parts, are transformers' and torch's business.
+How a model is sharded, and the all-reduces between its layers, are the business of transformers and torch.
 """
 
 import os
@@ -22,104 +22,100 @@ from tgis.prompts.tensor_file import SoftPrompt
 
 
 class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one row computes in a step: `tokens`, after `computed` others whose keys and values are in `blocks`."""
+    """What one sequence computes in a step: `tokens`, after those whose keys and values are in the cache already."""
 
     id: int
     tokens: list[int]
     num_computed_tokens: int
     block_table: list[int]
     prompt_logprobs: bool  # whether the logits of all its tokens are wanted
-    soft_prompt: list[bytes] = []  # of the tokens that are a soft prompt's: their embeddings, as they lie in memory
+    soft_prompt: list[bytes] = []  # embeddings of the first tokens as they lie in memory, if a soft prompt stands there
+
+    @classmethod
+    def of(cls, seq: Sequence, count: int) -> Self:
+        """The next `count` tokens of a sequence."""
+        start = seq.num_computed_tokens
+        prompt_logprobs = seq.request.logprob_options.input_tokens and not seq.num_generated_tokens
+        spans = flat_spans([(seq, count)])
+        soft_prompt = [token.numpy().tobytes() for span in spans for token in span.embeddings.cpu().view(torch.uint8)]
+        return cls(seq.id, seq.tokens[start : start + count], start, seq.block_table, prompt_logprobs, soft_prompt)
 
     def to_sequence(self, dtype: torch.dtype) -> Sequence:
-        """A row of the same shape, its soft prompt of that type; what has been computed is not known again."""
-        tokens = [0] * self.num_computed_tokens + self.tokens
-        prefix = AdapterRef("", self.num_computed_tokens + len(self.soft_prompt), 0, 0, 0) if self.soft_prompt else None
+        """A sequence that computes the same; the tokens before are unknown here. Embeddings are of `dtype`."""
+        soft_length = len(self.soft_prompt)
         request = Request(
             self.id,
-            tokens,
-            1,
-            False,
-            SamplingParams(),
-            LogprobOptions(input_tokens=self.prompt_logprobs),
-            adapter=prefix,
+            tokens=[0] * self.num_computed_tokens + self.tokens,
+            max_new_tokens=1,
+            limited_by_context=False,
+            sampling_params=SamplingParams(),
+            logprob_options=LogprobOptions(input_tokens=self.prompt_logprobs),
+            adapter=AdapterRef("", self.num_computed_tokens + soft_length, 0, 0, 0) if soft_length else None,
         )
-        row = Sequence(
-            request, arrival_time=0.0, num_computed_tokens=self.num_computed_tokens, block_table=self.block_table
-        )
-        if self.soft_prompt:
-            embeddings = torch.frombuffer(bytearray(b"".join(self.soft_prompt)), dtype=dtype).view(
-                len(self.soft_prompt), -1
-            )
-            row.adapter = SoftPrompt(0, pad(embeddings, (0, 0, self.num_computed_tokens, 0)))
-        return row
+        seq = Sequence(request, 0.0, num_computed_tokens=self.num_computed_tokens, block_table=self.block_table)
+        if soft_length:
+            embeddings = torch.frombuffer(bytearray(b"".join(self.soft_prompt)), dtype=dtype).view(soft_length, -1)
+            seq.adapter = SoftPrompt(0, pad(embeddings, (0, 0, self.num_computed_tokens, 0)))
+        return seq
 
 
-class StepInput(msgspec.Struct, frozen=True, tag="pass"):
+class StepInput(msgspec.Struct, frozen=True, tag="step"):
     """A plan on its way to the other ranks: all that the logits depend on, and nothing of how they are used."""
 
-    sequences: list[SeqInput]
-    sampled: list[int]  # places in `work`, in the order of the plan's sampled rows
-    prefill: bool
+    seqs: list[SeqInput]
+    sampled: list[int]  # indices into `seqs`, in the plan's order
+    has_prefill: bool
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        """The pass that computes a plan."""
-        places = {row.id: place for place, row in enumerate(plan.seqs)}
-        work = [_seq_input(row, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
-        return cls(work, [places[row.id] for row in plan.sampled], plan.has_prefill)
+        """What computes a plan."""
+        indices = {seq.id: index for index, seq in enumerate(plan.seqs)}
+        seqs = [SeqInput.of(seq, count) for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
+        return cls(seqs, [indices[seq.id] for seq in plan.sampled], plan.has_prefill)
 
     def to_plan(self, dtype: torch.dtype) -> StepPlan:
-        """A plan that an engine of that type computes the same logits for."""
-        rows = [work.to_sequence(dtype) for work in self.sequences]
-        counts = [len(work.tokens) for work in self.sequences]
-        return StepPlan(rows, counts, [rows[place] for place in self.sampled], self.prefill)
+        """A plan for which an engine of that dtype computes the same logits."""
+        seqs = [own.to_sequence(dtype) for own in self.seqs]
+        counts = [len(own.tokens) for own in self.seqs]
+        return StepPlan(seqs, counts, [seqs[index] for index in self.sampled], self.has_prefill)
 
 
 RankMessage = EngineOptions | StepInput | Shutdown
 
 
 def check_shardable(config: PreTrainedConfig, num_shards: int) -> None:
-    """StartError if the model cannot be cut into so many parts, or there are too few devices for them."""
+    """StartError if the model has no such split, or there are too few GPUs."""
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
-    shared = getattr(text, "num_key_value_heads", None) or heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if not text.base_model_tp_plan:
         raise StartError(f"NUM_SHARD={num_shards}: transformers has no tensor-parallel plan for {text.model_type}")
-    if heads % num_shards or shared % num_shards:
+    if heads % num_shards or kv_heads % num_shards:
         raise StartError(
-            f"NUM_SHARD={num_shards} must divide the model's {heads} attention and {shared} key-value heads"
+            f"NUM_SHARD={num_shards} must divide the model's {heads} attention and {kv_heads} key-value heads"
         )
     if torch.cuda.is_available() and torch.cuda.device_count() < num_shards:
         raise StartError(f"NUM_SHARD={num_shards} is more than the {torch.cuda.device_count()} GPUs")
 
 
 def init_ranks(rank: int, num_shards: int, store_fd: int) -> None:
-    """Meet the other ranks by a file that all have open as file descriptor `store`; the group is torch's default.
+    """Join torch's default process group through a file that all ranks have open as `store_fd`.
 
-    All are on this machine: nothing listens but on the loopback interface.
+    All ranks are on this machine: they listen on the loopback interface only.
     """
-    os.environ["LOCAL_RANK"] = str(rank)  # by which transformers picks the GPU
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers picks the GPU by it
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    meeting = dist.FileStore(f"/proc/self/fd/{store_fd}", num_shards)
+    store = dist.FileStore(f"/proc/self/fd/{store_fd}", num_shards)
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=meeting, rank=rank, world_size=num_shards, device_id=device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=num_shards, device_id=device)
     else:
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_shards)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_shards)
 
 
 def all_reduce_min(value: int) -> int:
-    """The smallest of what the ranks say; they all ask at the same time."""
+    """The smallest value of all ranks, which must all call this."""
     values = torch.tensor([value], device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(values, dist.ReduceOp.MIN)
     return int(values.item())
-
-
-def _seq_input(row: Sequence, count: int) -> SeqInput:
-    tokens = row.tokens[row.num_computed_tokens : row.num_computed_tokens + count]
-    explained = row.request.logprob_options.input_tokens and not row.num_generated_tokens
-    spans = flat_spans([(row, count)])
-    virtual = [token.numpy().tobytes() for span in spans for token in span.embeddings.cpu().view(torch.uint8)]
-    return SeqInput(row.id, tokens, row.num_computed_tokens, row.block_table, explained, virtual)

@@ -6,8 +6,7 @@ tried out when it has loaded: both must give the same logits. Rows and blocks ar
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 
 import torch
@@ -177,10 +176,10 @@ class PagedEngine:
         batch, explained = prepare_inputs(plan, BLOCK_SIZE, self._device)
         return self._run_model(batch), explained
 
-    def release(self, rows: Rows[Sequence]) -> None:
+    def release(self, seqs: Collection[Sequence]) -> None:
         """Forget what was found out about their inputs, and what was computed ahead."""
-        self._prompt_logprobs.release(rows)
-        self._decoder.release(rows)
+        self._prompt_logprobs.release(seqs)
+        self._decoder.release(seqs)
 
     def close(self) -> None:
         """Everything goes with the process."""
