@@ -42,10 +42,10 @@ def start(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> Start:
     """A start of a synthetic engine on a system with `limit` bytes, with some facts and options changed."""
 
     def run(*, limit: int = 2 * FREE, facts: dict[str, Any] | None = None, **changes: Any) -> Any:
-        wanted: dict[str, Any] = {"formula": MemoryFormula(token=1000), "room": FREE} | (facts or {})
+        wanted: dict[str, Any] = {"formula": MemoryFormula(token=1000), "capacity": FREE} | (facts or {})
         engine = SyntheticEngine(**wanted)
-        monkeypatch.setattr(available, "granted_memory", lambda _: FREE)
-        monkeypatch.setattr(profiler, "memory_limit", lambda _: limit)
+        monkeypatch.setattr(available, "available_memory", lambda _: FREE)
+        monkeypatch.setattr(profiler, "total_memory", lambda _: limit)
         monkeypatch.setattr(profiler, "peak_meter", lambda _: engine)
         found = profiler.profile_padded(engine, msgspec.structs.replace(options, **changes), CPU, KV, engine.held)
         return found, engine

@@ -36,7 +36,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
     """Machines with so much memory."""
 
     def grant(cpu: int, cuda: int = 0) -> None:
-        monkeypatch.setattr(model_size, "granted_memory", lambda device: cuda if device.type == "cuda" else cpu)
+        monkeypatch.setattr(model_size, "available_memory", lambda device: cuda if device.type == "cuda" else cpu)
 
     return grant
 
