@@ -90,8 +90,8 @@ def test_nothing_is_kept_after_the_last_part() -> None:
     model, x = Odd(), torch.randn(3, 4)
     merge_linears(model, x=x)
     model(x, False)
-    assert model.a.product._input is None
-    assert model.a.product._outputs == []
+    assert model.a.merged._input is None
+    assert model.a.merged._outputs == []
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}])

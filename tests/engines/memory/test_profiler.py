@@ -20,7 +20,7 @@ CHUNKED = st.builds(
     token=st.integers(0, 10_000),
     pass_token=st.integers(0, 200_000),
     prefill_token=st.integers(0, 50_000),
-    fact_token=st.integers(0, 400_000),
+    input_logprobs_token=st.integers(0, 400_000),
 )
 WHOLE = st.builds(
     MemoryFormula,

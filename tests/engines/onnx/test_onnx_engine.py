@@ -156,7 +156,7 @@ def test_what_is_told_of_the_model(graphs: Path, model: Path, caplog: pytest.Log
     ours = load(graphs).info
     theirs = PaddedEngine(engine_options(model, 8, threads=1)).info
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
-    for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "positions"):
+    for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "max_positions"):
         assert getattr(ours, fact) == getattr(theirs, fact)
     assert ours.embedding_size == 0
     load_engine(msgspec.structs.replace(engine_options(graphs, 8, threads=1), dtype="bfloat16"))

@@ -171,7 +171,7 @@ class PaddedCache:
         self._reserve(first + len(seq_lens), max(self.width, *seq_lens))
         self.seq_lens += seq_lens
         for layer in self.past_key_values.layers:
-            layer.clear(slice(first, len(self.seq_lens)), slice(0, self._end_column))
+            layer.zero(slice(first, len(self.seq_lens)), slice(0, self._end_column))
 
     def view_prefill(self, first: int, start: int, stop: int) -> int:
         """Show the rows from `first` on, about to compute columns start..stop of their widest; its width."""
@@ -193,7 +193,7 @@ class PaddedCache:
         """Show every row as it is; nothing is to be computed."""
         self._set_view(slice(0, len(self.seq_lens)), self._end_column - self.width, self._end_column, self._end_column)
         for layer in self.past_key_values.layers:
-            layer.look()
+            layer.refresh()
 
     def attention_mask(self, first: int, stop: int) -> torch.Tensor:
         """Which of the leftmost `stop` columns shown are tokens of their row: bool [rows, stop]."""
@@ -227,4 +227,4 @@ class PaddedCache:
         w.columns = -(-(needed + needed // _SPARE) // _COLUMN_STEP) * _COLUMN_STEP
         self._end_column = width
         for layer in self.past_key_values.layers:
-            layer.move(slice(0, len(self.seq_lens)), source, slice(width - self.width, width))
+            layer.reallocate(slice(0, len(self.seq_lens)), source, slice(width - self.width, width))
