@@ -71,7 +71,7 @@ TLS = {name: name.removeprefix("tls_").removesuffix("_path") for name in SAMPLES
 
 @pytest.fixture
 def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_check", lambda _config: None)
+    monkeypatch.setattr(config, "_validate", lambda _config: None)
 
 
 def test_the_samples_are_all_options() -> None:
@@ -106,7 +106,7 @@ def test_defaults_are_those_of_tgis() -> None:
     assert (defaults.default_include_stop_seqs, defaults.output_special_tokens) == (True, False)
     assert (defaults.deployment_framework, defaults.json_output) == ("auto", False)
     assert defaults.termination_log == Path("/dev/termination-log")
-    assert (defaults.warnings, defaults.tls) == ((), None)
+    assert defaults.warnings == ()
 
 
 def test_short_flags_of_tgis() -> None:

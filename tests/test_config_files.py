@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from certificates import make_pair
 from config_parsing import read, refusal
 
 from tgis.config import prepare_environment
-from tgis.errors import StartError
+from tgis.errors import OptionError, StartError
+from tgis.server import load_credentials
 
 
 @pytest.fixture(scope="module")
@@ -25,18 +28,20 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return lambda name: str(directory / name)
 
 
-def test_tls_files_are_taken(pem: Callable[[str], str]) -> None:
-    files = read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key"), TLS_CLIENT_CA_CERT_PATH=pem("ca")).tls
-    assert files is not None
-    assert (files.cert, files.key, files.client_ca) == (pem("cert"), pem("key"), pem("ca"))
+def test_credentials_are_loaded_only_where_configured(pem: Callable[[str], str], tmp_path: Path) -> None:
+    assert load_credentials(read()) == (None, None)
+    (tmp_path / "tokens").write_text("secret")
+    names = {"TLS_CERT_PATH": "cert", "TLS_KEY_PATH": "key", "TLS_CLIENT_CA_CERT_PATH": "ca"}
+    environ = {name: pem(file) for name, file in names.items()}
+    certificates, tokens = load_credentials(read(**environ, AUTH_TOKEN_PATH=str(tmp_path / "tokens")))
+    assert certificates is not None
+    assert tokens is not None
+    assert tokens.accepts("secret")
 
 
 @pytest.mark.parametrize(
     ("cert", "key", "ca", "named"),
     [
-        ("cert", "", "", "TLS_KEY_PATH"),
-        ("", "key", "", "TLS_CERT_PATH"),
-        ("", "", "ca", "TLS_CERT_PATH"),
         ("missing", "key", "", "cert-path"),
         ("cert", "missing", "", "key-path"),
         ("cert", "key", "missing", "ca-cert-path"),
@@ -48,7 +53,23 @@ def test_tls_files_are_taken(pem: Callable[[str], str]) -> None:
 )
 def test_tls_files_are_checked(pem: Callable[[str], str], cert: str, key: str, ca: str, named: str) -> None:
     names = {"TLS_CERT_PATH": cert, "TLS_KEY_PATH": key, "TLS_CLIENT_CA_CERT_PATH": ca}
-    assert named in refusal(**{name: pem(file) for name, file in names.items() if file})
+    config = read(**{name: pem(file) for name, file in names.items() if file})
+    with pytest.raises(OptionError, match=named):
+        load_credentials(config)
+
+
+@pytest.mark.parametrize("names", [("CERT",), ("KEY",), ("CLIENT_CA_CERT",), ("KEY", "CLIENT_CA_CERT")])
+def test_tls_needs_certificate_and_key(names: tuple[str, ...]) -> None:
+    environ = {f"TLS_{name}_PATH": "x.pem" for name in names}
+    assert refusal(**environ) == "TLS needs both TLS_CERT_PATH and TLS_KEY_PATH"
+
+
+def test_unusable_credentials_are_exit_code_2_and_one_line(pem: Callable[[str], str], tmp_path: Path) -> None:
+    """Before the model is looked for: there is none."""
+    files = ["--tls-cert-path", pem("garbage"), "--tls-key-path", pem("key"), "--cache-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "tgis", "serve", "--model-name", "/none", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"tgis: --tls-cert-path {pem('garbage')}: not PEM certificates\n")
 
 
 @pytest.mark.parametrize("name", ["PREFIX_STORE_PATH", "ADAPTER_CACHE"])

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tgis.errors import OptionError, StartError
-from tgis.security.bearer import TokenFile
-from tgis.security.tls import Certificates, TlsFiles
 from tgis.utils.options import (
     ADDRESS,
     BOOLEAN,
@@ -181,14 +179,6 @@ class Config:
         """The folder with `models--org--name` directories."""
         return self.hf_hub_cache or self.hf_home / "hub"
 
-    @property
-    def tls(self) -> TlsFiles | None:
-        """The files of the gRPC port's TLS; None is plain text."""
-        if self.tls_cert_path is None or self.tls_key_path is None:
-            return None
-        ca = self.tls_client_ca_cert_path
-        return TlsFiles(str(self.tls_cert_path), str(self.tls_key_path), str(ca) if ca else None)
-
 
 UNSUPPORTED = (  # unless the value asks for nothing
     Option(unsupported(TEXT), "quantize"),
@@ -227,7 +217,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
     if unused := [at.source for row in IGNORED for at in find_raw_values(row, flags, environ)]:
         warnings.append(f"without effect here: {', '.join(unused)}")
     config = Config(**values, warnings=tuple(warnings))
-    _check(config)
+    _validate(config)
     return config
 
 
@@ -286,17 +276,11 @@ def _option_names(title: str, options: tuple[Option, ...]) -> str:
     return f"{title}\n{textwrap.fill(names, 79, initial_indent='  ', subsequent_indent='  ')}\n"
 
 
-def _check(config: Config) -> None:
+def _validate(config: Config) -> None:
     if config.port == config.grpc_port != 0:
         raise OptionError(f"PORT and GRPC_PORT are both {config.port}")
-    try:
-        if config.tls is not None:
-            Certificates(config.tls)
-        if config.auth_token_path is not None:
-            TokenFile(config.auth_token_path)
-    except StartError as error:
-        raise OptionError(str(error)) from error
     if config.num_shard > 1 and config.engine not in ("auto", "tgis_native"):
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
-    if config.tls is None and (config.tls_cert_path or config.tls_key_path or config.tls_client_ca_cert_path):
+    tls = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
+    if any(tls) and not all(tls[:2]):
         raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")

@@ -1,8 +1,7 @@
-"""The front-end process from start to end: both ports, the engine process, health, drain, exit code.
+"""The lifecycle of the front-end process: ports, engine process, health, drain, exit code.
 
-Owns no rule of the service. It starts the ports first (not healthy, every call UNAVAILABLE), then the engine; it
-ends on a signal (exit 0), on the engine's death or on a step that never ends (exit 1, the cause in the termination
-log).
+The ports open first (unhealthy, every call UNAVAILABLE), then the engine starts. The process exits with 0 on a
+signal, and with 1 when the engine dies or hangs in a step; the cause is then in the termination log.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis import __version__
-from tgis.api.grpc.server import GrpcServer, GrpcServerOptions
+from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.probes import ProbeServer
 from tgis.config import Config
@@ -40,6 +39,8 @@ from tgis.models.files import (
     max_sequence_length,
     pad_token_id,
 )
+from tgis.security.bearer import TokenFile
+from tgis.security.tls import Certificates, TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -47,22 +48,40 @@ _MONITOR_SECONDS = 0.25
 
 
 def run(config: Config) -> int:
-    """Serve until told to stop; the exit code. StartError for what ends it otherwise."""
+    """Serve until a signal, then return 0; StartError if the server cannot start or the engine fails."""
     for warning in config.warnings:
         log.warning("%s", warning)
-    log.info("tgis %s starts the engine %s for %s", __version__, config.engine, config.model_name)
+    certificates, tokens = load_credentials(config)
+    log.info("tgis %s, starting engine %s with model %s", __version__, config.engine, config.model_name)
     model = find_model(config.model_name, config.revision, str(config.hub_cache))
-    if config.engine not in ("fake", "hf_optimum_ort"):  # which look for files of their own, or for none
+    if config.engine not in ("fake", "hf_optimum_ort"):  # these two have weights in other formats, or none
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)
-    return asyncio.run(Server(config, model, tokenizer).serve())
+    return asyncio.run(Server(config, model, tokenizer, certificates, tokens).serve())
+
+
+def load_credentials(config: Config) -> tuple[Certificates | None, TokenFile | None]:
+    """What TLS and bearer authentication need, None where it is off; OptionError for unusable files."""
+    cert, key, client_ca = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
+    files = TlsFiles(str(cert), str(key), str(client_ca) if client_ca else None)
+    certificates = Certificates(files) if cert and key else None
+    return certificates, TokenFile(config.auth_token_path) if config.auth_token_path else None
 
 
 class Server:
     """One run of the service."""
 
-    def __init__(self, config: Config, model: ModelFiles, tokenizer: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: ModelFiles,
+        tokenizer: Path,
+        certificates: Certificates | None,
+        tokens: TokenFile | None,
+    ) -> None:
         self._config = config
+        self._certificates = certificates
+        self._tokens = tokens
         self._model = model
         self._eos_ids = eos_token_ids(model, tokenizer)
         self._tokenizer = Tokenizer.load(tokenizer, config.tokenization_workers)
@@ -73,49 +92,48 @@ class Server:
             eos_ids=frozenset(self._eos_ids),
         )
         self._limits = _limits(config, model)
-        self._prompts = _prompt_options(config, self._limits)
-        self._service = GenerationServicer(bearer_auth=config.auth_token_path is not None)
+        self._adapter_store = _adapter_store_options(config, self._limits)
+        self._servicer = GenerationServicer(bearer_auth=tokens is not None)
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
-        self._metrics: Metrics | None = None  # the engine tells what a full batch is
+        self._metrics: Metrics | None = None  # created when the engine reports its limits
 
     async def serve(self) -> int:
-        """The whole life; StartError for what cannot start."""
+        """Start, serve, drain and stop; see `run`."""
         stop = _stop_signal()
-        listener = GrpcServer([self._service.handler()], _listener_options(self._config))
+        grpc_server = GrpcServer([self._servicer.handler()], self._config, self._certificates, self._tokens)
         client = EngineClient()
         probes = self._probes(client)
         try:
-            ports = listener.bind(), await probes.start()
-            await listener.start()
+            ports = grpc_server.bind(), await probes.start()
+            await grpc_server.start()
             await client.start(self._engine_options())
             if info := await self._wait_until_ready(client, stop):
-                self._start_serving(listener, client, info, ports)
+                self._start_serving(grpc_server, client, info, ports)
                 await self._monitor(client, stop)
-            await self._drain(listener, client)
+            await self._drain(grpc_server, client)
             return self._exit_code(client, stop)
         finally:
-            await listener.stop(0)
+            await grpc_server.stop(0)
             await client.stop()
             await probes.stop()
             self._tokenizer.close()
 
     async def _wait_until_ready(self, client: EngineClient, stop: asyncio.Future[None]) -> EngineInfo | None:
-        """What the engine is, once it is ready; None if it dies or a signal comes first."""
+        """The engine's description once it is ready; None if it dies or a signal arrives first."""
         await _wait_first([client.ready, client.died, stop])
         return client.ready.result() if client.ready.done() and not client.died.done() else None
 
     def _start_serving(
         self,
-        listener: GrpcServer,
+        grpc_server: GrpcServer,
         client: EngineClient,
         info: EngineInfo,
         ports: tuple[int, int],
     ) -> None:
-        """Let calls in."""
         config = self._config
-        rows = OutputBuilderFactory(self._tokenizer, self._decoder, info.encoder_decoder)
-        serving = ServerInfo(
+        outputs = OutputBuilderFactory(self._tokenizer, self._decoder, info.encoder_decoder)
+        server_info = ServerInfo(
             limits=replace(self._limits, placeholder_id=self._placeholder_id(info.vocab_size)),
             encoder_decoder=info.encoder_decoder,
             max_request_tokens=info.max_request_tokens,
@@ -127,17 +145,17 @@ class Server:
         self._metrics = self._make_metrics(info)
         client.observer = self._metrics
         adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
-        self._service.generator = Generator(serving, client, self._tokenizer, adapters, rows, self._metrics)
+        self._servicer.generator = Generator(server_info, client, self._tokenizer, adapters, outputs, self._metrics)
         self._unhealthy_reason = None
-        listener.set_serving(True)
-        gc.freeze()  # what is loaded stays
+        grpc_server.set_serving(True)
+        gc.freeze()  # long-lived objects: keep them out of later collections
         log.info("serving %s: %s on %s as %s", config.model_name, info.model_class, info.device, info.dtype)
         log.info("ready after %.1f s", time.monotonic() - self._started)
         for line in _usage_hints(config, *ports):
             log.info("%s", line)
 
     async def _monitor(self, client: EngineClient, stop: asyncio.Future[None]) -> None:
-        """Return when a signal comes, the engine dies, or it has work and no step for too long."""
+        """Return on a signal or when the engine dies; kill it if it has work but finishes no step for too long."""
         limit = self._config.step_timeout_seconds
         while not stop.done() and not client.died.done():
             if client.seconds_stalled() > limit:
@@ -145,31 +163,31 @@ class Server:
                 client.kill(self._unhealthy_reason)
             await _wait_first([client.died, stop], timeout=_MONITOR_SECONDS)
 
-    async def _drain(self, listener: GrpcServer, client: EngineClient) -> None:
-        """Take no more calls, let those in flight finish within the grace."""
+    async def _drain(self, grpc_server: GrpcServer, client: EngineClient) -> None:
+        """Reject new calls; give those in flight the grace period to finish."""
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         if self._metrics is not None and client.died.done():
             self._metrics.engine_up(False)
-        if self._service.generator is not None:
-            self._service.generator.stop_accepting()
-        await listener.stop(self._config.shutdown_grace_seconds)
+        if self._servicer.generator is not None:
+            self._servicer.generator.stop_accepting()
+        await grpc_server.stop(self._config.shutdown_grace_seconds)
 
     def _probes(self, client: EngineClient) -> ProbeServer:
         config = self._config
-        inspect = client.snapshot if config.debug_batch else None
-        return ProbeServer(config.bind_address, config.port, lambda: self._unhealthy_reason, self._scrape, inspect)
+        snapshot = client.snapshot if config.debug_batch else None
+        return ProbeServer(config.bind_address, config.port, lambda: self._unhealthy_reason, self._scrape, snapshot)
 
     def _placeholder_id(self, vocab_size: int) -> int:
-        """The token shown for virtual ones: the one that pads, else one that ends a text, else 0."""
+        """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""
         ids = (pad_token_id(self._model.config), *self._eos_ids)
         return next((id_ for id_ in ids if id_ is not None and 0 <= id_ < vocab_size), 0)
 
     def _why_no_adapters(self, info: EngineInfo) -> str | None:
-        """Why no adapter can be had, if so."""
-        if self._prompts is None:
+        """Why adapters are unavailable, None if they are available."""
+        if self._adapter_store is None:
             return "no adapter store was configured"
         if not info.supports_adapters:
-            log.warning("PREFIX_STORE_PATH is without effect: %s takes no adapters", info.model_class)
+            log.warning("PREFIX_STORE_PATH has no effect: %s takes no adapters", info.model_class)
             return f"{info.model_class} takes no adapters"
         return None
 
@@ -213,7 +231,7 @@ class Server:
             prefix_cache=config.prefix_cache,
             num_shards=config.num_shard,
             kv_cache_bytes=config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
-            adapter_store=self._prompts,
+            adapter_store=self._adapter_store,
         )
 
 
@@ -222,7 +240,7 @@ async def _wait_first(events: list[asyncio.Future[Any]], timeout: float | None =
 
 
 def _stop_signal() -> asyncio.Future[None]:
-    """Done at the first signal to stop; a second one has no further effect."""
+    """Done on the first SIGTERM, SIGINT or SIGHUP; further ones are ignored."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -236,11 +254,11 @@ def _set_done(stop: asyncio.Future[None]) -> None:
 
 
 def _limits(config: Config, model: ModelFiles) -> RequestLimits:
-    """What requests may ask for, from the options and the model."""
+    """The limits of requests, from the options and the model."""
     model_length = max_sequence_length(model.config)
     length = config.max_sequence_length or model_length
     if length > model_length:
-        log.warning("MAX_SEQUENCE_LENGTH %d is more than the model's %d", length, model_length)
+        log.warning("MAX_SEQUENCE_LENGTH %d exceeds the model's %d", length, model_length)
     new_tokens = config.max_new_tokens
     if new_tokens >= length:
         new_tokens = length - 1
@@ -248,31 +266,18 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
     return RequestLimits(length, new_tokens, config.default_include_stop_seqs)
 
 
-def _prompt_options(config: Config, limits: RequestLimits) -> AdapterStoreOptions | None:
-    """What the engine needs to know of soft prompts, if there are to be any."""
+def _adapter_store_options(config: Config, limits: RequestLimits) -> AdapterStoreOptions | None:
     if config.prefix_store_path is None:
         return None
-    most = limits.max_sequence_length - 1
+    max_length = limits.max_sequence_length - 1
     length = config.max_prompt_prefix_length or (limits.max_sequence_length + 1) // 2
-    if length > most:
-        raise OptionError(f"MAX_PROMPT_PREFIX_LENGTH={length} must be at most {most}, below MAX_SEQUENCE_LENGTH")
+    if length > max_length:
+        raise OptionError(f"MAX_PROMPT_PREFIX_LENGTH={length} must be at most {max_length}, below MAX_SEQUENCE_LENGTH")
     return AdapterStoreOptions(str(config.prefix_store_path), config.prompt_cache_size_mb << 20, length)
 
 
-def _listener_options(config: Config) -> GrpcServerOptions:
-    return GrpcServerOptions(
-        host=config.bind_address,
-        port=config.grpc_port,
-        max_message_bytes=config.grpc_max_message_bytes,
-        max_concurrent_streams=config.grpc_max_concurrent_streams,
-        keepalive_seconds=config.grpc_keepalive_seconds,
-        tls=config.tls,
-        tokens=config.auth_token_path,
-    )
-
-
 def _usage_hints(config: Config, grpc_port: int, http_port: int) -> list[str]:
-    tls = "" if config.tls else "-plaintext "
+    tls = "" if config.tls_cert_path else "-plaintext "
     body = '{"requests": [{"text": "Once upon a time"}]}'
     return [
         f"gRPC on port {grpc_port}, health and metrics on port {http_port}; try:",

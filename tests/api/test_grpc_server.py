@@ -15,11 +15,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
 
-from tgis.api.grpc import server as listener_module
-from tgis.api.grpc.server import GrpcServer, GrpcServerOptions
+from tgis.api.grpc import server as server_module
+from tgis.api.grpc.health import HealthServicer
+from tgis.api.grpc.server import GrpcServer
+from tgis.config import Config
 from tgis.errors import StartError
 
-OPTIONS = GrpcServerOptions("127.0.0.1", 0, 1 << 16, 64, 60.0)
+MAX_MESSAGE_BYTES = 1 << 16
+CONFIG = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0, grpc_max_message_bytes=MAX_MESSAGE_BYTES)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -36,7 +39,7 @@ async def hang(_request: bytes, _context: object) -> bytes:
 
 
 def service(**methods: Callable[[bytes, object], Coroutine[Any, Any, bytes]]) -> Any:
-    """A service of raw bytes, as it is handed to a listener."""
+    """A service of raw bytes, as it is handed to a server."""
     handlers = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
     return grpc.method_handlers_generic_handler("test.Service", handlers)
 
@@ -45,17 +48,15 @@ HANDLER = service(Echo=echo, Hang=hang)
 
 
 @asynccontextmanager
-async def serving(
-    options: GrpcServerOptions = OPTIONS, handler: Any = HANDLER
-) -> AsyncIterator[tuple[GrpcServer, int]]:
-    listener = GrpcServer([handler], options)
-    port = listener.bind()
-    await listener.start()
-    listener.set_serving(True)
+async def serving(config: Config = CONFIG, handler: Any = HANDLER) -> AsyncIterator[tuple[GrpcServer, int]]:
+    server = GrpcServer([handler], config)
+    port = server.bind()
+    await server.start()
+    server.set_serving(True)
     try:
-        yield listener, port
+        yield server, port
     finally:
-        await listener.stop(0)
+        await server.stop(0)
 
 
 async def call_echo(channel: grpc.aio.Channel, payload: bytes = b"x") -> Any:
@@ -142,7 +143,7 @@ async def test_a_taken_port_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
-            GrpcServer([], replace(OPTIONS, port=port)).bind()
+            GrpcServer([], replace(CONFIG, grpc_port=port)).bind()
     assert str(caught.value) == f"cannot listen for gRPC on 127.0.0.1:{port}: Address already in use"
 
 
@@ -150,14 +151,14 @@ async def test_a_taken_port_is_one_clear_line() -> None:
 async def test_two_listeners_never_share_a_port() -> None:
     async with serving() as (_, port):
         with pytest.raises(StartError):
-            GrpcServer([], replace(OPTIONS, port=port)).bind()
+            GrpcServer([], replace(CONFIG, grpc_port=port)).bind()
 
 
 @run_async
 async def test_a_listener_that_never_started_can_be_stopped() -> None:
-    listener = GrpcServer([HANDLER], OPTIONS)
-    listener.bind()
-    await listener.stop(0)
+    server = GrpcServer([HANDLER], CONFIG)
+    server.bind()
+    await server.stop(0)
 
 
 GARBAGE = {
@@ -185,9 +186,9 @@ async def test_an_oversize_message_is_resource_exhausted_and_the_connection_live
         serving() as (_, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel,
     ):
-        assert await call_echo(channel, bytes(OPTIONS.max_message_bytes)) == bytes(OPTIONS.max_message_bytes)
+        assert await call_echo(channel, bytes(MAX_MESSAGE_BYTES)) == bytes(MAX_MESSAGE_BYTES)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call_echo(channel, bytes(OPTIONS.max_message_bytes + 1))
+            await call_echo(channel, bytes(MAX_MESSAGE_BYTES + 1))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await call_echo(channel) == b"x"
 
@@ -205,7 +206,7 @@ async def test_what_is_sent_may_be_larger_than_what_is_received() -> None:
 
 @run_async
 async def test_the_limit_of_streams_is_announced() -> None:
-    async with serving(replace(OPTIONS, max_concurrent_streams=7)) as (_, port):
+    async with serving(replace(CONFIG, grpc_max_concurrent_streams=7)) as (_, port):
         async with raw_client(port, HELLO) as (reader, _):
             kind, _flags, payload = await next_frame(reader)
         assert kind == SETTINGS
@@ -216,7 +217,7 @@ async def test_the_limit_of_streams_is_announced() -> None:
 async def test_a_long_silent_call_is_kept_alive() -> None:
     hanging = call_frames(b"/test.Service/Hang")
     async with (
-        serving(replace(OPTIONS, keepalive_seconds=0.05)) as (_, port),
+        serving(replace(CONFIG, grpc_keepalive_seconds=0.05)) as (_, port),  # type: ignore[arg-type]  # an option is whole seconds
         raw_client(port, HELLO, hanging) as client,
     ):
         await answer_pings(client, 6)
@@ -224,7 +225,7 @@ async def test_a_long_silent_call_is_kept_alive() -> None:
 
 @run_async
 async def test_idle_clients_may_ping_at_the_permitted_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "MIN_CLIENT_PING_MS", 50)
+    monkeypatch.setattr(server_module, "MIN_CLIENT_PING_MS", 50)
     async with serving() as (_, port), raw_client(port, HELLO) as client:
         for _ in range(6):
             assert await ping(client)
@@ -257,12 +258,12 @@ async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
         return b"done"
 
     async with (
-        serving(handler=service(Echo=echo, Wait=wait)) as (listener, port),
+        serving(handler=service(Echo=echo, Wait=wait)) as (server, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel,
     ):
         running = channel.unary_unary("/test.Service/Wait", bytes, bytes)(b"", timeout=30)
         await entered.wait()
-        stopping = asyncio.create_task(listener.stop(1000))  # far over the limit of this test
+        stopping = asyncio.create_task(server.stop(1000))  # far over the limit of this test
         assert await refusal(port) is grpc.StatusCode.UNAVAILABLE
         released.set()
         assert await running == b"done"
@@ -274,9 +275,9 @@ async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
 
 @run_async
 async def test_health_of_both_names_and_of_an_unknown_one() -> None:
-    async with serving() as (listener, port), health_of(port) as health:
+    async with serving() as (server, port), health_of(port) as health:
         for state, serving_now in ((SERVING, True), (NOT_SERVING, False), (SERVING, True)):
-            listener.set_serving(serving_now)
+            server.set_serving(serving_now)
             for name in ("", "fmaas.GenerationService"):
                 assert (await health.Check(health_pb2.HealthCheckRequest(service=name))).status == state
             listed = await health.List(health_pb2.HealthListRequest())
@@ -289,25 +290,25 @@ async def test_health_of_both_names_and_of_an_unknown_one() -> None:
 
 @run_async
 async def test_a_listener_starts_as_not_serving() -> None:
-    listener = GrpcServer([], OPTIONS)
-    port = listener.bind()
-    await listener.start()
+    server = GrpcServer([], CONFIG)
+    port = server.bind()
+    await server.start()
     async with health_of(port) as health:
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
-    await listener.stop(0)
+    await server.stop(0)
 
 
 @run_async
 async def test_watch_follows_every_change_and_ends_with_the_server() -> None:
-    async with serving() as (listener, port), health_of(port) as health:
+    async with serving() as (server, port), health_of(port) as health:
         known = aiter(health.Watch(health_pb2.HealthCheckRequest(service="fmaas.GenerationService")))
         unknown = aiter(health.Watch(health_pb2.HealthCheckRequest(service="nobody")))
         assert (await anext(known)).status == SERVING
         assert (await anext(unknown)).status == SERVICE_UNKNOWN
         for state, serving_now in ((NOT_SERVING, False), (SERVING, True)):
-            listener.set_serving(serving_now)
+            server.set_serving(serving_now)
             assert (await anext(known)).status == state
-        stopping = asyncio.create_task(listener.stop(1000))  # far over the limit of this test
+        stopping = asyncio.create_task(server.stop(1000))  # far over the limit of this test
         assert [response.status async for response in known] == [NOT_SERVING]
         assert [response.status async for response in unknown] == []
         await stopping
@@ -315,7 +316,7 @@ async def test_watch_follows_every_change_and_ends_with_the_server() -> None:
 
 @run_async
 async def test_after_stop_nothing_is_serving_again() -> None:
-    health = listener_module.HealthServicer()
+    health = HealthServicer()
     health.close()
     health.set_serving(True)
     watch = health.Watch(health_pb2.HealthCheckRequest(), None)  # type: ignore[arg-type]
@@ -324,14 +325,14 @@ async def test_after_stop_nothing_is_serving_again() -> None:
 
 @run_async
 async def test_a_watcher_that_stops_reading_holds_up_nobody() -> None:
-    async with serving() as (listener, port), health_of(port) as health:
+    async with serving() as (server, port), health_of(port) as health:
         no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))  # not a byte of data may be sent to us
         watch = call_frames(b"/grpc.health.v1.Health/Watch")
         async with raw_client(port, PREFACE, no_window, watch) as (reader, _):
             while (await next_frame(reader))[0] != HEADERS:  # until the watch has begun to answer
                 pass
             for state, serving_now in ((NOT_SERVING, False), (SERVING, True)):
-                listener.set_serving(serving_now)
+                server.set_serving(serving_now)
                 assert (await health.Check(health_pb2.HealthCheckRequest())).status == state
 
 

@@ -156,7 +156,7 @@ def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOpti
     """What the engine is told, for sequences of `length` tokens."""
     path = {"PREFIX_STORE_PATH": str(store)} if store else {}
     parsed = config.parse([], {"MODEL_NAME": "m", **path, **environ}, "tgis serve")
-    return server._prompt_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
+    return server._adapter_store_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
 
 
 def test_prompts_may_take_half_of_a_sequence_unless_an_option_says_otherwise(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Server, as_stream_request, running_server, unary_request
 
-from tgis.errors import StartError
+from tgis.errors import OptionError
 from tgis.models.fake import make_fake_model
 from tgis.security.bearer import TokenFile
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
@@ -86,7 +86,7 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path) -> None
 @pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe", b"x" * (1 << 21)])
 def test_a_file_without_tokens_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokens").write_bytes(content)
-    with pytest.raises(StartError, match=r"AUTH_TOKEN_PATH .*tokens: "):
+    with pytest.raises(OptionError, match=r"AUTH_TOKEN_PATH .*tokens: "):
         TokenFile(tmp_path / "tokens")
 
 

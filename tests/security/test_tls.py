@@ -15,8 +15,9 @@ from certificates import Pair, make_pair
 from cryptography import x509
 from harness import run_async
 
-from tgis.api.grpc.server import GrpcServer, GrpcServerOptions
-from tgis.errors import StartError
+from tgis.api.grpc.server import GrpcServer
+from tgis.config import Config
+from tgis.errors import OptionError
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
@@ -72,13 +73,13 @@ async def echo(request: bytes, _context: object) -> bytes:
 async def serving(files: TlsFiles) -> AsyncIterator[int]:
     method = grpc.unary_unary_rpc_method_handler(echo)
     handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": method})
-    listener = GrpcServer([handler], GrpcServerOptions("127.0.0.1", 0, 1 << 20, 64, 60.0, files))
-    port = listener.bind()
-    await listener.start()
+    server = GrpcServer([handler], Config(model_name="m", bind_address="127.0.0.1", grpc_port=0), Certificates(files))
+    port = server.bind()
+    await server.start()
     try:
         yield port
     finally:
-        await listener.stop(0)
+        await server.stop(0)
 
 
 def connect(port: int, authority: Pair, client: Pair | None = None) -> grpc.aio.Channel:
@@ -258,10 +259,10 @@ def test_unusable_files_are_refused_at_start_by_option_and_path(
     path = tmp_path / {"--tls-cert-path": "tls.crt", "--tls-key-path": "tls.key"}.get(option, "ca.crt")
     named = {"other": make_pair(secret.authority).key, "encrypted": secret.pair.encrypted_key}
     path.write_bytes(named[content] if isinstance(content, str) else content)
-    with pytest.raises(StartError) as caught:
+    with pytest.raises(OptionError) as caught:
         Certificates(secret.files(mutual=True))
     assert str(caught.value).startswith(f"{option} {path}: not ")
     path.unlink()
-    with pytest.raises(StartError) as caught:
+    with pytest.raises(OptionError) as caught:
         Certificates(secret.files(mutual=True))
     assert str(caught.value) == f"{option} {path}: No such file or directory"

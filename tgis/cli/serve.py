@@ -1,23 +1,19 @@
-"""`tgis serve`: options, logs, directories, then the server."""
+"""`tgis serve`: parse the options, set up logging and the environment, then run the server."""
 
-from tgis.config import Config, from_command_line, prepare_environment
+from tgis.config import from_command_line, prepare_environment
 from tgis.errors import StartError
 from tgis.utils import logs
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Serve until told to leave."""
+    """Serve until a signal."""
     config = from_command_line(argv, prog)
     logs.configure(level=config.log_level, json_output=config.json_output)
     try:
         prepare_environment(config)
-        return _serve(config)
+        from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
+
+        return server.run(config)
     except StartError as error:
         logs.write_termination_message(config.termination_log, str(error))
         raise
-
-
-def _serve(config: Config) -> int:
-    from tgis import server  # noqa: PLC0415 - not for --help, nor for an option that is wrong
-
-    return server.run(config)

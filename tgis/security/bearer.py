@@ -1,4 +1,4 @@
-"""Optional bearer tokens: every RPC but health must carry one of those in a file, which may change."""
+"""Bearer tokens: checked against a file that may change, and part of who a caller is."""
 
 import hashlib
 import hmac
@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from tgis.errors import StartError
+from tgis.errors import OptionError
 from tgis.utils.file_watch import FileWatch
 
 log = logging.getLogger(__name__)
@@ -20,31 +20,31 @@ _SCHEME = "bearer "
 
 
 class TokenFile:
-    """The tokens of a file, one per line; blank lines and lines that begin with # are none."""
+    """The tokens of a file, one per line; blank lines and lines starting with # are ignored."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the file; StartError if it cannot be used."""
+        """Read the file; OptionError if it is unusable."""
         self._path = path
         self._watch = FileWatch([str(path)])
         self._digests = _read_digests(path)
 
     def accepts(self, token: str) -> bool:
-        """Whether it is one of them, in a time that does not tell how much of it is right."""
+        """Whether the file has the token; takes the same time however much of the token is right."""
         if self._watch.changed():
             self._reload()
         digest = _digest(token)
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # looks at all of them
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # no early exit
 
     def _reload(self) -> None:
         try:
             self._digests = _read_digests(self._path)
-            log.info("the token file has changed: %d tokens", len(self._digests))
-        except StartError as error:
-            log.warning("the changed token file is unusable, keeping the old tokens: %s", error)
+            log.info("reloaded the token file: %d tokens", len(self._digests))
+        except OptionError as error:
+            log.warning("the changed token file is unusable, keeping the previous tokens: %s", error)
 
 
 class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs make it generic
-    """Ends calls without a valid token as UNAUTHENTICATED, before their message is read."""
+    """Rejects calls without a valid token as UNAUTHENTICATED before reading their message; health is exempt."""
 
     def __init__(self, tokens: TokenFile) -> None:
         self._tokens = tokens
@@ -54,20 +54,30 @@ class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-ar
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of the call, or one that refuses it."""
-        if details.method.startswith(_PUBLIC_METHODS) or self._tokens.accepts(
-            bearer_token(details.invocation_metadata)
-        ):
+        if details.method.startswith(_PUBLIC_METHODS) or self._tokens.accepts(_token_of(details.invocation_metadata)):
             return await continuation(details)
         return grpc.stream_stream_rpc_method_handler(_reject)
+
+
+def caller_identity(context: Any, *, bearer_auth: bool) -> bytes:
+    """A digest of what a caller has proven: its token if `bearer_auth` is on, and its client certificate.
+
+    Empty for an anonymous caller. KV blocks are shared only between calls of the same identity.
+    """
+    token = _token_of(context.invocation_metadata()) if bearer_auth else ""  # an unchecked token proves nothing
+    proofs = [token.encode(), *(context.peer_identities() or ())]
+    if not any(proofs):
+        return b""
+    digests = b"".join(hashlib.sha256(proof).digest() for proof in proofs)
+    return hashlib.sha256(digests).digest()
 
 
 async def _reject(_requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
 
 
-def bearer_token(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The token that a call carries, '' if there is none."""
+def _token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The bearer token of a call, "" if it has none."""
     for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str) and value.lower().startswith(_SCHEME):
             return value[len(_SCHEME) :].strip()
@@ -79,13 +89,13 @@ def _read_digests(path: Path) -> list[bytes]:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"AUTH_TOKEN_PATH {path}: {error}") from error
+        raise OptionError(f"AUTH_TOKEN_PATH {path}: {error}") from error
     if len(text) > MAX_FILE_BYTES:
-        raise StartError(f"AUTH_TOKEN_PATH {path}: more than {MAX_FILE_BYTES} bytes")
+        raise OptionError(f"AUTH_TOKEN_PATH {path}: more than {MAX_FILE_BYTES} bytes")
     lines = [line.strip() for line in text.splitlines()]
     tokens = [_digest(line) for line in lines if line and not line.startswith("#")]
     if not tokens:
-        raise StartError(f"AUTH_TOKEN_PATH {path}: no token in it")
+        raise OptionError(f"AUTH_TOKEN_PATH {path}: no token in it")
     return tokens
 
 

@@ -1,7 +1,6 @@
-"""The certificates of the gRPC port: read, checked, and read again when their files change.
+"""The certificates of the gRPC port: read, checked, and reloaded when their files change.
 
-Files that fail their checks are refused at start. Later they are logged once, and the last good ones stay
-in use.
+Unusable files are an OptionError at startup. Later they are logged once, and the last good ones stay in use.
 """
 
 import logging
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import grpc
 
-from tgis.errors import StartError
+from tgis.errors import OptionError
 from tgis.utils.file_watch import FileWatch
 
 _log = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files; with `client_ca` every client must show a certificate that chains to it."""
+    """Paths of PEM files; with `client_ca`, clients must present a certificate issued by it."""
 
     cert: str
     key: str
@@ -30,22 +29,22 @@ class TlsFiles:
 
 
 class Certificates:
-    """Server credentials that follow their files."""
+    """Server credentials that follow changes of their files."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
-        """Reads and checks the files; raises StartError with option and path. `clock` is in seconds."""
+        """Read and check the files; OptionError names the option and the path. `clock` is in seconds."""
         self._files = files
         self._lock = threading.Lock()
         self._watch = FileWatch([path for path in (files.cert, files.key, files.client_ca) if path], clock)
         self._initial = _load(files)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials that ask `fetch` at each new connection."""
+        """Credentials that call `fetch` for every new connection."""
         mutual = self._files.client_ca is not None
-        return grpc.dynamic_ssl_server_credentials(self._initial, self.fetch, mutual)  # type: ignore[arg-type]  # the stubs forget that None means no change
+        return grpc.dynamic_ssl_server_credentials(self._initial, self.fetch, mutual)  # type: ignore[arg-type]  # the stubs do not know that None means no change
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new certificates, or None for no change; called before a handshake, on threads of gRPC."""
+        """The certificates if they have changed, else None; gRPC calls it on its own threads before each handshake."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -56,15 +55,15 @@ class Certificates:
     def _reload(self) -> grpc.ServerCertificateConfiguration | None:
         try:
             configuration = _load(self._files)
-        except StartError as error:
-            _log.warning("the changed TLS files are unusable, keeping the old ones: %s", error)
+        except OptionError as error:
+            _log.warning("the changed TLS files are unusable, keeping the previous ones: %s", error)
             return None
-        _log.info("the TLS files have changed, new connections get the new ones")
+        _log.info("reloaded the TLS files for new connections")
         return configuration
 
 
 def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    """The files as gRPC takes them; raises StartError when one is missing, broken or of another pair."""
+    """The files in gRPC's form; OptionError if one is missing, broken, or the key is of another certificate."""
     cert = _read("--tls-cert-path", files.cert)
     key = _read("--tls-key-path", files.key)
     _check_certificates("--tls-cert-path", files.cert)
@@ -80,20 +79,20 @@ def _read(option: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise StartError(f"{option} {path}: {error.strerror}") from error
+        raise OptionError(f"{option} {path}: {error.strerror}") from error
 
 
 def _check_certificates(option: str, path: str) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
     except OSError as error:  # SSLError is one
-        raise StartError(f"{option} {path}: not PEM certificates") from error
+        raise OptionError(f"{option} {path}: not PEM certificates") from error
 
 
 def _check_key(files: TlsFiles) -> None:
     try:
-        # Without a password OpenSSL would ask the terminal for that of an encrypted key.
+        # Without a password OpenSSL would prompt on the terminal for that of an encrypted key.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.cert, files.key, password="")
     except OSError as error:  # SSLError is one
         reason = f"not the unencrypted PEM private key of --tls-cert-path {files.cert}"
-        raise StartError(f"--tls-key-path {files.key}: {reason}") from error
+        raise OptionError(f"--tls-key-path {files.key}: {reason}") from error

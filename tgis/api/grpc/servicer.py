@@ -21,12 +21,12 @@ from tgis.errors import (
 )
 from tgis.frontend.generation import Generator
 from tgis.pb import generation_pb2 as pb
-from tgis.security.identity import caller_identity
+from tgis.security.bearer import caller_identity
 from tgis.utils import logs
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = "fmaas.GenerationService"
+GENERATION_SERVICE = "fmaas.GenerationService"
 CORRELATION_ID_KEY = "x-correlation-id"
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
@@ -59,7 +59,7 @@ class GenerationServicer:
             "Tokenize": _unary_handler(self._tokenize, pb.BatchedTokenizeRequest),
             "ModelInfo": _unary_handler(self._model_info, pb.ModelInfoRequest),
         }
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+        return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
     async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
         replies = await self._require_generator().generate(convert.generate_call(request, self._identity(context)))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tgis.security.identity import caller_identity
+from tgis.security.bearer import caller_identity
 
 
 @dataclass
