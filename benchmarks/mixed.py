@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -60,9 +60,8 @@ class TimedEngine:
         assert not result.failed
         return result.tokens, time.perf_counter() - started
 
-    def release(self, rows: list[Sequence]) -> None:
-        """Forget rows."""
-        self.engine.release(rows)
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        self.engine.release([*seqs])
 
 
 def engine_options(name: str, model: Path, dtype: str, size: int) -> EngineOptions:

@@ -3,7 +3,7 @@
 import zlib
 from dataclasses import dataclass, field
 
-from batches import EOS, limits, request
+from batches import EOS, limits, next_plan, preempted, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +53,7 @@ class World:
     ends: dict[int, list[StopReason]] = field(default_factory=dict)
     out_of_memory: set[int] = field(default_factory=set)  # refused for it
     tried: set[int] = field(default_factory=set)  # that were in a step which failed
+    rolled_back: set[int] = field(default_factory=set)  # that were in the last step, which failed
     generated: dict[int, int] = field(default_factory=dict)
     slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # of KV blocks: the salt and the token there
     trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of plans: id, count
@@ -62,12 +63,11 @@ class World:
         for step in range(3000):
             now = step * 0.5
             self._come_and_go(batcher, step, now)
-            expired = batcher.expire(now)
-            self._release([row for row in expired if row.id in self.held])
-            self._end(expired)
+            self._end(batcher.expire(now))
             queue = batcher.snapshot(now, 1000).waiting_requests
             plan = batcher.plan(now)
-            if plan is None:
+            self._release(plan, batcher)
+            if not plan.seqs:
                 assert batcher.idle
                 if step > 40:
                     break
@@ -85,7 +85,7 @@ class World:
                 batcher.submit([a.request(number)], now)
             if a.cancelled_at == step and a.step <= step and number not in self.ends:
                 self.ends[number] = [StopReason.CANCELLED]
-                self._release(batcher.cancel([number]))
+                batcher.cancel([number])
 
     def _check(self, plan: StepPlan, batcher: Batcher, queue: list[RequestState]) -> None:
         """What an engine may expect of a plan, and what clients may expect of the order."""
@@ -115,16 +115,16 @@ class World:
         assert batcher._block_manager is not None
         batcher._block_manager.pool.check()
         assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
-        assert self.held.keys() - {row.id for row in plan.preempted} <= {row.id for row in batcher.running_seqs}
         oldest = batcher.running_seqs[0]
         assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group
-        assert all(lost.arrival_order > row.arrival_order for lost in plan.preempted for row in plan.seqs)
+        lost = [row for row in preempted(plan) if row.id not in self.rolled_back]
+        assert all(one.arrival_order > row.arrival_order for one in lost for row in plan.seqs)
         for row in plan.seqs:
             if row.request.logprob_options.input_tokens and not row.num_generated_tokens:
                 assert row.num_computed_tokens == self.held.get(row.id, 0), "facts of these tokens are missing"
 
     def _step(self, batcher: Batcher, plan: StepPlan, step: int, now: float) -> None:
-        self._release(list(plan.preempted))
+        self.rolled_back = set()
         for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             self.held[row.id] = row.num_computed_tokens + count
             self._write(row, count)
@@ -133,14 +133,13 @@ class World:
         context = pager.pool.num_used * pager.block_size if pager else self._context([*self.held.values()])
         lacking = context > self.memory
         if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.seqs):
-            self._release(plan.seqs)
-            self.tried |= {row.id for row in plan.seqs}
+            self.rolled_back = {row.id for row in plan.seqs}
+            self.tried |= self.rolled_back
             refused = batcher.rollback(plan, out_of_memory=lacking)
             self.out_of_memory |= {row.id for row in refused if lacking}
             self._end(refused)
             return
         ended = batcher.commit(plan, [self._next_tokens(row) for row in plan.sampled], now)
-        self._release(ended)
         self._end(ended)
         if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)
@@ -184,9 +183,11 @@ class World:
     def _context(self, lengths: list[int]) -> int:
         return len(lengths) * max(lengths, default=0) if self.bounds.padded else sum(lengths)
 
-    def _release(self, rows: list[Sequence]) -> None:
-        for row in rows:
-            self.held.pop(row.id, None)  # one that has joined may have had no part of a step yet
+    def _release(self, plan: StepPlan, batcher: Batcher) -> None:
+        """What the plan names has left the batch, and all that has left is named."""
+        for row in plan.to_release:
+            self.held.pop(row.id, None)  # it may have had no part of a step yet
+        assert self.held.keys() <= {row.id for row in batcher.running_seqs}
 
     def _end(self, rows: list[Sequence]) -> None:
         for row in rows:
@@ -289,8 +290,7 @@ def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
         if step == wait:
             batcher.submit([request(0, limit - 1, 1)], now)
         batcher.submit([request(next(numbers), small, 4) for _ in range(per_step)], now)
-        plan = batcher.plan(now)
-        assert plan is not None
+        plan = next_plan(batcher, now)
         batcher.commit(plan, [[7]] * len(plan.sampled), now)
         if any(row.id == 0 for row in plan.sampled):
             break

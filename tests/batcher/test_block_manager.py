@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from batches import EOS, ids, limits, next_plan
+from batches import EOS, busy, ids, limits, next_plan, preempted
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -47,7 +47,7 @@ def pool_of(one: Batcher):  # type: ignore[no-untyped-def]
 def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
     """The steps until all is done: how many tokens each row computed in each."""
     steps = []
-    while not one.idle:
+    while busy(one):
         plan = step(one, token)
         steps.append(dict(zip(ids(plan.seqs), plan.num_scheduled_tokens, strict=True)))
     assert pool_of(one).num_used == 0
@@ -195,7 +195,7 @@ def test_what_a_failed_step_has_written_is_in_no_cache() -> None:
     one.submit([ask(1, prompt(20))], 0.0)
     for _ in range(2):
         one.rollback(next_plan(one), out_of_memory=False)  # the second time alone is its end
-    assert one.idle
+    assert not busy(one)
     one.submit([ask(2, prompt(20))], 0.0)
     assert computed(one, 2) == 20
 
@@ -239,7 +239,7 @@ def grown(blocks: int, *requests: Request, steps: int) -> Batcher:
     one = batcher(blocks, prefix_cache=False, prefill_tokens=64)
     one.submit(requests, 0.0)
     for _ in range(steps):
-        assert next_plan(one).preempted == ()
+        assert preempted(next_plan(one)) == []
         step(one)
     assert one.num_waiting == 0
     return one
@@ -249,12 +249,12 @@ def test_the_youngest_gives_its_blocks_to_the_oldest_and_loses_no_token() -> Non
     requests = [ask(number, prompt(4, 100 * number), 12) for number in range(3)]
     one = grown(9, *requests, steps=9)  # three blocks each, all in use
     plan = step(one)
-    assert (ids(plan.seqs), ids(plan.preempted)) == ([0, 1], [2])
-    (lost,) = plan.preempted
+    assert (ids(plan.seqs), ids(preempted(plan))) == ([0, 1], [2])
+    (lost,) = preempted(plan)
     assert (lost.num_generated_tokens, lost.num_computed_tokens, lost.block_table) == (9, 0, [])
     assert one.take_counters().preemptions == 1
     ends: list[Sequence] = []
-    while not one.idle:
+    while busy(one):
         plan = next_plan(one)
         if lost in plan.seqs and not lost.num_computed_tokens:
             assert plan.num_scheduled_tokens[plan.seqs.index(lost)] == 4 + 9  # generated tokens and all
@@ -267,10 +267,10 @@ def test_the_youngest_gives_its_blocks_to_the_oldest_and_loses_no_token() -> Non
 def test_several_who_make_room_come_back_in_their_order() -> None:
     one = grown(9, *(ask(n, prompt(4, 100 * n), 30) for n in range(3)), steps=9)
     seen = []
-    while not one.idle:
+    while busy(one):
         plan = step(one)
-        seen += ids(plan.preempted)
-        if plan.preempted:
+        seen += ids(preempted(plan))
+        if preempted(plan):
             assert one.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
         waiting = [row.id for row in one.snapshot(0.0, max_seqs=9).waiting_requests]
         assert waiting == sorted(waiting)
@@ -283,9 +283,9 @@ def test_who_overtook_and_makes_room_stands_behind_whom_it_overtook() -> None:
     step(one)
     one.submit([ask(1, prompt(40, 100)), ask(2, prompt(16, 200), 18)], 0.1)
     assert ids(step(one).seqs) == [0, 2]
-    while not (plan := step(one)).preempted:
+    while not preempted(plan := step(one)):
         pass
-    assert ids(plan.preempted) == [2]
+    assert ids(preempted(plan)) == [2]
     assert [row.id for row in one.snapshot(0.0, max_seqs=9).waiting_requests] == [1, 2]
     assert one.num_requeued == 1
 
@@ -296,7 +296,7 @@ def test_a_request_as_large_as_the_pool_runs_however_many_are_there(prefix_cache
     one.submit([ask(0, prompt(2), 39)], 0.0)
     one.submit([ask(n, prompt(3, 100 * n), 12) for n in range(1, 7)], 0.0)
     order = []
-    while not one.idle:
+    while busy(one):
         plan = next_plan(one)
         assert 0 in ids(plan.seqs) or 0 in order  # it never stands still
         order += ids(one.commit(plan, [[7]] * len(plan.sampled), 0.0))
@@ -308,13 +308,13 @@ def test_a_request_as_large_as_the_pool_runs_however_many_are_there(prefix_cache
 def test_a_row_that_makes_room_begins_where_the_cache_ends() -> None:
     one = batcher(8, prefill_tokens=64)
     one.submit([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 0.0)
-    preempted: list[Sequence] = []
+    lost: list[Sequence] = []
     for _ in range(200):
         plan = step(one)
-        preempted += plan.preempted
-        if preempted and preempted[0] in plan.seqs:
+        lost += preempted(plan)
+        if lost and lost[0] in plan.seqs:
             break
-    row = preempted[0]
+    row = lost[0]
     admissions = one.take_counters()
     assert admissions.prefix_cache_queries == 8 + 8 + len(row.tokens) - 1  # after the step it has one more
     assert admissions.prefix_cache_hits > 0
@@ -348,7 +348,7 @@ def test_lack_of_memory_ends_though_all_of_it_is_cached() -> None:
 
 def ends_of(one: Batcher) -> list[Sequence]:
     ends: list[Sequence] = []
-    while not one.idle:
+    while busy(one):
         plan = next_plan(one)
         ends += one.commit(plan, [[7]] * len(plan.sampled), 0.0)
     return ends
@@ -379,7 +379,7 @@ def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_the
     ]  # for 7, 8, ... 12 tokens, and 12 of the 13 are computed
     assert held == [2, 2, 3, 3, 3, 3]
     step(one)
-    assert (one.idle, pool_of(one).num_used) == (True, 0)
+    assert (busy(one), pool_of(one).num_used) == (False, 0)
 
 
 def test_a_prompt_that_goes_on_gets_no_block_early() -> None:
@@ -390,12 +390,12 @@ def test_a_prompt_that_goes_on_gets_no_block_early() -> None:
 
 def test_nobody_makes_room_for_what_runs_ahead() -> None:
     """What one row has early would have been its own in the next step; when none is free, others have none early."""
-    preempted = {}
+    lost = {}
     for ahead in (0, 1):
         one = batcher(6, lookahead=ahead, prefix_cache=False)
         one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(2)], 0.0)
         plans = [step(one) for _ in range(10)]
-        preempted[ahead] = [ids(plan.preempted) for plan in plans]
+        lost[ahead] = [ids(preempted(plan)) for plan in plans]
         assert pool_of(one).num_used <= 6
-    assert preempted[1] == preempted[0]
-    assert [1] in preempted[0]
+    assert lost[1] == lost[0]
+    assert [1] in lost[0]

@@ -1,7 +1,7 @@
 """When prefills interrupt, and how prompts are chunked, in made-up time."""
 
 import pytest
-from batches import EOS, ids, limits, request
+from batches import EOS, busy, ids, limits, request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
     for n in range(steps):
         batcher.submit([request(n, 1, 99)], now)
         plan = batcher.plan(now)
-        assert plan is not None
+        assert plan.seqs
         now += prefill_seconds if plan.has_prefill else 1.0
         seen += "P" if plan.has_prefill else "d"
         batcher.commit(plan, [[7]] * len(plan.sampled), now)
@@ -62,11 +62,11 @@ def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
     batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
     batcher.submit([request(1, 10, deadline=5.0)], 0.0)
     plan = batcher.plan(0.0)
-    assert plan is not None
+    assert plan.seqs
     assert (plan.num_scheduled_tokens, plan.sampled, plan.has_prefill) == ([4], [], True)
     assert batcher.commit(plan, [], 6.0) == []
     assert [row.stop_reason for row in batcher.expire(6.0)] == [StopReason.TIME_LIMIT]
-    assert batcher.idle
+    assert not busy(batcher)
 
 
 def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:

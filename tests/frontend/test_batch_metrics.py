@@ -193,7 +193,7 @@ def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, in
     for turn in turns:
         batcher.submit([request(next(ids), *lengths) for lengths in turn], now)
         plan = batcher.plan(now)
-        assert plan is not None
+        assert plan.seqs
         batcher.commit(plan, [[7]] * len(plan.sampled), now)
         now += 0.5
         new = batcher.take_counters()

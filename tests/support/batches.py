@@ -8,7 +8,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import BatchLimits, MemoryModel
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import EngineOptions
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 
 EOS = 99
 
@@ -63,8 +63,18 @@ def ids(rows: Iterable[Sequence]) -> list[int]:
 
 def next_plan(batcher: Batcher, now: float = 0.0) -> StepPlan:
     plan = batcher.plan(now)
-    assert plan is not None
+    assert plan.seqs
     return plan
+
+
+def busy(batcher: Batcher) -> bool:
+    """Whether any request waits or runs."""
+    return batcher.num_waiting + batcher.num_running > 0
+
+
+def preempted(plan: StepPlan) -> list[Sequence]:
+    """Sequences that lost their blocks, if no step has failed."""
+    return [seq for seq in plan.to_release if seq.stop_reason is StopReason.NOT_FINISHED]
 
 
 def run_step(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[StepPlan, list[Sequence]]:

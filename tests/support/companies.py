@@ -82,18 +82,18 @@ def generate_all(
     waiting = list(zip(ids, jobs, strict=True))
     done: dict[int, list[int]] = {}
     inputs: dict[int, list[TokenLogprobs]] = {}
-    while len(done) < len(jobs):
+    while len(done) < len(jobs) or not batcher.idle:
         while waiting and (batcher.idle or rng.random() < 0.5):
             number, job = waiting.pop(0)
             (row,) = batcher.submit([job.request(number)], 0.0)
             row.adapter = job.prompt
         plan = batcher.plan(0.0)
-        assert plan is not None
-        setup.engine.release(plan.preempted)
+        setup.engine.release(plan.to_release)
+        if not plan.seqs:
+            continue
         result = setup.engine.step(plan)
         inputs |= result.prompt_logprobs
         ended = batcher.commit(plan, result.tokens, 0.0)
-        setup.engine.release(ended)
         done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
     return [done[n] for n in ids], [inputs.get(n, []) for n in ids]
 

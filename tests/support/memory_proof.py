@@ -68,13 +68,14 @@ def run(engine: Engine, options: EngineOptions, wanted: list[Request]) -> int:
     batcher.submit(wanted, 0.0)
     fullest, now = 0, 0.0
     ended = 0
-    while plan := batcher.plan(now := now + 1.0):
-        engine.release(plan.preempted)
+    while not batcher.idle:
+        plan = batcher.plan(now := now + 1.0)
+        engine.release(plan.to_release)
+        if not plan.seqs:
+            break
         result = engine.step(plan)
         fullest = max(fullest, batcher.context_tokens)
-        done = batcher.commit(plan, result.tokens, now)
-        engine.release(done)
-        ended += len(done)
+        ended += len(batcher.commit(plan, result.tokens, now))
     assert ended == len(wanted)
     return fullest
 

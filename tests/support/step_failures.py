@@ -37,17 +37,19 @@ def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
     inputs: dict[int, list[TokenLogprobs]] = {}
     refused = []
     now = 0.0
-    while plan := batcher.plan(now := now + 1.0):
+    while not batcher.idle:
+        plan = batcher.plan(now := now + 1.0)
+        engine.release(plan.to_release)
+        if not plan.seqs:
+            break
         try:
             result = engine.step(plan)
         except (OutOfMemory, RuntimeError) as error:
-            engine.release(plan.seqs)
             refused += batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
             continue
         assert not inputs.keys() & result.prompt_logprobs.keys()
         inputs |= result.prompt_logprobs
         ended = batcher.commit(plan, result.tokens, now)
-        engine.release(ended)
         outcome |= {row.id: (row.tokens[row.prompt_length :], inputs.get(row.id, [])) for row in ended}
     assert refused == []
     return outcome

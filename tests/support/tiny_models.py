@@ -235,12 +235,11 @@ def run_steps(
         if waiting and (batcher.idle or rng.random() < 0.4):
             batcher.submit([waiting.pop(0)], 0.0)
         plan = batcher.plan(0.0)
-        if plan is None:
+        engine.release(plan.to_release)
+        if not plan.seqs:
             continue
-        engine.release(plan.preempted)
         result = engine.step(plan)
         ended = batcher.commit(plan, result.tokens, 0.0)
-        engine.release(ended)
         yield plan, result, ended
 
 

@@ -28,6 +28,8 @@ from tgis.ipc.messages import AdmissionCounters
 from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
+Scheduled = tuple[Sequence, int]  # and how many of its tokens the step computes
+
 
 class Batcher:
     """Continuous batching: rows join and leave at any step."""
@@ -37,6 +39,7 @@ class Batcher:
         self._eos_ids = frozenset(eos_ids)
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
+        self._to_release: list[Sequence] = []  # by the next plan
         self._capacity = CapacityLimits(limits)
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
@@ -64,7 +67,7 @@ class Batcher:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do until the next message."""
-        return not self._waiting and not self._running
+        return not (self._waiting or self._running or self._to_release)
 
     @property
     def running_seqs(self) -> list[Sequence]:
@@ -87,22 +90,17 @@ class Batcher:
         self._waiting.append(rows)
         return rows
 
-    def cancel(self, ids: Collection[int]) -> list[Sequence]:
-        """Forget requests, wherever they are; the rows that the engine must release. Unknown ids are ended ones."""
+    def cancel(self, ids: Collection[int]) -> None:
+        """Drop requests, wherever they are. Unknown ids are those of finished requests."""
         gone = frozenset(ids)
-        for row in self._waiting.remove_ids(gone):
+        waiting = self._waiting.remove_ids(gone)
+        if waiting:
+            self._wait_reason = None  # it may have been one of theirs
+        for row in [*waiting, *self._remove_running(lambda row: row.id in gone)]:
             row.stop_reason = StopReason.CANCELLED
-            self._wait_reason = None  # it may have been this one's
-        cancelled = self._remove_running(lambda row: row.id in gone)
-        for row in cancelled:
-            row.stop_reason = StopReason.CANCELLED
-        return cancelled
 
     def expire(self, now: float) -> list[Sequence]:
-        """End what waits, or is in the middle of its prompt, and is late: TIME_LIMIT and no further token.
-
-        The engine must release the rows; those it never had are among them.
-        """
+        """End what waits, or is in the middle of its prompt, and is late: TIME_LIMIT and no further token."""
         expired = self._waiting.expire(now)
         if expired:
             self._wait_reason = None  # it may have been one of theirs
@@ -112,9 +110,11 @@ class Batcher:
             row.stop_reason = StopReason.TIME_LIMIT
         return expired
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step; None if nothing can run. Its rows stay as they are until `commit` or `retreat`."""
-        plan = self._plan_paged(self._block_manager) if self._block_manager else self._plan_padded(now)
+    def plan(self, now: float) -> StepPlan:
+        """The next step; without sequences if nothing can run. They stay as they are until `commit` or `rollback`."""
+        work = self._schedule_paged(self._block_manager) if self._block_manager else self._schedule_padded(now)
+        plan = StepPlan.of([seq for seq, _ in work], [count for _, count in work], self._to_release)
+        self._to_release = []
         self._interleaving.step_started(now)
         self._prefill_budget.step_started(plan, now)
         if self._wait_reason is not None:
@@ -146,7 +146,7 @@ class Batcher:
             row.stop_reason = StopReason.ERROR
 
     def rollback(self, plan: StepPlan, *, out_of_memory: bool) -> list[Sequence]:
-        """A step failed and the engine has released its rows: queue them in front, to be computed anew.
+        """A step failed: queue its sequences in front, to be computed anew.
 
         Returns the rows that are refused instead, because they have failed alone.
         """
@@ -198,18 +198,20 @@ class Batcher:
             waiting_requests=[_state(row, now) for row in islice(self._waiting, max_seqs)],
         )
 
-    def _plan_padded(self, now: float) -> StepPlan | None:
+    def _schedule_padded(self, now: float) -> list[Scheduled]:
         """A prefill of rows that can join now, else one token for every running row."""
+        seqs = self._running
         if self._waiting:
             if not self._free_slots():
                 self._wait_reason = WaitReason.BATCH_SIZE
             elif not self._interleaving.may_prefill(len(self._running), now):
                 self._wait_reason = self._wait_reason or WaitReason.DECODE_TURN  # a weightier reason stays
-            elif joining := self._admit(PaddedAdmission(self._limits, self._capacity, self._running, self._counters)):
-                return StepPlan.compute_all(joining)
-        return StepPlan.compute_all(list(self._running)) if self._running else None
+            else:
+                admission = PaddedAdmission(self._limits, self._capacity, self._running, self._counters)
+                seqs = self._admit(admission) or self._running
+        return [(seq, seq.num_uncomputed_tokens) for seq in seqs]
 
-    def _plan_paged(self, block_manager: BlockManager) -> StepPlan | None:
+    def _schedule_paged(self, block_manager: BlockManager) -> list[Scheduled]:
         """A token for each row that decodes, and within the step's budget chunks of the prompts of others."""
         trial = self._active_retry_group()
         rows = [row for row in self._running if row.retry_group == trial]
@@ -217,12 +219,11 @@ class Batcher:
         if self._waiting:
             self._admit_paged(block_manager, trial, budget)
             rows = [row for row in self._running if row.retry_group == trial]
-        preempted: list[Sequence] = []
-        work = self._allocate_blocks(block_manager, rows, budget, preempted)
+        work = self._allocate_blocks(block_manager, rows, budget)
         if not work:  # a row on trial waits for the blocks that the others still have
-            work = self._allocate_blocks(block_manager, self._running, budget, preempted)
+            work = self._allocate_blocks(block_manager, self._running, budget)
         block_manager.allocate_lookahead(work)
-        return StepPlan.of([row for row, _ in work], [count for _, count in work], preempted) if work else None
+        return work
 
     def _admit_paged(self, block_manager: BlockManager, retry_group: int, budget: int) -> None:
         if not self._free_slots():
@@ -233,22 +234,20 @@ class Batcher:
             usable = self._capacity.context_tokens // block_manager.block_size
             self._admit(PagedAdmission(block_manager, usable, self._running, budget, self._counters))
 
-    def _allocate_blocks(
-        self, block_manager: BlockManager, rows: list[Sequence], budget: int, preempted: list[Sequence]
-    ) -> list[tuple[Sequence, int]]:
+    def _allocate_blocks(self, block_manager: BlockManager, rows: list[Sequence], budget: int) -> list[Scheduled]:
         """Those rows that get the blocks they need: the oldest first, if need be from the youngest; with counts."""
-        work: list[tuple[Sequence, int]] = []
+        work: list[Scheduled] = []
         for row, count in zip(*split_budget(rows, budget), strict=True):
-            if row in preempted:
-                break  # all that follow are younger still
+            if row.arrival_order > self._running[-1].arrival_order:
+                break  # preempted, as all that follow: they are younger still
             while not (enough := block_manager.allocate(row, count)) and row is not self._running[-1]:
-                preempted.append(self._preempt())
+                self._preempt()
             if not enough:
                 break
             work.append((row, count))
         return work
 
-    def _preempt(self) -> Sequence:
+    def _preempt(self) -> None:
         """Queue the youngest row again, at its place by age."""
         row = self._running[-1]
         self._counters.preemptions += 1
@@ -256,7 +255,6 @@ class Batcher:
         self._waiting.requeue_in_order(row)
         if self._waiting.first is row:
             self._wait_reason = WaitReason.MEMORY
-        return row
 
     def _active_retry_group(self) -> int:
         """Rows of which trial run now; 0 for all that are on none."""
@@ -310,6 +308,7 @@ class Batcher:
         gone = [row for row in self._running if predicate(row)]
         if gone:
             self._running = [row for row in self._running if not predicate(row)]
+            self._to_release += gone
             if self._block_manager:
                 self._block_manager.free(gone)
         return gone

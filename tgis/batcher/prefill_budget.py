@@ -52,12 +52,10 @@ class PrefillBudget:
             else max_tokens
         )
 
-    def step_started(self, plan: StepPlan | None, now: float) -> None:
-        """A step begins."""
+    def step_started(self, plan: StepPlan, now: float) -> None:
         self._step_started_at = now
-        if plan is not None:
-            self._num_decodes = len(plan.seqs) - len(plan.num_prefill_tokens)
-            self._num_prefill_tokens = sum(plan.num_scheduled_tokens) - self._num_decodes
+        self._num_decodes = len(plan.seqs) - len(plan.num_prefill_tokens)
+        self._num_prefill_tokens = sum(plan.num_scheduled_tokens) - self._num_decodes
 
     def step_succeeded(self, now: float) -> None:
         """It has succeeded."""

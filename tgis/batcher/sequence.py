@@ -4,8 +4,8 @@ There is no prefill phase and no decode phase: a sequence has `len(tokens)` toke
 the engine's KV cache, and a plan says how many more each row computes.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from tgis.ipc.request import Request, StopReason
@@ -78,7 +78,7 @@ class StepPlan:
     num_scheduled_tokens: list[int]
     sampled: list[Sequence]  # the rows that have no token pending afterwards
     has_prefill: bool  # whether some row does more than decode
-    preempted: tuple[Sequence, ...] = ()  # rows that lost their blocks to these: the engine must release them first
+    to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; some may be scheduled again by this one
 
     @property
     def num_prefill_tokens(self) -> list[int]:
@@ -88,15 +88,24 @@ class StepPlan:
         return [count for row, count in zip(self.seqs, self.num_scheduled_tokens, strict=True) if not row.decoding]
 
     @classmethod
-    def of(cls, rows: list[Sequence], counts: list[int], preempted: Iterable[Sequence] = ()) -> Self:
-        """A step in which each row computes its count of tokens."""
-        sampled = [row for row, count in zip(rows, counts, strict=True) if count == row.num_uncomputed_tokens]
-        prefill = not all(row.decoding for row in rows)
-        return cls(rows, counts, sampled, prefill, tuple(preempted))
+    def of(cls, seqs: list[Sequence], counts: list[int], to_release: Iterable[Sequence] = ()) -> Self:
+        """A step in which each sequence computes its count of tokens."""
+        sampled = [seq for seq, count in zip(seqs, counts, strict=True) if count == seq.num_uncomputed_tokens]
+        prefill = not all(seq.decoding for seq in seqs)
+        return cls(seqs, counts, sampled, prefill, tuple(to_release))
 
     @classmethod
-    def compute_all(cls, rows: list[Sequence]) -> Self:
-        """A step in which each row, one at least, computes all that it has pending, and gets a token."""
-        counts = [len(row.tokens) - row.num_computed_tokens for row in rows]
-        decode = all(row.num_computed_tokens for row in rows) and max(counts) == 1
-        return cls(rows, counts, rows, has_prefill=not decode)
+    def compute_all(cls, seqs: list[Sequence]) -> Self:
+        """A step in which each sequence computes all its uncomputed tokens."""
+        return cls.of(seqs, [seq.num_uncomputed_tokens for seq in seqs])
+
+    def without(self, ids: Collection[int]) -> Self:
+        """The same step without the sequences of these requests."""
+        work = zip(self.seqs, self.num_scheduled_tokens, strict=True)
+        kept = [(seq, count) for seq, count in work if seq.id not in ids]
+        return replace(
+            self,
+            seqs=[seq for seq, _ in kept],
+            num_scheduled_tokens=[count for _, count in kept],
+            sampled=[seq for seq in self.sampled if seq.id not in ids],
+        )

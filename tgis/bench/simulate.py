@@ -83,8 +83,8 @@ class StepEngine(Protocol):
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
         """The new tokens of each sampled sequence, and the seconds that the step took."""
 
-    def release(self, rows: list[Sequence]) -> None:
-        """Forget rows that have ended."""
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        """Forget sequences that have left the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class SimulatedEngine:
         """Tokens that mean nothing."""
         return [[0]] * len(plan.sampled), self.model.seconds(plan)
 
-    def release(self, rows: list[Sequence]) -> None:
-        """Nothing is held."""
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        pass
 
 
 class Simulation:
@@ -128,8 +128,11 @@ class Simulation:
                 self._now = max(self._now, self._arrivals[0][0])
             self._arrive()
             plan = self._batcher.plan(self._now)
-            assert plan is not None, "requests wait and nothing runs"
-            self._step(plan)
+            self._engine.release(plan.to_release)
+            if plan.seqs:
+                self._step(plan)
+            else:
+                assert self._batcher.idle, "requests wait and nothing runs"
         self.result.seconds = self._now
         self.result.counters = self._batcher.take_counters()
         return self.result
@@ -154,7 +157,6 @@ class Simulation:
         tokens, seconds = self._engine.step(plan)
         self._now += seconds
         ended = self._batcher.commit(plan, tokens, self._now)
-        self._engine.release(ended)
         for row, new_tokens in zip(plan.sampled, tokens, strict=True):
             self._token_times[row.id][1].extend([self._now] * len(new_tokens))
         for row in ended:

@@ -62,10 +62,10 @@ class EngineCore:
         while self._handle(self._channel.receive(wait=self._batcher.idle)):
             expired = self._batcher.expire(time.monotonic())
             if expired:
-                self._engine.release(expired)
                 self._send_step(expired, [[]] * len(expired))
             plan = self._batcher.plan(time.monotonic())
-            if plan is not None:
+            self._engine.release(plan.to_release)
+            if plan.seqs:
                 self._step(plan)
 
     def _handle(self, messages: list[ToEngine]) -> bool:
@@ -74,7 +74,7 @@ class EngineCore:
                 case Submit(requests, at):
                     self._submit(requests, at)
                 case Cancel(ids):
-                    self._engine.release(self._batcher.cancel(ids))
+                    self._batcher.cancel(ids)
                     if self._resolver:
                         self._resolver.release(ids)
                 case GetSnapshot():
@@ -93,7 +93,6 @@ class EngineCore:
 
     def _step(self, plan: StepPlan) -> None:
         started_at = time.monotonic()
-        self._engine.release(plan.preempted)
         try:
             result = self._engine.step(plan)
         except OutOfMemory as error:
@@ -108,7 +107,6 @@ class EngineCore:
 
     def _rollback(self, plan: StepPlan, kind: FailureKind, message: str) -> None:
         """Nobody got a token. The rows are tried again, but for those that failed alone."""
-        self._engine.release(plan.seqs)
         refused = self._batcher.rollback(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
         log.warning("%d rows of a failed step (%s) are tried again", len(plan.seqs) - len(refused), kind)
         self._channel.send(Failed([row.id for row in refused], kind, message, plan.has_prefill))
@@ -118,26 +116,19 @@ class EngineCore:
         if result.failed:
             plan, result = self._without_failed(plan, result)
         starts = [len(row.tokens) for row in plan.sampled]
-        ended = self._batcher.commit(plan, result.tokens, computed_at)
-        self._engine.release(ended)
+        self._batcher.commit(plan, result.tokens, computed_at)
         tokens = [row.tokens[start:] for row, start in zip(plan.sampled, starts, strict=True)]
         self._send_step(plan.sampled, tokens, result, report.stats(computed_at, time.monotonic()))
 
     def _without_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """The step without the rows that the engine could not choose a token for; they get an error."""
-        failed = [row for row in plan.seqs if row.id in result.failed]
-        self._engine.release(failed)
-        self._batcher.drop(failed)
-        for row in failed:
-            self._channel.send(Failed([row.id], FailureKind.ERROR, result.failed[row.id]))
-        kept = [i for i, row in enumerate(plan.sampled) if row not in failed]
-        facts = [result.logprobs[i] for i in kept] if result.logprobs else []
-        work = [
-            (row, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True) if row not in failed
-        ]
-        rows, counts = [row for row, _ in work], [count for _, count in work]
-        survivors = StepPlan(rows, counts, [plan.sampled[i] for i in kept], plan.has_prefill)
-        return survivors, StepResult([result.tokens[i] for i in kept], facts, result.prompt_logprobs)
+        self._batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
+        for request_id, reason in result.failed.items():
+            self._channel.send(Failed([request_id], FailureKind.ERROR, reason))
+        kept = [i for i, seq in enumerate(plan.sampled) if seq.id not in result.failed]
+        logprobs = [result.logprobs[i] for i in kept] if result.logprobs else []
+        survivors = StepResult([result.tokens[i] for i in kept], logprobs, result.prompt_logprobs)
+        return plan.without(result.failed), survivors
 
     def _send_step(
         self,

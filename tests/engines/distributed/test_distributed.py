@@ -125,8 +125,11 @@ def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
     batcher = Batcher(bounds, [2])
     batcher.submit(wanted, 0.0)
     got: dict[int, Got] = {request.id: ([], [], []) for request in wanted}
-    while plan := batcher.plan(0.0):
-        engine.release(plan.preempted)
+    while not batcher.idle:
+        plan = batcher.plan(0.0)
+        engine.release(plan.to_release)
+        if not plan.seqs:
+            break
         result = engine.step(plan)
         for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):
             assert len(facts) == len(tokens)
@@ -134,7 +137,7 @@ def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
             got[row.id][1].extend(facts)
         for request_id, inputs in result.prompt_logprobs.items():
             got[request_id][2].extend(inputs)
-        engine.release(batcher.commit(plan, result.tokens, 0.0))
+        batcher.commit(plan, result.tokens, 0.0)
     return got
 
 

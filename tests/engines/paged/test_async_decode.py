@@ -288,28 +288,19 @@ class Run:
 
     def step(self) -> bool:
         plan, engine = self.batcher.plan(0.0), self.subject.engine
-        if plan is None:
+        engine.release(plan.to_release)
+        if not plan.seqs:
             return False
-        engine.release(plan.preempted)
         try:
             result = self.subject.step(plan)
         except RuntimeError:
-            engine.release(plan.seqs)
             assert self.batcher.rollback(plan, out_of_memory=False) == []
             return True
         failed = [row for row in plan.seqs if row.id in result.failed]
         self.failed |= result.failed.keys()
-        engine.release(failed)
         self.batcher.drop(failed)
-        sampled = [row for row in plan.sampled if row not in failed]
         tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
-        work = [
-            (row, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True) if row not in failed
-        ]
-        rest = StepPlan([row for row, _ in work], [count for _, count in work], sampled, plan.has_prefill)
-        gone = self.batcher.commit(rest, tokens, 0.0)
-        engine.release(gone)
-        self.ended += gone
+        self.ended += self.batcher.commit(plan.without(result.failed), tokens, 0.0)
         self._pool().check()
         return True
 
@@ -343,9 +334,8 @@ def test_rows_that_make_room_while_they_are_ahead(subject: Subject, passes: Pass
         steps = 0
         while run.batcher.num_running or steps == 0:
             if steps == when and run.batcher.num_running:
-                row = run.batcher._preempt()
-                in_flight += row.id in subject.engine._decoder._expected_lengths
-                subject.engine.release([row])
+                in_flight += run.batcher.running_seqs[-1].id in subject.engine._decoder._expected_lengths
+                run.batcher._preempt()
             run.step()
             steps += 1
         run.finish()

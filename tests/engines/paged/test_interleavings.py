@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from batches import engine_options, limits
+from batches import engine_options, limits, preempted
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 
@@ -123,14 +123,13 @@ class Run:
 
     def step(self) -> StepPlan | None:
         plan = self.batcher.plan(0.0)
-        if plan is None:
+        self.subject.engine.release(plan.to_release)
+        if not plan.seqs:
             return None
-        self.subject.engine.release(plan.preempted)
         result = self.subject.engine.step(plan)
         assert not result.failed
         self.facts |= result.prompt_logprobs
         ended = self.batcher.commit(plan, result.tokens, 0.0)
-        self.subject.engine.release(ended)
         for row in ended:
             self.subject.ended(row, self.facts.pop(row.id, None))
         self._count()
@@ -138,8 +137,8 @@ class Run:
 
     def cancel(self, number: int) -> int:
         """Whether a row was held that had to go."""
-        cancelled = self.batcher.cancel([number])
-        self.subject.engine.release(cancelled)
+        cancelled = [row for row in self.batcher.running_seqs if row.id == number]
+        self.batcher.cancel([number])
         for row in cancelled:
             self.subject.check(row, self.facts.pop(row.id, None))
         return len(cancelled)
@@ -252,13 +251,13 @@ def _squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int], bo
     )
     pager, steps = run.batcher._block_manager, 0
     assert pager is not None
-    while not run.batcher.idle:
+    while run.batcher.num_running or not steps:
         others = pager.pool.num_used - len(run.batcher.running_seqs[0].block_table) if run.batcher.running_seqs else 0
         squeezed = others > 0 and squeezes(steps)
         taken = pager.pool.allocate(pager.pool.num_available) if squeezed else []
         plan = run.step()
         assert plan is not None
-        assert bool(plan.preempted) == squeezed
+        assert bool(preempted(plan)) == squeezed
         pager.pool.free(taken)
         steps += 1
     run.finish()

@@ -50,7 +50,7 @@ class AsyncDecoder:
         reused = {row.id for row in plan.sampled if self._expected_lengths.get(row.id) == len(row.tokens)}
         steps = [self._in_flight] if self._in_flight and reused else []
         self._in_flight, self._expected_lengths = None, {}
-        rest = _exclude(plan, reused) if reused else plan
+        rest = plan.without(reused) if reused else plan
         if rest.seqs:
             steps.append(self._launch(rest))
         # A row that was in the flight and does not land has been computed anew: the later pass counts.
@@ -112,10 +112,3 @@ class AsyncDecoder:
                 self._invalidate()
                 self._cooldown = _COOLDOWN_STEPS
         return result
-
-
-def _exclude(plan: StepPlan, gone: set[int]) -> StepPlan:
-    """The plan without the rows of these requests."""
-    work = [(row, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True) if row.id not in gone]
-    rows, counts = [row for row, _ in work], [count for _, count in work]
-    return StepPlan(rows, counts, [row for row in plan.sampled if row.id not in gone], plan.has_prefill)
