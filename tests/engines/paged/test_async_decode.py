@@ -139,7 +139,7 @@ def lists(request: pytest.FixtureRequest) -> Iterator[str]:
 def request(rng: random.Random, number: int, new: int = 12, **changes: Any) -> Request:
     sampling = msgspec.structs.replace(rng.choice(KINDS), seed=rng.getrandbits(64))
     prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
-    values = {"sampling": sampling, "details": rng.choice(WISHES)} | changes
+    values = {"sampling_params": sampling, "logprob_options": rng.choice(WISHES)} | changes
     return Request(number, prompt, new, False, **values)
 
 
@@ -205,7 +205,7 @@ def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], ch
 def test_a_steady_batch_takes_one_pass_a_token(subject: Subject, passes: Passes) -> None:
     rng = random.Random(1)
     sampling = SamplingParams(temperature=1.0, min_new_tokens=20)
-    rows = [Sequence(request(rng, n, 20, sampling=sampling), 0.0) for n in range(4)]
+    rows = [Sequence(request(rng, n, 20, sampling_params=sampling), 0.0) for n in range(4)]
     for number, row in enumerate(rows):
         row.block_table = list(range(number * 10, number * 10 + 10))
     launched = []
@@ -228,7 +228,9 @@ def test_where_tokens_change_nothing_runs_ahead_for_a_while(
     for name, value in {"_MIN_CANDIDATES": 2, "_MAX_CANDIDATES": 2, "_TIE_MARGIN": 0}.items():
         monkeypatch.setattr(logprobs, name, value)
     flat, calm, rng = SamplingParams(temperature=5.0, top_p=0.99), SamplingParams(), random.Random(2)
-    rows = [Sequence(request(rng, n, 60, sampling=flat, details=LogprobOptions()), 0.0) for n in range(4)]
+    rows = [
+        Sequence(request(rng, n, 60, sampling_params=flat, logprob_options=LogprobOptions()), 0.0) for n in range(4)
+    ]
     for number, row in enumerate(rows):
         row.block_table = list(range(number * 20, number * 20 + 20))
     for _ in range(60):
@@ -238,7 +240,7 @@ def test_where_tokens_change_nothing_runs_ahead_for_a_while(
     for row in rows:
         subject.check(row)
     subject.engine.release(rows)
-    row = Sequence(request(rng, 9, 60, sampling=calm, details=LogprobOptions()), 0.0)
+    row = Sequence(request(rng, 9, 60, sampling_params=calm, logprob_options=LogprobOptions()), 0.0)
     row.block_table = list(range(20))
     for _ in range(20):
         plan = StepPlan.compute_all([row])
@@ -309,7 +311,7 @@ class Run:
             pass
         for row in self.ended:
             self.subject.check(row)
-        assert (self.batcher.idle, self._pool().used) == (True, 0)
+        assert (self.batcher.idle, self._pool().num_used) == (True, 0)
 
     def _pool(self) -> Any:
         assert self.batcher._block_manager is not None
@@ -370,13 +372,13 @@ def test_rows_without_usable_scores_fail_alone(
 
     def poisoned(batch: Any) -> torch.Tensor:
         found = logits(batch)
-        newest = batch.ids[batch.kept]
+        newest = batch.input_ids[batch.logits_indices]
         found[(newest >= poison.start) & (newest < poison.stop)] = float("nan")
         return found
 
     monkeypatch.setattr(subject.engine, "_run_model", poisoned)
     rng = random.Random(3)
-    requests = [request(rng, number, details=LogprobOptions()) for number in range(40)]
+    requests = [request(rng, number, logprob_options=LogprobOptions()) for number in range(40)]
     run = run_of(subject, 100, requests, prefill_tokens=64)
     run.finish()
     assert {row.id for row in run.ended} | run.failed == set(range(40))
