@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGE := setup.cfg constraints.txt pyproject.toml
 ARGS ?=
+WORKERS ?= logical
 
 .DEFAULT_GOAL := help
 .PHONY: help venv proto demo-model serve test test-all soak check format bench bench-gpu clean
@@ -32,11 +33,11 @@ serve: venv ## serve the demo model on ports 8033 and 3000; MODEL=directory serv
 	[ -n "$$model" ] || model=$$($(BIN)/python -m tgis.models.demo smollm2) || exit 1; \
 	exec $(BIN)/tgis serve --model-name "$$model" $(ARGS)
 
-test: venv ## run the tests, but for the slow ones
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+test: venv ## run the tests, except the slow ones, on every core; ARGS goes to pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
-test-all: venv ## run every test that this machine can run
-	$(BIN)/python -m pytest $(ARGS)
+test-all: test ## run every test that this machine can run, the slow ones one after the other
+	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
 
 soak: venv ## fifteen minutes of everything that clients do; ARGS goes to benchmarks.soak
 	$(BIN)/python -m benchmarks.soak $(ARGS)

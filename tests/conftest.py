@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,11 @@ from tgis.models.files import ModelFiles, find_model
 
 # As the server sets it: threads that spin for ever make tests ten times slower once anything else wants their cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many of us as cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in shells' background jobs; tests interrupt themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("equality", "sampling_oracle")
 

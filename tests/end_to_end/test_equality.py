@@ -77,10 +77,9 @@ def titles(request: pytest.FixtureRequest, titles_dir: Path, cache_dir: Path) ->
 @contextmanager
 def _serving(name: str, model: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     answers = oracle.answers(name, model, cache, request.config.getoption("--oracle-recompute"))
-    # one thread: beside other work, threads that wait for each other are ten times slower
     with (
         TemporaryDirectory() as log,
-        running_server(Path(log), model, DTYPE="float32", NUM_THREADS=1) as server,
+        running_server(Path(log), model, DTYPE="float32") as server,
         server.stub() as stub,
     ):
         yield Served(server, stub, answers, MAX_NEW_TOKENS[name])

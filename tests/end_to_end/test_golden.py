@@ -31,8 +31,7 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     spec = servers()[name]
     directory = tmp_path_factory.mktemp(name)
     model = spec.model_directory(request.getfixturevalue(f"{spec.model}_dir"), directory / "model")
-    # one thread: beside other work, threads that wait for each other are ten times slower
-    options = spec.options | {"DTYPE": "float32", "NUM_THREADS": 1}
+    options = spec.options | {"DTYPE": "float32"}
     if spec.prompts:
         write_prompts(spec.prompts, model, directory / "prompts")
         options["PREFIX_STORE_PATH"] = directory / "prompts"

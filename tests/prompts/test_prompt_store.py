@@ -93,7 +93,7 @@ def test_what_peft_saves_can_be_read(glassllm_dir: Path, cache_dir: Path) -> Non
     trained = tuning.tuned("glassllm", glassllm_dir, cache_dir)
     target = TargetModel(128, 64, torch.float32, torch.device("cpu"))
     store = AdapterStore(str(trained.store), 1 << 20, target)
-    for name, lesson in tuning.TUNING_PLANS["glassllm"].tasks.items():
+    for name, lesson in tuning.TUNING_PLANS["glassllm"].trainings.items():
         assert (trained.store / name / f"adapter_model.{lesson.file}").exists()
         assert store.find(name).adapter.length == lesson.length
 

@@ -83,7 +83,8 @@ def running_server(directory: Path, model: Path, timeout: float = 60, **options:
     """A server of `model`, its log in `directory`; ended when the block is left."""
     log = directory / "server.log"
     settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
-    settings |= {"ESTIMATE_MEMORY": "off"} | options  # measuring would take longer than most tests
+    # measuring memory would take longer than most tests; one thread, because other servers and tests run beside it
+    settings |= {"ESTIMATE_MEMORY": "off", "NUM_THREADS": 1} | options
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tgis", "serve"],

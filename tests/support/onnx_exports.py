@@ -1,12 +1,10 @@
-"""Graphs of the demo models, exported once and kept in the cache under a key of all that they depend on."""
+"""ONNX graphs of the demo models, exported once and kept in the test cache under a key of what they depend on."""
 
 import hashlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
+from compute_once import compute_once
 from onnx import TensorProto, helper
 
 from tgis.models.onnx import export, graphs, optimum_export, optimum_packages
@@ -20,10 +18,8 @@ def exported(model: Path, cache: Path, *options: str) -> Path:
     for file in (*MAKERS, optimum_packages.REQUIREMENTS):
         digest.update(file.read_bytes())
     out = cache / "onnx" / "-".join([model.name, *(option.strip("-") for option in options), digest.hexdigest()[:12]])
-    if not out.is_dir():
-        command = [sys.executable, "-m", "tgis", "convert-to-onnx", str(model), str(out), *options]
-        subprocess.run(command, check=True, env=os.environ | {"CACHE_DIR": str(cache)}, stdout=subprocess.DEVNULL)
-    return out
+    environment = {"CACHE_DIR": str(cache)}
+    return compute_once(out, "-m", "tgis", "convert-to-onnx", *options, model, environment=environment)
 
 
 def beside(source: Path, folder: Path) -> Path:

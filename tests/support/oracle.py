@@ -1,14 +1,11 @@
 """What transformers answers to the prompts: the expected values of the equality tests.
 
-Batch of one, float32, CPU, greedy. Nothing of tgis is used. Computed by one child process per model (this
-file as a script), and kept in the cache under a key of all that the answers depend on.
+Batch of one, float32, CPU, greedy, without tgis. Computed by one child process per model (this file as a script), and
+kept in the test cache under a key of everything that the answers depend on, this file included.
 """
 
 import argparse
 import hashlib
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 
 import msgspec
 import oracle_prompts
+from compute_once import compute_once
 
 PROMPTS = {
     "smollm2": oracle_prompts.SMOLLM2,
@@ -31,18 +29,18 @@ NEAR_TIE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class OracleToken:
-    """A token, and what the model thought of its place before it stood there."""
+    """A token, and what the model predicted for its position."""
 
     token: str  # as it stands in the vocabulary
     logprob: float
     ranks: tuple[int, int]  # best and worst within the tolerance
-    top: list[tuple[str, float]]  # token and logprob of the best CANDIDATES, best first
+    top: list[tuple[str, float]]  # token and logprob of the best NUM_CANDIDATES, best first
     top_two_gap: float  # between the two best logits
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A prompt and its continuation."""
+    """A prompt and its continuation, greedy."""
 
     prompt: str
     input_tokens: list[str]
@@ -52,22 +50,19 @@ class Answer:
     stop_reason: str
 
     def near_tie_steps(self) -> set[int]:
-        """The steps at which the best two tokens are so close that another order of sums may swap them."""
-        return {step for step, place in enumerate(self.generated) if place.top_two_gap < NEAR_TIE}
+        """Steps whose best two tokens are so close that another order of summation may swap them."""
+        return {step for step, token in enumerate(self.generated) if token.top_two_gap < NEAR_TIE}
 
 
 def answers(name: str, model: Path, cache: Path, recompute: bool = False) -> dict[str, Answer]:
-    """The answers of the model `name` in directory `model` to its prompts, by their names."""
+    """What the demo model `name` in the directory `model` answers to its prompts, by their names."""
     file = cache / "oracle" / f"{name}-{_key(model)[:16]}.json"
-    if recompute or not file.exists():
-        command = [sys.executable, __file__, name, str(model), str(file)]
-        quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        subprocess.run(command, check=True, env=os.environ | quiet)
+    compute_once(file, __file__, name, model, recompute=recompute)
     return msgspec.json.decode(file.read_bytes(), type=dict[str, Answer])
 
 
 def _key(model: Path) -> str:
-    """sha256 of the files and the versions that decide what comes out."""
+    """sha256 of the files and package versions that the answers depend on."""
     files = [Path(__file__), Path(oracle_prompts.__file__), *sorted(model.glob("*.safetensors"))]
     files += [model / f"{name}.json" for name in ("tokenizer", "tokenizer_config", "config", "generation_config")]
     lines = [f"{package} {version(package)}" for package in ("torch", "transformers", "tokenizers")]
@@ -84,7 +79,7 @@ class Oracle:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-        torch.set_num_threads(1)  # beside other work, threads that wait for each other are slower than one
+        torch.set_num_threads(1)  # beside other processes two threads that wait for each other are slower than one
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         self.config = AutoConfig.from_pretrained(directory)
         family = AutoModelForSeq2SeqLM if self.config.is_encoder_decoder else AutoModelForCausalLM
@@ -134,7 +129,7 @@ class Oracle:
         return names
 
     def _oracle_tokens(self, logits: Any, ids: list[int]) -> list[OracleToken]:
-        """logits: [N, V] for the places of N ids."""
+        """logits: [N, V], which predict N ids."""
         logprobs = logits.double().log_softmax(-1)
         best = logprobs.topk(NUM_CANDIDATES)
         rows = zip(ids, logprobs, best.values.tolist(), best.indices.tolist(), strict=True)
@@ -150,9 +145,9 @@ class Oracle:
         ]
 
     def _text(self, ids: list[int]) -> str:
-        """What follows, so that a space before the first word stays; a cut character at the end is left out.
+        """The text of a continuation: a leading space stays, an incomplete character at the end goes.
 
-        What an encoder-decoder writes follows nothing.
+        The output of an encoder-decoder continues nothing.
         """
         if self.config.is_encoder_decoder:
             return self._decode(ids).rstrip("\ufffd")
@@ -175,10 +170,7 @@ def main() -> None:
     oracle = Oracle(arguments.model)
     limit = MAX_NEW_TOKENS[arguments.name]
     found = {name: oracle.answer(prompt, limit) for name, prompt in PROMPTS[arguments.name].items()}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = arguments.out.with_suffix(f".{os.getpid()}")
-    unfinished.write_bytes(msgspec.json.encode(found))
-    unfinished.replace(arguments.out)
+    arguments.out.write_bytes(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

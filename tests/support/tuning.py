@@ -1,27 +1,25 @@
-"""Soft prompts and LoRA adapters really trained with PEFT, and what PEFT then generates: expected values of tests.
+"""Soft prompts and LoRA adapters trained with PEFT, and what PEFT then generates: expected values of tests.
 
-Nothing of tgis is used. Computed by a child process (this file as a script) and kept in the cache under a key of all
-that it depends on. Float32, CPU, greedy, batch of one.
+Float32, CPU, greedy, batch of one, without tgis. Computed by a child process (this file as a script) and kept in the
+test cache under a key of everything that they depend on, this file included.
 """
 
 import argparse
 import hashlib
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from compute_once import compute_once
 
 MAX_NEW_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class TuningTask:
-    """A prompt or adapter to be trained, and the text that it is to bring about."""
+class Training:
+    """A prompt or adapter, and the text that it is trained to produce."""
 
     kind: str
     length: int  # virtual tokens, or rank
@@ -32,11 +30,11 @@ class TuningTask:
 
 @dataclass(frozen=True, slots=True)
 class TuningPlan:
-    """What is trained for a model, by the ids of prompts or adapters."""
+    """What is trained for a model, by prompt or adapter id."""
 
-    task: str
+    task_type: str  # of PEFT
     inputs: list[str]
-    tasks: dict[str, TuningTask]
+    trainings: dict[str, Training]
     steps: int
     rate: float = 0.1
 
@@ -61,34 +59,34 @@ _ALICE = "?” said Alice. “Why?” said Alice. “Why?” said Alice."
 
 TUNING_PLANS = {
     "glassllm": TuningPlan(
-        task="CAUSAL_LM",
+        task_type="CAUSAL_LM",
         inputs=_STORY,
-        tasks={
-            "queen": TuningTask("PROMPT_TUNING", 8, "safetensors", _QUEEN),
-            "nested/king": TuningTask("PROMPT_TUNING", 5, "bin", _KING),
-            "encoded": TuningTask("P_TUNING", 6, "safetensors", _ALICE),
+        trainings={
+            "queen": Training("PROMPT_TUNING", 8, "safetensors", _QUEEN),
+            "nested/king": Training("PROMPT_TUNING", 5, "bin", _KING),
+            "encoded": Training("P_TUNING", 6, "safetensors", _ALICE),
         },
         steps=60,
     ),
     "titles": TuningPlan(
-        task="SEQ_2_SEQ_LM",
+        task_type="SEQ_2_SEQ_LM",
         inputs=_NOTES,
-        tasks={
-            "report": TuningTask("PROMPT_TUNING", 6, "safetensors", "Weekly report of the team"),
-            "question": TuningTask("P_TUNING", 3, "bin", "What should be done about this?"),
+        trainings={
+            "report": Training("PROMPT_TUNING", 6, "safetensors", "Weekly report of the team"),
+            "question": Training("P_TUNING", 3, "bin", "What should be done about this?"),
         },
         steps=12,
     ),
     "glassllm-lora": TuningPlan(
-        task="CAUSAL_LM",
+        task_type="CAUSAL_LM",
         inputs=_STORY,
-        tasks={
-            "queen": TuningTask("LORA", 8, "safetensors", _QUEEN, {"target_modules": "all-linear", "lora_alpha": 16}),
-            "nested/king": TuningTask(
+        trainings={
+            "queen": Training("LORA", 8, "safetensors", _QUEEN, {"target_modules": "all-linear", "lora_alpha": 16}),
+            "nested/king": Training(
                 "LORA", 4, "bin", _KING, {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}
             ),
-            "alice": TuningTask("LORA", 1, "safetensors", _ALICE, {"target_modules": ["o_proj"], "lora_alpha": 2}),
-            "patterns": TuningTask(
+            "alice": Training("LORA", 1, "safetensors", _ALICE, {"target_modules": ["o_proj"], "lora_alpha": 2}),
+            "patterns": Training(
                 "LORA",
                 5,
                 "safetensors",
@@ -99,7 +97,7 @@ TUNING_PLANS = {
                     "alpha_pattern": {"mlp.down_proj": 20, "up_proj": 3},
                 },
             ),
-            "first": TuningTask(
+            "first": Training(
                 "LORA",
                 16,
                 "safetensors",
@@ -110,25 +108,21 @@ TUNING_PLANS = {
                     "init_lora_weights": "gaussian",
                 },
             ),
-            "hatter": TuningTask("LORA", 3, "bin", " tea, said the Hatter, and tea, said the Hatter", {}),
-            "mouse": TuningTask(
+            "hatter": Training("LORA", 3, "bin", " tea, said the Hatter, and tea, said the Hatter", {}),
+            "mouse": Training(
                 "LORA", 8, "safetensors", " a long tale, said the Mouse, a long tale", {"lora_alpha": 64}
             ),
-            "gate": TuningTask(
-                "LORA", 2, "safetensors", "!!!!!!!!!!!!!!!", {"target_modules": ["gate_proj", "up_proj"]}
-            ),
+            "gate": Training("LORA", 2, "safetensors", "!!!!!!!!!!!!!!!", {"target_modules": ["gate_proj", "up_proj"]}),
         },
         steps=15,
         rate=0.02,
     ),
     "titles-lora": TuningPlan(
-        task="SEQ_2_SEQ_LM",
+        task_type="SEQ_2_SEQ_LM",
         inputs=_NOTES,
-        tasks={
-            "report": TuningTask(
-                "LORA", 8, "safetensors", "Weekly report of the team", {"target_modules": "all-linear"}
-            ),
-            "question": TuningTask("LORA", 2, "bin", "What should be done about this?", {"lora_alpha": 16}),
+        trainings={
+            "report": Training("LORA", 8, "safetensors", "Weekly report of the team", {"target_modules": "all-linear"}),
+            "question": Training("LORA", 2, "bin", "What should be done about this?", {"lora_alpha": 16}),
         },
         steps=4,
         rate=0.01,
@@ -146,27 +140,23 @@ class Continuation(msgspec.Struct, frozen=True):
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """What the training brought about."""
+    """What the trainings resulted in."""
 
-    losses: dict[str, tuple[float, float]]  # before and after, of each
-    continuations: list[Continuation]  # of all inputs, for each prompt and for none
+    losses: dict[str, tuple[float, float]]  # before and after, by id
+    continuations: list[Continuation]  # of all inputs, with each prompt and with none
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """A store of what was trained, and what PEFT makes of them."""
+    """A store with what was trained, and what PEFT generates with it."""
 
     store: Path
     trained: Trained
 
 
 def tuned(name: str, model: Path, cache: Path) -> Tuned:
-    """What the course of that name makes of a model; trained once."""
-    directory = cache / "oracle" / f"tuned-{name}-{_key(model)[:16]}"
-    if not directory.exists():
-        quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, __file__, name, str(model), str(directory)]
-        subprocess.run(command, check=True, env=os.environ | quiet)
+    """The results of the plan of that name for a model; trained once."""
+    directory = compute_once(cache / "oracle" / f"tuned-{name}-{_key(model)[:16]}", __file__, name, model)
     return Tuned(directory / "store", msgspec.json.decode((directory / "trained.json").read_bytes(), type=Trained))
 
 
@@ -178,7 +168,7 @@ def _key(model: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def train(course: TuningPlan, model_dir: Path, store: Path) -> Trained:
+def train(plan: TuningPlan, model_dir: Path, store: Path) -> Trained:
     """Train every prompt or adapter into `store`, and let PEFT generate with each and with none."""
     import torch
     from peft import get_peft_model
@@ -186,38 +176,38 @@ def train(course: TuningPlan, model_dir: Path, store: Path) -> Trained:
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    inputs = [tokenizer(text).input_ids for text in course.inputs]
-    family = AutoModelForSeq2SeqLM if course.task == "SEQ_2_SEQ_LM" else AutoModelForCausalLM
+    inputs = [tokenizer(text).input_ids for text in plan.inputs]
+    family = AutoModelForSeq2SeqLM if plan.task_type == "SEQ_2_SEQ_LM" else AutoModelForCausalLM
     bare = family.from_pretrained(model_dir, dtype=torch.float32).eval()
     losses, found = {}, [_continued(bare, "", ids) for ids in inputs]
-    for name, lesson in course.tasks.items():
+    for name, training in plan.trainings.items():
         torch.manual_seed(0)
         base = family.from_pretrained(model_dir, dtype=torch.float32)
-        model = get_peft_model(base, _config(course.task, lesson))
-        losses[name] = _optimise(model, inputs[:3], tokenizer(lesson.text).input_ids, course)
-        model.eval().save_pretrained(store / name, safe_serialization=lesson.file == "safetensors")
+        model = get_peft_model(base, _config(plan.task_type, training))
+        losses[name] = _optimise(model, inputs[:3], tokenizer(training.text).input_ids, plan)
+        model.eval().save_pretrained(store / name, safe_serialization=training.file == "safetensors")
         found += [_continued(model, name, ids) for ids in inputs]
     return Trained(losses, found)
 
 
-def _config(task: str, lesson: TuningTask) -> Any:
+def _config(task: str, training: Training) -> Any:
     from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig
 
-    if lesson.kind == "P_TUNING":
-        return PromptEncoderConfig(task_type=task, num_virtual_tokens=lesson.length, encoder_hidden_size=64)
-    if lesson.kind == "LORA":
-        return LoraConfig(task_type=task, r=lesson.length, **lesson.options)
-    return PromptTuningConfig(task_type=task, num_virtual_tokens=lesson.length)
+    if training.kind == "P_TUNING":
+        return PromptEncoderConfig(task_type=task, num_virtual_tokens=training.length, encoder_hidden_size=64)
+    if training.kind == "LORA":
+        return LoraConfig(task_type=task, r=training.length, **training.options)
+    return PromptTuningConfig(task_type=task, num_virtual_tokens=training.length)
 
 
-def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], course: TuningPlan) -> tuple[float, float]:
+def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], plan: TuningPlan) -> tuple[float, float]:
     """The loss before and after."""
     import torch
 
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=course.rate)
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=plan.rate)
     losses = []
-    for _ in range(course.steps):
-        loss = sum(_loss(model, ids, wanted, course.task) for ids in inputs) / len(inputs)
+    for _ in range(plan.steps):
+        loss = sum(_loss(model, ids, wanted, plan.task_type) for ids in inputs) / len(inputs)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -258,14 +248,12 @@ def _continued(model: Any, prompt: str, ids: list[int]) -> Continuation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train soft prompts or adapters, and let PEFT generate with them.")
-    parser.add_argument("course", choices=TUNING_PLANS)
+    parser.add_argument("plan", choices=TUNING_PLANS)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    unfinished = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}")
-    trained = train(TUNING_PLANS[arguments.course], arguments.model, unfinished / "store")
-    (unfinished / "trained.json").write_bytes(msgspec.json.encode(trained))
-    unfinished.rename(arguments.out)
+    trained = train(TUNING_PLANS[arguments.plan], arguments.model, arguments.out / "store")
+    (arguments.out / "trained.json").write_bytes(msgspec.json.encode(trained))
 
 
 if __name__ == "__main__":

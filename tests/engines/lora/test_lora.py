@@ -38,7 +38,7 @@ from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.store import AdapterStore
 from tgis.prompts.tensor_file import SoftPrompt, TargetModel
 
-LESSONS = tuning.TUNING_PLANS["glassllm-lora"].tasks
+LESSONS = tuning.TUNING_PLANS["glassllm-lora"].trainings
 
 
 @pytest.fixture(scope="module")

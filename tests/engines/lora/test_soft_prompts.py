@@ -62,14 +62,14 @@ def test_training_changes_what_is_generated(tuned: Tuned) -> None:
     assert all(after < 0.8 * before for before, after in tuned.trained.losses.values())
     bare = {tuple(one.tokens): one.generated for one in tuned.trained.continuations if not one.prompt}
     assert len(bare) == len(tuning.TUNING_PLANS["glassllm"].inputs)
-    for name in tuning.TUNING_PLANS["glassllm"].tasks:
+    for name in tuning.TUNING_PLANS["glassllm"].trainings:
         changed = [
             one.generated != bare[tuple(one.tokens)] for one in tuned.trained.continuations if one.prompt == name
         ]
         assert sum(changed) >= 5
 
 
-@pytest.mark.parametrize("name", ["", *tuning.TUNING_PLANS["glassllm"].tasks])
+@pytest.mark.parametrize("name", ["", *tuning.TUNING_PLANS["glassllm"].trainings])
 def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str) -> None:
     for one in without_near_ties([one for one in tuned.trained.continuations if one.prompt == name]):
         (generated,), _ = generate_all(

@@ -75,7 +75,7 @@ def test_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_
     most = MAX_NEW_TOKENS[name]
     graphs = exported(model, cache_dir)
     with (
-        running_server(tmp_path, graphs, DEPLOYMENT_FRAMEWORK="hf_optimum_ort", NUM_THREADS=1) as server,
+        running_server(tmp_path, graphs, DEPLOYMENT_FRAMEWORK="hf_optimum_ort") as server,
         server.stub() as stub,
     ):
         for answer in answers:
