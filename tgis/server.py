@@ -24,7 +24,6 @@ from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.generation import Generator, ServerInfo
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.output import OutputBuilderFactory
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.adapters import AdapterStoreOptions
@@ -132,20 +131,17 @@ class Server:
         ports: tuple[int, int],
     ) -> None:
         config = self._config
-        outputs = OutputBuilderFactory(self._tokenizer, self._decoder, info.encoder_decoder)
         server_info = ServerInfo(
+            engine=info,
             limits=replace(self._limits, placeholder_id=self._placeholder_id(info.vocab_size)),
-            encoder_decoder=info.encoder_decoder,
-            max_request_tokens=info.max_request_tokens,
-            max_positions=info.max_positions,
             max_concurrent_inputs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
             log_text=config.log_text,
         )
         self._metrics = self._make_metrics(info)
-        client.observer = self._metrics
+        client.metrics = self._metrics
         adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
-        self._servicer.generator = Generator(server_info, client, self._tokenizer, adapters, outputs, self._metrics)
+        self._servicer.generator = Generator(server_info, client, self._decoder, adapters, self._metrics)
         self._unhealthy_reason = None
         grpc_server.set_serving(True)
         gc.freeze()  # long-lived objects: keep them out of later collections

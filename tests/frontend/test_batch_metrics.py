@@ -237,7 +237,7 @@ class Gone:
 async def test_the_queue_changes_with_arrivals_cancels_joins_and_ends() -> None:
     metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
     client = EngineClient()
-    client.observer = metrics
+    client.metrics = metrics
     client._transport = cast("Any", Gone())
 
     def queue() -> tuple[float, int]:

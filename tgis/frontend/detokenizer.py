@@ -41,7 +41,7 @@ class TokenDecoder:
         types = tokenizer.decoder_types or ("none",)
         if not encoder_decoder and types[0] not in _KEEP_FIRST_SPACE | _DROP_FIRST_SPACE:
             raise StartError(f"unsupported tokenizer type: decoder {types[0]}")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._skip_special = not output_special_tokens
         self._byte_level = "ByteLevel" in types
         self._byte_fallback = "ByteFallback" in types
@@ -56,9 +56,9 @@ class TokenDecoder:
 
     def skips(self, token_id: int) -> bool:
         """Whether the token is no part of the output: unknown, or special while those are not wanted."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and self.tokenizer.is_special(token_id):
             return True
-        return not self._tokenizer.token_text(token_id)
+        return not self.tokenizer.token_text(token_id)
 
     def token_bytes(self, previous: int | None, token_id: int) -> bytes:
         """What the token adds after `previous`, the last one that was not skipped; None: it is the first."""
@@ -74,7 +74,7 @@ class TokenDecoder:
 
     def _raw_bytes(self, token_id: int, text: str) -> bytes:
         """The bytes of a token that is no valid text by itself."""
-        token = self._tokenizer.token_text(token_id)
+        token = self.tokenizer.token_text(token_id)
         if self._byte_level:
             alphabet = _byte_alphabet()
             return bytes(alphabet[c] for c in token) if alphabet.keys() >= set(token) else token.encode()
@@ -82,10 +82,10 @@ class TokenDecoder:
         return bytes.fromhex(byte[1]) if byte else text.encode()
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return self.tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _find_placeholder(self) -> int:
-        candidates = chain(self._tokenizer.encode_without_special_tokens("A"), range(self._tokenizer.vocab_size))
+        candidates = chain(self.tokenizer.encode_without_special_tokens("A"), range(self.tokenizer.vocab_size))
         return next((token_id for token_id in candidates if not self.skips(token_id)), 0)
 
 

@@ -1,20 +1,19 @@
-"""The front end's side of the engine process: spawns it, sends it requests, hands its answers to their owners.
+"""The front end's side of the engine process: spawns it, sends it requests, routes its output to the open calls.
 
 Knows no text and no gRPC. The engine's death is end-of-file on the socket: every open request fails at once.
 """
 
 import asyncio
 import contextlib
-import logging
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
-from tgis.frontend.output_queue import OutputQueue, TokenOutput
+from tgis.frontend.output_queue import OutputQueue
 from tgis.ipc.adapters import AdapterResolved
 from tgis.ipc.framing import FrameReader, encode_frame
 from tgis.ipc.messages import (
@@ -33,38 +32,23 @@ from tgis.ipc.messages import (
     Submit,
     ToEngine,
 )
-from tgis.ipc.request import Request, StopReason, TokenLogprobs
+from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import Snapshot
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from tgis.frontend.metrics import Metrics
 
 _EXIT_TIMEOUT = 5.0
 _DIED = "the engine process has ended"
-
-
-class StepObserver(Protocol):
-    """Who is told about steps; the metrics."""
-
-    def step_succeeded(self, stats: StepStats, processing: float) -> None:
-        """A step has succeeded; `processing` is the seconds that its tokens took here."""
-
-    def set_queued(self, new: int) -> None:
-        """So many requests wait that have never been in a step."""
-
-    def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
-        """A step has failed as a whole."""
-
-    def engine_idle(self) -> None:
-        """No request is open."""
 
 
 class EngineClient:
     """One engine process and the requests that are open in it."""
 
     def __init__(self) -> None:
-        self.observer: StepObserver | None = None
+        self.metrics: Metrics | None = None  # needs to know the engine first
         self._queues: dict[int, OutputQueue] = {}
-        self._num_queued = 0  # open requests that have not been in any step yet
+        self._num_queued = 0  # open requests that have never been scheduled
         self._queued_tokens = 0  # of their inputs
         self._next_id = 0
         self._last_progress = time.monotonic()
@@ -80,7 +64,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, options: EngineOptions) -> None:
-        """Spawn the engine process; `ready` or `died` will tell how it went."""
+        """Spawn the engine process; then `ready` or `died` gets a result."""
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
@@ -91,33 +75,26 @@ class EngineClient:
         self._send(options)
 
     @property
-    def pid(self) -> int:
-        """The engine process."""
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def queued_tokens(self) -> int:
-        """Input tokens of the open requests that have not been in any step yet."""
+        """Input tokens of the open requests that have never been scheduled."""
         return self._queued_tokens
 
     async def snapshot(self) -> Snapshot:
-        """What runs and waits; Unavailable while nobody can say."""
+        """What runs and waits; Unavailable before the engine is ready, after its death, or if it hangs."""
         if self._dead or not self.ready.done():
             raise Unavailable(self._death_cause or "the model is still loading")
         return await self._snapshot_query.get()
 
     def seconds_stalled(self) -> float:
-        """Seconds since the engine last said anything, while something is open; else 0."""
+        """Seconds since the engine last made progress, while requests are open; else 0."""
         return time.monotonic() - self._last_progress if self._queues else 0.0
 
     def next_id(self) -> int:
-        """A request id that nobody has had."""
         self._next_id += 1
         return self._next_id
 
     def acquire_adapter(self, adapter_id: str) -> contextlib.AbstractAsyncContextManager[AdapterResolved | None]:
-        """A block in which what the id names stays as it was found; None if that takes too long."""
+        """Look an adapter up and keep it until the block is left; None if that takes too long."""
         if self._dead:
             raise Unavailable(self._death_cause)
         return self._adapter_queries.acquire(self.next_id(), adapter_id)
@@ -127,32 +104,32 @@ class EngineClient:
         """Queue the inputs of one call; whatever is still open on leaving the block is cancelled."""
         if self._dead:
             raise Unavailable(self._death_cause)
-        inboxes = [OutputQueue(request, eager=eager) for request in requests]
+        queues = [OutputQueue(request, eager=eager) for request in requests]
         if not self._queues:
             self._last_progress = time.monotonic()
-        self._queues.update((inbox.request.id, inbox) for inbox in inboxes)
+        self._queues.update((queue.request.id, queue) for queue in queues)
         self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
         self._send(Submit(requests, time.monotonic()))
         try:
-            yield inboxes
+            yield queues
         finally:
-            for inbox in inboxes:
-                self.close(inbox)
+            for queue in queues:
+                self.close(queue)
 
-    def close(self, inbox: OutputQueue) -> None:
-        """Nobody waits for this request any more: cancel it unless it has ended."""
-        if self._remove(inbox) and not self._dead:
-            self._send(Cancel([inbox.request.id]))
+    def close(self, queue: OutputQueue) -> None:
+        """Cancel the request unless it has ended."""
+        if self._remove(queue) and not self._dead:
+            self._send(Cancel([queue.request.id]))
 
     def kill(self, cause: str) -> None:
-        """End an engine process that makes no progress."""
+        """Kill an engine process that makes no progress."""
         assert self._process is not None
         self._death_cause = self._death_cause or cause
         if self._process.returncode is None:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Tell the engine process to leave, and see to it that it does."""
+        """Shut the engine process down and wait for its exit; kill it after a timeout."""
         if self._process is None:
             return
         if not self._dead:
@@ -166,8 +143,8 @@ class EngineClient:
             self._transport.close()
 
     def handle(self, message: FromEngine) -> None:
-        """Act on one message of the engine."""
-        if not isinstance(message, Snapshot | AdapterResolved):  # an engine that only talks is stuck
+        """Handle one message from the engine process."""
+        if not isinstance(message, Snapshot | AdapterResolved):  # an engine that only answers questions is stuck
             self._last_progress = time.monotonic()
         match message:
             case Snapshot():
@@ -179,15 +156,15 @@ class EngineClient:
             case Failed(ids, kind, text, prefill):
                 for request_id in ids:
                     self._fail(request_id, _request_error(kind, text))
-                if self.observer and prefill is not None:
-                    self.observer.step_failed(kind, prefill=prefill)
+                if self.metrics and prefill is not None:
+                    self.metrics.step_failed(kind, prefill=prefill)
             case Ready(info):
                 self.ready.set_result(info)
             case Fatal(text):
                 self._death_cause = text
 
     def disconnected(self) -> None:
-        """The engine process is gone: fail what is open, then find out why."""
+        """The engine process is gone: fail everything open, then find out why."""
         self._dead = True
         self._death_cause = self._death_cause or _DIED
         self._snapshot_query.fail(self._death_cause)
@@ -206,55 +183,50 @@ class EngineClient:
 
     def _deliver(self, step: Step) -> None:
         started = time.monotonic()
-        logprobs = step.logprobs or [[]] * len(step.ids)
-        for request_id, inputs in step.prompt_logprobs.items():
-            if inbox := self._queues.get(request_id):
-                inbox.prompt_logprobs = inputs
+        for request_id, prompt_logprobs in step.prompt_logprobs.items():
+            if queue := self._queues.get(request_id):
+                queue.prompt_logprobs = prompt_logprobs
         if step.stats is not None:
             self._record_scheduled(step.stats)
-        for request_id, tokens, end, details in zip(step.ids, step.tokens, step.stop_reasons, logprobs, strict=True):
-            if inbox := self._queues.get(request_id):  # else cancelled meanwhile
-                self._put(inbox, tokens, end, details)
-        if self.observer and step.stats:
-            self.observer.step_succeeded(step.stats, time.monotonic() - started)
-            if not self._queues:  # the step was on its way when the last row was cancelled
-                self.observer.engine_idle()
-
-    def _put(self, inbox: OutputQueue, tokens: list[int], end: int, logprobs: list[TokenLogprobs]) -> None:
-        *others, last = tokens or [-1]
-        details = iter(logprobs)
-        for token in others:
-            inbox.put(TokenOutput(token, StopReason.NOT_FINISHED, next(details, None)))
-        inbox.put(TokenOutput(last, StopReason(end), next(details, None)))
-        if end:
-            self._remove(inbox)
+        all_logprobs = step.logprobs or [[]] * len(step.ids)
+        for request_id, tokens, logprobs, end in zip(
+            step.ids, step.tokens, all_logprobs, step.stop_reasons, strict=True
+        ):
+            if queue := self._queues.get(request_id):  # else cancelled meanwhile
+                queue.put(tokens, logprobs, StopReason(end))
+                if end:
+                    self._remove(queue)
+        if self.metrics and step.stats:
+            self.metrics.step_succeeded(step.stats, time.monotonic() - started)
+            if not self._queues:  # the step was in flight when the last request was cancelled
+                self.metrics.engine_idle()
 
     def _record_scheduled(self, stats: StepStats) -> None:
-        joined = time.monotonic() - stats.duration
+        scheduled = time.monotonic() - stats.duration
         for request_id in stats.first_scheduled:
-            if inbox := self._queues.get(request_id):
-                inbox.timings.scheduled = joined
-                self._count_queued(-1, -len(inbox.request.tokens))
+            if queue := self._queues.get(request_id):
+                queue.timings.scheduled = scheduled
+                self._count_queued(-1, -len(queue.request.tokens))
 
     def _fail(self, request_id: int, error: RequestError) -> None:
-        if inbox := self._queues.get(request_id):
-            self._remove(inbox)
-            inbox.fail(error)
+        if queue := self._queues.get(request_id):
+            self._remove(queue)
+            queue.fail(error)
 
-    def _remove(self, inbox: OutputQueue) -> bool:
-        """Take it out of the open requests; whether it was one."""
-        known = self._queues.pop(inbox.request.id, None) is not None
-        if known and not inbox.timings.scheduled:
-            self._count_queued(-1, -len(inbox.request.tokens))
-        if known and not self._queues and self.observer:
-            self.observer.engine_idle()
+    def _remove(self, queue: OutputQueue) -> bool:
+        """Forget an open request; return whether it was one."""
+        known = self._queues.pop(queue.request.id, None) is not None
+        if known and not queue.timings.scheduled:
+            self._count_queued(-1, -len(queue.request.tokens))
+        if known and not self._queues and self.metrics:
+            self.metrics.engine_idle()
         return known
 
     def _count_queued(self, inputs: int, tokens: int) -> None:
         self._num_queued += inputs
         self._queued_tokens += tokens
-        if self.observer:
-            self.observer.set_queued(self._num_queued)
+        if self.metrics:
+            self.metrics.set_queued(self._num_queued)
 
     def _send(self, message: ToEngine) -> None:
         assert self._transport is not None

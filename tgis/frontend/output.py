@@ -1,24 +1,25 @@
-"""One input's way from the engine's tokens to replies: text, stop sequences, counts and token details.
+"""From generated tokens to response messages: text, stop sequences, counts and token details of one input.
 
-A stream passes on every reply; a unary call joins the same ones, so that both say the same.
+A unary call collects tokens and builds one message at the end; a stream builds messages as tokens come. Both append
+tokens in the same way, so that both say the same.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
-from tgis.frontend.output_queue import OutputQueue, TokenOutput
+from tgis.frontend.output_queue import NewTokens, OutputQueue
 from tgis.frontend.sampling_params import ResolvedParams
 from tgis.frontend.stop_strings import StopStringMatcher
-from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import StopReason, TokenLogprobs
 
-LOGGED_CHARACTERS = 32  # of a text, in a log that wants text
+LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token in a reply: its vocabulary string and what was asked about it."""
+    """A token in a response: its vocabulary string and what was asked about it."""
 
     text: str
     logprob: float
@@ -28,7 +29,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One response message: all of an input, or what a stream has to say next."""
+    """One response message: the whole answer to one input, or the next chunk of a stream."""
 
     text: str = ""
     input_token_count: int = 0
@@ -39,143 +40,117 @@ class RequestOutput:
     tokens: Sequence[TokenInfo] = ()
     input_tokens: Sequence[TokenInfo] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether a stream may leave it out."""
-        return not (self.tokens or self.text or self.stop_reason)
 
-
-@dataclass(slots=True)
 class OutputBuilder:
     """The output of one input while it grows."""
 
-    queue: OutputQueue
-    input_text: str
-    params: ResolvedParams
-    tokenizer: Tokenizer
-    detokenizer: Detokenizer
-    stop_matcher: StopStringMatcher
-    separator: str  # between echoed input and output
-    num_generated: int = 0
-    stop_reason: StopReason = StopReason.NOT_FINISHED
-    expired_in_queue: bool = False  # ended in the queue, without a token
-    logged_text: str = ""  # of the output, for logs that want text
-    _texts: list[str] = field(default_factory=list)
-    _tokens: list[TokenInfo] = field(default_factory=list)
-    _input_tokens_sent: bool = False
+    def __init__(
+        self, queue: OutputQueue, input_text: str, params: ResolvedParams, decoder: TokenDecoder, *, separator: str
+    ) -> None:
+        """`separator` goes between echoed input and output in the response of a unary call."""
+        self.queue = queue
+        self.input_text = input_text
+        self.params = params
+        self.num_generated = 0
+        self.stop_reason = StopReason.NOT_FINISHED
+        self.expired_in_queue = False  # ended without a token
+        self.logged_text = ""  # the beginning of the output
+        self._tokenizer = decoder.tokenizer
+        self._detokenizer = Detokenizer(decoder)
+        self._stop_matcher = StopStringMatcher(
+            params.stop_sequences,
+            include_stop_sequence=params.include_stop_sequence,
+            hold_last_grapheme=decoder.splits_graphemes,
+        )
+        self._separator = separator
+        self._texts: list[str] = []
+        self._tokens: list[TokenInfo] = []
+        self._input_tokens_sent = False
 
     def first_chunk(self) -> RequestOutput:
-        """The first message of a stream."""
+        """The first message of a stream, before any token."""
         request = self.queue.request
         echoed = self.input_text if self.params.input_text else ""
         return RequestOutput(text=echoed, input_token_count=request.input_length, seed=request.sampling_params.seed)
 
-    def chunks(self, events: list[TokenOutput]) -> list[RequestOutput]:
-        """The messages of a stream that these tokens give: one per token if tokens are wanted, else one for all."""
-        replies = self._input_chunks()
-        groups = [[event] for event in events] if self.params.logprob_options.generated_tokens else [events]
-        for group in groups:
-            if not self.stop_reason:
-                reply = self._chunk(group)
-                replies += [] if reply.is_empty else [reply]
-        return replies
+    def chunks(self, new: NewTokens) -> Iterator[RequestOutput]:
+        """The next messages of a stream: one per token if tokens are wanted, else one for all of them."""
+        if not self._input_tokens_sent and (input_tokens := self._input_tokens()):
+            self._input_tokens_sent = True
+            yield RequestOutput(input_tokens=input_tokens, input_token_count=self.queue.request.input_length)
+        if self.params.logprob_options.generated_tokens:
+            for text, tokens in self._append(new):
+                yield self._chunk(text, tokens)
+        elif (text := "".join(text for text, _ in self._append(new))) or self.stop_reason:
+            yield self._chunk(text, [])
 
-    def add(self, events: list[TokenOutput]) -> None:
-        """Keep what these tokens give, for `whole`."""
-        if not self.stop_reason:
-            reply = self._chunk(events)
-            self._texts.append(reply.text)
-            self._tokens += reply.tokens
+    def add(self, new: NewTokens) -> None:
+        """Collect tokens for `final`."""
+        for text, tokens in self._append(new):
+            self._texts.append(text)
+            self._tokens += tokens
 
     def final(self) -> RequestOutput:
         """The response of a unary call."""
         request = self.queue.request
         if self.expired_in_queue:
             return RequestOutput(input_token_count=request.input_length, stop_reason=self.stop_reason)
-        echoed = self.input_text + self.separator if self.params.input_text else ""
+        echoed = self.input_text + self._separator if self.params.input_text else ""
         return RequestOutput(
             text=echoed + "".join(self._texts),
             input_token_count=request.input_length,
             generated_token_count=self.num_generated,
             stop_reason=self.stop_reason,
-            stop_sequence=self.stop_matcher.matched or "",
+            stop_sequence=self._stop_matcher.matched or "",
             seed=request.sampling_params.seed,
             tokens=self._tokens,
-            input_tokens=self._input_token_infos(),
+            input_tokens=self._input_tokens(),
         )
 
-    def _chunk(self, events: list[TokenOutput]) -> RequestOutput:
-        texts, tokens = [], []
-        for event in events:
-            if self.stop_reason:
-                break  # in flight when a stop sequence ended the output
-            texts.append(self._append(event))
-            if self.params.logprob_options.generated_tokens and event.token_id >= 0:
-                tokens.append(self._token_info(event.token_id, event.logprobs))
-        text = "".join(texts)
-        if len(self.logged_text) < LOGGED_CHARACTERS:
-            self.logged_text = (self.logged_text + text)[:LOGGED_CHARACTERS]
+    def _chunk(self, text: str, tokens: list[TokenInfo]) -> RequestOutput:
         return RequestOutput(
             text=text,
             generated_token_count=self.num_generated,
             stop_reason=self.stop_reason,
-            stop_sequence=self.stop_matcher.matched or "",
+            stop_sequence=self._stop_matcher.matched or "",
             seed=self.queue.request.sampling_params.seed if self.stop_reason and not self.expired_in_queue else 0,
             tokens=tokens,
         )
 
-    def _append(self, event: TokenOutput) -> str:
-        """Append one token to the output; the text that becomes final by it."""
-        if event.token_id < 0:
-            self.stop_reason, self.expired_in_queue = event.stop_reason, self.num_generated == 0
-            return self.stop_matcher.flush()
+    def _append(self, new: NewTokens) -> Iterator[tuple[str, list[TokenInfo]]]:
+        """Append tokens until the output ends; yield the text that each makes final, and the token if wanted."""
+        if not new.token_ids:
+            self.stop_reason, self.expired_in_queue = new.stop_reason, self.num_generated == 0
+            yield self._log(self._stop_matcher.flush()), []
+        wanted = self.params.logprob_options.generated_tokens
+        last = len(new.token_ids) - 1
+        for index, (token_id, logprobs) in enumerate(zip(new.token_ids, new.logprobs or repeat(None), strict=False)):
+            text = self._append_token(token_id, new.stop_reason if index == last else StopReason.NOT_FINISHED)
+            yield self._log(text), [self._token_info(token_id, logprobs)] if wanted else []
+            if self.stop_reason:
+                return  # the others were in flight when a stop sequence ended the output
+
+    def _append_token(self, token_id: int, stop_reason: StopReason) -> str:
         self.num_generated += 1
         minimum_reached = self.num_generated >= self.queue.request.sampling_params.min_new_tokens
-        text = self.stop_matcher.add(
-            self.detokenizer.add(event.token_id), may_stop=not event.stop_reason and minimum_reached
-        )
-        self.stop_reason = StopReason.STOP_SEQUENCE if self.stop_matcher.matched is not None else event.stop_reason
-        return text + self.stop_matcher.flush() if self.stop_reason else text
+        text = self._stop_matcher.add(self._detokenizer.add(token_id), may_stop=not stop_reason and minimum_reached)
+        self.stop_reason = StopReason.STOP_SEQUENCE if self._stop_matcher.matched is not None else stop_reason
+        return text + self._stop_matcher.flush() if self.stop_reason else text
 
-    def _input_chunks(self) -> list[RequestOutput]:
-        if self._input_tokens_sent or not self.params.logprob_options.input_tokens or self.expired_in_queue:
+    def _log(self, text: str) -> str:
+        if len(self.logged_text) < LOGGED_CHARACTERS:
+            self.logged_text = (self.logged_text + text)[:LOGGED_CHARACTERS]
+        return text
+
+    def _input_tokens(self) -> list[TokenInfo]:
+        logprobs = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
+        if not (logprobs and self.params.logprob_options.input_tokens):
             return []
-        infos = self._input_token_infos()
-        if not infos:
-            return []
-        self._input_tokens_sent = True
-        return [RequestOutput(input_tokens=infos, input_token_count=self.queue.request.input_length)]
+        return list(map(self._token_info, self.queue.request.tokens[-len(logprobs) :], logprobs))
 
-    def _input_token_infos(self) -> list[TokenInfo]:
-        facts = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
-        tokens = self.queue.request.tokens[-len(facts) :] if facts else []
-        return [self._token_info(token, fact) for token, fact in zip(tokens, facts, strict=True)]
-
-    def _token_info(self, token: int, facts: TokenLogprobs | None) -> TokenInfo:
-        name = self.tokenizer.token_text
-        if facts is None:
-            return TokenInfo(name(token), 0.0, 0, [])
-        top = [(name(candidate), logprob) for candidate, logprob in facts.top_logprobs]
-        return TokenInfo(name(token), facts.logprob, facts.rank, top)
-
-
-@dataclass(frozen=True, slots=True)
-class OutputBuilderFactory:
-    """What all rows of a model share."""
-
-    tokenizer: Tokenizer
-    decoder: TokenDecoder
-    encoder_decoder: bool
-
-    def make(self, inboxes: list[OutputQueue], texts: list[str], settings: ResolvedParams) -> list[OutputBuilder]:
-        """The rows of a submitted call."""
-        return [self._make_one(inbox, text, settings) for inbox, text in zip(inboxes, texts, strict=True)]
-
-    def _make_one(self, inbox: OutputQueue, text: str, settings: ResolvedParams) -> OutputBuilder:
-        assembler = StopStringMatcher(
-            settings.stop_sequences,
-            include_stop_sequence=settings.include_stop_sequence,
-            hold_last_grapheme=self.decoder.splits_graphemes,
-        )
-        separator = "\n\n" if self.encoder_decoder else ""
-        return OutputBuilder(inbox, text, settings, self.tokenizer, Detokenizer(self.decoder), assembler, separator)
+    def _token_info(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenInfo:
+        text = self._tokenizer.token_text
+        if logprobs is None:
+            return TokenInfo(text(token_id), 0.0, 0, [])
+        top_tokens = [(text(candidate), logprob) for candidate, logprob in logprobs.top_logprobs]
+        return TokenInfo(text(token_id), logprobs.logprob, logprobs.rank, top_tokens)

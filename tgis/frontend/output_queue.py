@@ -1,20 +1,25 @@
-"""What the engine says about one request, from the side that waits for it."""
+"""Tokens of one request on their way from the engine client to the call that waits for them."""
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tgis.errors import RequestError
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """One new token of a request; `token` is -1 where it ended without one."""
+@dataclass(slots=True)
+class NewTokens:
+    """What one or several steps gave a request; no tokens if it ended without another one."""
 
-    token_id: int
-    stop_reason: StopReason
-    logprobs: TokenLogprobs | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, or none at all
+    stop_reason: StopReason = StopReason.NOT_FINISHED  # after the last token
+
+    def extend(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.stop_reason = stop_reason
 
 
 @dataclass(slots=True)
@@ -22,57 +27,46 @@ class RequestTimings:
     """When things happened to a request, as seen here: `time.monotonic()` values, 0 for not yet."""
 
     submitted: float
-    scheduled: float = 0.0  # a batch
-    first_token: float = 0.0  # token
-    last_token: float = 0.0  # token
+    scheduled: float = 0.0  # for its first step
+    first_token: float = 0.0
+    last_token: float = 0.0
 
 
 class OutputQueue:
-    """What the engine has said about one request and its owner has not yet taken."""
+    """What the engine has generated for one request and the call has not taken yet, merged into one value."""
 
     def __init__(self, request: Request, *, eager: bool) -> None:
+        """An eager consumer wants the tokens of every step at once, any other wants all of them at the end."""
         self.request = request
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.timings = RequestTimings(submitted=time.monotonic())
-        self._eager = eager  # whether the owner wants every token at once, or all at the end
-        self._outputs: list[TokenOutput] = []
+        self._eager = eager
+        self._new = NewTokens()
         self._error: RequestError | None = None
-        self._finished = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._ready = asyncio.Event()
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with an error."""
         return self._error is not None
 
-    def put(self, output: TokenOutput) -> None:
-        """Add a token."""
-        self._outputs.append(output)
+    def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> None:
+        self._new.extend(token_ids, logprobs, stop_reason)
         self.timings.last_token = time.monotonic()
         self.timings.first_token = self.timings.first_token or self.timings.last_token
-        self._finished = output.stop_reason is not StopReason.NOT_FINISHED
-        if self._eager or self._finished:
-            self._notify()
+        if self._eager or stop_reason:
+            self._ready.set()
 
     def fail(self, error: RequestError) -> None:
-        """End the request with an error, after the tokens it has got."""
+        """End the request with an error, raised once the tokens so far have been taken."""
         self._error = error
-        self._finished = True
-        self._notify()
+        self._ready.set()
 
-    async def get(self) -> list[TokenOutput]:
-        """All tokens that have gathered, at least one; raises the request's error once they are taken."""
-        while not self._ready():
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        events, self._outputs = self._outputs, []
-        if not events and self._error is not None:
+    async def get(self) -> NewTokens:
+        """Wait for new tokens, the end of the request or its error."""
+        await self._ready.wait()
+        new, self._new = self._new, NewTokens()
+        if self._error is None:
+            self._ready.clear()
+        elif not new.token_ids:
             raise self._error
-        return events
-
-    def _ready(self) -> bool:
-        return self._finished or (self._eager and bool(self._outputs))
-
-    def _notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        return new

@@ -126,7 +126,7 @@ def model_info_response(serving: ServerInfo) -> pb.ModelInfoResponse:
     """What is served."""
     kinds = pb.ModelInfoResponse
     return pb.ModelInfoResponse(
-        model_kind=kinds.ENCODER_DECODER if serving.encoder_decoder else kinds.DECODER_ONLY,
+        model_kind=kinds.ENCODER_DECODER if serving.engine.encoder_decoder else kinds.DECODER_ONLY,
         max_sequence_length=serving.limits.max_sequence_length,
         max_new_tokens=serving.limits.max_new_tokens,
     )

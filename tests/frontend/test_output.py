@@ -1,0 +1,129 @@
+"""tgis.frontend.output: however tokens are spread over steps, unary calls and streams say the same."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tgis.frontend.detokenizer import TokenDecoder
+from tgis.frontend.output import OutputBuilder, RequestOutput
+from tgis.frontend.output_queue import NewTokens, OutputQueue
+from tgis.frontend.sampling_params import RawParams, ResolvedParams
+from tgis.frontend.tokenizer import Tokenizer
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
+from tgis.models.fake import make_fake_model
+
+ALPHABET = "ab\né"
+Steps = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
+    """Of byte tokens: the ids of a text are those of its UTF-8 bytes."""
+    tokenizer = Tokenizer.load(make_fake_model(tmp_path_factory.mktemp("bytes")), workers=1)
+    return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=False)
+
+
+def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParams:
+    options = LogprobOptions(generated_tokens=tokens, logprobs=tokens)
+    raw = RawParams(stop_sequences=tuple(stops), logprob_options=options, max_new_tokens=99, min_new_tokens=minimum)
+    return raw.with_defaults().resolve(include_stop_sequence=True)
+
+
+def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> OutputBuilder:
+    minimum = SamplingParams(min_new_tokens=wanted.sampling_params.min_new_tokens)
+    request = Request(1, [5, 6], 99, False, minimum, wanted.logprob_options)
+    return OutputBuilder(OutputQueue(request, eager=True), "prompt", wanted, decoder, separator="")
+
+
+def ids(decoder: TokenDecoder, text: str) -> list[int]:
+    return decoder.tokenizer.encode_without_special_tokens(text)
+
+
+def deliveries(steps: Steps, *, logprobs: bool) -> Iterator[NewTokens]:
+    """What the queue gives for these steps, the last of which ends the request."""
+    for number, tokens in enumerate(steps, 1):
+        reason = StopReason.MAX_TOKENS if number == len(steps) else StopReason.NOT_FINISHED
+        yield NewTokens(list(tokens), [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason)
+
+
+def unary(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> RequestOutput:
+    output = builder(decoder, wanted)
+    for new in deliveries(steps, logprobs=wanted.logprob_options.logprobs):
+        if not output.stop_reason:
+            output.add(new)
+    return output.final()
+
+
+def streamed(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> list[RequestOutput]:
+    output = builder(decoder, wanted)
+    chunks: list[RequestOutput] = []
+    for new in deliveries(steps, logprobs=wanted.logprob_options.logprobs):
+        if not output.stop_reason:
+            chunks += output.chunks(new)
+    return chunks
+
+
+@st.composite
+def spread_ids(draw: st.DrawFn, decoder: TokenDecoder) -> tuple[list[int], Steps]:
+    """The ids of a text, at least one, and the same ids in steps of one to four."""
+    whole = ids(decoder, draw(st.text(ALPHABET, min_size=1, max_size=12)))
+    steps, rest = [], list(whole)
+    while rest:
+        size = draw(st.integers(1, 4))
+        steps.append(rest[:size])
+        rest = rest[size:]
+    return whole, steps
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@given(data=st.data())
+@settings(deadline=None)
+def test_neither_steps_nor_streaming_change_an_output(decoder: TokenDecoder, tokens: bool, data: st.DataObject) -> None:
+    whole, steps = data.draw(spread_ids(decoder))
+    stops = data.draw(st.lists(st.text(ALPHABET, min_size=1, max_size=3), max_size=2))
+    wanted = params(stops, tokens=tokens, minimum=data.draw(st.integers(0, 3)))
+    expected = unary(decoder, wanted, [[token] for token in whole])
+    assert unary(decoder, wanted, steps) == expected
+    chunks = streamed(decoder, wanted, steps)
+    last = chunks[-1]
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert list(itertools.chain.from_iterable(chunk.tokens for chunk in chunks)) == list(expected.tokens)
+    assert (last.stop_reason, last.stop_sequence) == (expected.stop_reason, expected.stop_sequence)
+    assert last.generated_token_count == expected.generated_token_count
+    assert all(not chunk.stop_reason for chunk in chunks[:-1])
+
+
+def test_a_message_per_token_where_tokens_are_asked_for(decoder: TokenDecoder) -> None:
+    steps = [ids(decoder, "abc"), ids(decoder, "de")]
+    chunks = streamed(decoder, params([], tokens=True), steps)
+    assert [chunk.generated_token_count for chunk in chunks] == [1, 2, 3, 4, 5]
+    assert [[info.text for info in chunk.tokens] for chunk in chunks] == [[one] for one in "abcde"]
+    assert [chunk.tokens[0].logprob for chunk in chunks] == [-float(i) for i in ids(decoder, "abcde")]
+
+
+def test_a_message_per_step_where_they_are_not(decoder: TokenDecoder) -> None:
+    chunks = streamed(decoder, params([], tokens=False), [ids(decoder, "abc"), ids(decoder, "de")])
+    assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("ab", 3), ("cde", 5)]
+
+
+def test_tokens_behind_a_stop_sequence_are_dropped(decoder: TokenDecoder) -> None:
+    whole = unary(decoder, params(["b"], tokens=True), [ids(decoder, "abcde")])
+    assert (whole.text, whole.generated_token_count, whole.stop_reason) == ("ab", 2, StopReason.STOP_SEQUENCE)
+    assert [info.text for info in whole.tokens] == ["a", "b"]
+
+
+@pytest.mark.parametrize(("text", "reason"), [("xb", StopReason.MAX_TOKENS), ("xby", StopReason.STOP_SEQUENCE)])
+def test_the_reason_of_the_engine_is_that_of_the_last_token(
+    decoder: TokenDecoder, text: str, reason: StopReason
+) -> None:
+    assert unary(decoder, params(["b"], tokens=False), [ids(decoder, text)]).stop_reason is reason
+
+
+def test_a_request_that_expires_in_the_queue_has_nothing_but_its_reason(decoder: TokenDecoder) -> None:
+    output = builder(decoder, params([], tokens=True))
+    (chunk,) = output.chunks(NewTokens(stop_reason=StopReason.TIME_LIMIT))
+    assert chunk == RequestOutput(stop_reason=StopReason.TIME_LIMIT, tokens=[])
+    assert output.final() == RequestOutput(stop_reason=StopReason.TIME_LIMIT, input_token_count=2)
