@@ -23,7 +23,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "api/http": {"errors", "ipc"},
     "server": {"api/grpc", "api/http", "config", "errors", "frontend", "ipc", "models", "security"},
     "batcher": {"errors", "ipc"},
-    "prompts": {"errors", "ipc", "utils"},
+    "prompts": {"errors", "ipc", "models", "utils"},
     "engine_core": {"batcher", "engines", "errors", "ipc", "prompts", "utils"},
     "engines": {"batcher", "errors", "ipc"},
     "engines/kernels": {"engines/paged"},

@@ -1,17 +1,17 @@
-"""The exceptions of tgis. `service.py` alone maps the request half to gRPC status codes.
+"""The exceptions of tgis. Only api/grpc/servicer.py maps RequestErrors to gRPC status codes.
 
 TgisError
 ├── StartError               the process cannot serve: one line on stderr, exit code 1
 │   ├── Unsupported          the chosen engine cannot run this model; another may
 │   └── OptionError          a bad option, found before anything loads: exit code 2
-├── PromptError              a soft prompt is not to be had; caught where it was asked for
-└── RequestError             one call fails, nothing else is disturbed
+├── AdapterError             a soft prompt or LoRA adapter is missing or unusable; reported to whoever asked for it
+└── RequestError             one call fails, others are not affected
     ├── InvalidRequest       INVALID_ARGUMENT, names the field
-    ├── Unimplemented        UNIMPLEMENTED, a field whose part is not built
+    ├── Unimplemented        UNIMPLEMENTED, a feature that is not supported yet
     ├── Overloaded           RESOURCE_EXHAUSTED, try again later
-    ├── OutOfMemory          RESOURCE_EXHAUSTED, the request alone does not fit
-    ├── Unavailable          UNAVAILABLE, loading, draining or the engine is gone
-    └── EngineFailure        INTERNAL, a bug or a broken step
+    ├── OutOfMemory          RESOURCE_EXHAUSTED, the request does not even fit alone
+    ├── Unavailable          UNAVAILABLE, loading, draining or the engine has died
+    └── EngineFailure        INTERNAL, a bug or a failed step
 """
 
 
@@ -20,7 +20,7 @@ class TgisError(Exception):
 
 
 class StartError(TgisError):
-    """The service cannot start or go on; the text is the one line that a person reads."""
+    """The service cannot start or continue; the text is the one line shown to the operator."""
 
     exit_code = 1
 
@@ -36,7 +36,7 @@ class OptionError(StartError):
 
 
 class AdapterError(TgisError):
-    """A soft prompt cannot be had: the text is the reason, `problem` a value of `prefix.PromptProblem`."""
+    """An adapter is missing or unusable: the text is the reason, `problem` an ipc.adapters.AdapterProblem."""
 
     def __init__(self, problem: str, reason: str) -> None:
         super().__init__(reason)
@@ -56,11 +56,11 @@ class InvalidRequest(RequestError):
 
 
 class Unimplemented(RequestError):
-    """The request asks for something that this server does not do."""
+    """The request asks for something that is not supported."""
 
 
 class Overloaded(RequestError):
-    """Too much is in flight; `retry_after` is a hint in seconds."""
+    """Too many requests in flight; `retry_after` is a hint in seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class Overloaded(RequestError):
 
 
 class OutOfMemory(RequestError):
-    """The device has no room for this request, even alone."""
+    """The device has not enough memory for this request, even alone."""
 
 
 class Unavailable(RequestError):

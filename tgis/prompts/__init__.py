@@ -1,4 +1,4 @@
-"""Soft prompts and LoRA adapters: store, checks, cache, lookups of the front end. `open_store` imports torch."""
+"""Soft prompts and LoRA adapters on disk: found, checked, loaded and cached. Only `open_store` imports torch."""
 
 from importlib import import_module
 
@@ -8,6 +8,6 @@ from tgis.prompts.resolver import Store
 
 
 def open_store(options: AdapterStoreOptions, info: EngineInfo) -> Store:
-    """The store of `options`, what it holds made for the model that `info` describes."""
+    """The store of adapters for the model that `info` describes."""
     store: Store = import_module("tgis.prompts.store").AdapterStore.for_engine(options, info)
     return store

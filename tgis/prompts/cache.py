@@ -1,4 +1,4 @@
-"""Loaded values by key, within a number of bytes: what was not used for longest leaves first. Safe for threads."""
+"""A thread-safe LRU cache of loaded values, limited in bytes."""
 
 import threading
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class _Entry(Generic[V]):
 
 
 class AdapterCache(Generic[V]):
-    """A value is good for one signature of its files. Who has got one keeps it, whatever leaves the cache."""
+    """A value is valid for one signature of its files. Evicting it does not affect those who already hold it."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry[V]] = {}  # the most recently used last
+        self._entries: dict[str, _Entry[V]] = {}  # least recently used first
         self._size = 0
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class AdapterCache(Generic[V]):
         return self._size
 
     def get(self, key: str, signature: Signature) -> V | None:
-        """The value, if there is one of this signature."""
+        """The value if it is cached with this signature."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.signature != signature:
@@ -43,9 +43,9 @@ class AdapterCache(Generic[V]):
             return entry.value
 
     def put(self, key: str, signature: Signature, value: V, size: int) -> V:
-        """Keep a value of `size` bytes; the one to use, which is another's if that was faster."""
+        """Cache a value of `size` bytes; returns the one to use, which is another thread's if that came first."""
         assert size <= self.capacity
-        evicted = []  # freed only after the lock
+        evicted = []  # freed after the lock is released
         with self._lock:
             old = self._entries.get(key)
             if old is not None and old.signature == signature:

@@ -1,4 +1,4 @@
-"""The files of a soft prompt or adapter: from an id to its directory, and to bytes. All are inside the store."""
+"""From the id of an adapter to its directory and the bytes of its files, never outside the store."""
 
 import os
 import re
@@ -14,19 +14,19 @@ SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
 FILES = (CONFIG, SAFETENSORS, PICKLE, DECODER, ENCODER)
 
-_ID = re.compile(r"[/\w-]{1,512}")  # no dots: nothing but a name below the store
+_ID = re.compile(r"[/\w-]{1,512}")  # no dots, so no way up
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDirectory:
-    """The directory of a prompt in a store, both as real paths."""
+    """The directory of an adapter in a store, both with symlinks resolved."""
 
     store: str
     path: str
 
     @classmethod
     def resolve(cls, store: str, adapter_id: str) -> "AdapterDirectory":
-        """That of an id; PromptError for an id that cannot be one, leads out of the store or names nothing."""
+        """The directory of an id; AdapterError if the id is invalid, leads out of the store or does not exist."""
         if not _ID.fullmatch(adapter_id):
             text = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
             raise AdapterError(AdapterProblem.BAD_ID, text)
@@ -38,15 +38,15 @@ class AdapterDirectory:
         return cls(store, path)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Whether the file exists."""
         return os.path.exists(self._join(name))
 
     def signature(self) -> Signature:
-        """What changes when any of the files does."""
+        """Differs once any of the files has changed."""
         return file_signature(map(self._join, FILES))
 
     def read(self, name: str, limit: int) -> bytes:
-        """All of a file; PromptError unless it is a regular one inside the store and of at most `limit` bytes."""
+        """The bytes of a file; AdapterError unless it is regular, inside the store and of at most `limit` bytes."""
         path = os.path.realpath(self._join(name))
         if not _is_inside(path, self.store):
             raise AdapterError(AdapterProblem.BROKEN, f"{name} leads out of the store")
@@ -67,7 +67,7 @@ class AdapterDirectory:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe must not hold us up
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would block
 
 
 def _is_inside(path: str, store: str) -> bool:

@@ -1,17 +1,11 @@
-"""What a directory of the store holds, a soft prompt or a LoRA adapter: its config alone says which."""
+"""Loads soft prompts and LoRA adapters; `peft_type` in adapter_config.json tells them apart."""
 
 import msgspec
 
 from tgis.prompts.files import CONFIG, AdapterDirectory
 from tgis.prompts.lora import LoraAdapter, RawLora, fit_lora, read_lora
-from tgis.prompts.tensor_file import (
-    RawSoftPrompt,
-    SoftPrompt,
-    TargetModel,
-    fit_soft_prompt,
-    read_config,
-    read_soft_prompt,
-)
+from tgis.prompts.soft_prompt import RawSoftPrompt, SoftPrompt, fit_soft_prompt, read_soft_prompt
+from tgis.prompts.tensor_file import TargetModel, read_config
 
 LoadedAdapter = SoftPrompt | LoraAdapter
 
@@ -21,12 +15,12 @@ class _PeftType(msgspec.Struct):
 
 
 def read_adapter(directory: AdapterDirectory, limit: int) -> RawSoftPrompt | RawLora:
-    """What its files hold, none of them larger than `limit` bytes; PromptError for what is nothing of the kind."""
+    """The adapter as stored, from files of at most `limit` bytes; AdapterError if it is missing or unusable."""
     if directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA":
         return read_lora(directory, limit)
     return read_soft_prompt(directory, limit)
 
 
-def fit_adapter(found: RawSoftPrompt | RawLora, target: TargetModel, version: int) -> LoadedAdapter:
-    """It for the model; PromptError for what that cannot use."""
-    return fit_lora(found, target, version) if isinstance(found, RawLora) else fit_soft_prompt(found, target, version)
+def fit_adapter(raw: RawSoftPrompt | RawLora, target: TargetModel, version: int) -> LoadedAdapter:
+    """The adapter for the model; AdapterError if it does not fit."""
+    return fit_lora(raw, target, version) if isinstance(raw, RawLora) else fit_soft_prompt(raw, target, version)

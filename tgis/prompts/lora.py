@@ -1,7 +1,7 @@
-"""LoRA adapters: PEFT's files, checked against the layers of a model and made to fit it.
+"""LoRA adapters: read from PEFT's files, checked, and fitted to the layers of a model.
 
-The tensors say which layers are changed. Of target_modules only a list is compared with them: an expression, as PEFT
-allows it there, could take for ever.
+The tensors say which layers are adapted. They are checked against target_modules if that is a list, but not if it is a
+regular expression, as PEFT allows: an untrusted one can take forever to match.
 """
 
 import math
@@ -29,12 +29,12 @@ from tgis.prompts.tensor_file import (
 MAX_RANK = 512
 _TENSOR_NAME = re.compile(r"base_model\.model\.([\w.]{1,100})\.lora_([AB])\.weight")
 _MODULE_NAME = re.compile(r"[\w.]+")
-# what leaves the model's own weights as they are; PEFT's other ways of beginning change these, too
+# PEFT's other initialisations also change the weights of the base model
 _SUPPORTED_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 class _UnsupportedFields(msgspec.Struct):
-    """What makes an adapter more than products of two matrices, unless it is empty or false."""
+    """Fields that mean more than a product of two matrices; each must be absent, empty or false."""
 
     use_dora: Any = None
     lora_bias: Any = None
@@ -52,7 +52,7 @@ class _UnsupportedFields(msgspec.Struct):
 
 
 class _LoraConfig(_UnsupportedFields):
-    """What matters of adapter_config.json."""
+    """The fields of adapter_config.json that matter for LoRA."""
 
     r: int = 8
     lora_alpha: float = 8
@@ -66,37 +66,36 @@ class _LoraConfig(_UnsupportedFields):
 
 @dataclass(frozen=True, slots=True)
 class RawLora:
-    """An adapter as it was read: what is true of it whatever the model."""
+    """A LoRA adapter as stored, checked as far as possible without the model."""
 
     file: str
     config: _LoraConfig
-    layers: dict[str, dict[str, torch.Tensor]]  # by layer, then "A" [rank, inputs] and "B" [outputs, rank]
+    layers: dict[str, dict[str, torch.Tensor]]  # module name -> "A" [rank, in features], "B" [out features, rank]
 
     @property
     def ranks(self) -> set[int]:
-        """Of all layers."""
+        """The different ranks of the layers."""
         return {len(layer["A"]) for layer in self.layers.values()}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All matrices."""
         return [tensor for layer in self.layers.values() for tensor in layer.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLayerWeights:
-    """What is added to the output of a layer: its input times `down` (transposed) times `up`."""
+    """Adds `x @ lora_a.T @ lora_b` to the output of a layer."""
 
-    lora_a: torch.Tensor  # [rank, inputs]
-    lora_b: torch.Tensor  # [rank, outputs], scaled
+    lora_a: torch.Tensor  # [rank, in features]
+    lora_b: torch.Tensor  # [rank, out features], times PEFT's scaling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """An adapter that an engine can use, of the model's type and on its device."""
+    """The weights of an adapter in the model's dtype and on its device."""
 
-    version: int  # unlike that of any other, and of any soft prompt
-    layers: dict[str, LoraLayerWeights]  # by the name of the layer
+    version: int  # unique among all adapters loaded
+    layers: dict[str, LoraLayerWeights]  # by module name
 
     @property
     def length(self) -> int:
@@ -105,12 +104,12 @@ class LoraAdapter:
 
     @property
     def decoder_length(self) -> int:
-        """Virtual tokens before the output of an encoder-decoder."""
+        """Virtual tokens prepended to the output of an encoder-decoder."""
         return 0
 
     @property
     def rank(self) -> int:
-        """The largest."""
+        """The highest rank of any layer."""
         return max(len(layer.lora_a) for layer in self.layers.values())
 
     @property
@@ -120,7 +119,7 @@ class LoraAdapter:
 
 
 def read_lora(directory: AdapterDirectory, limit: int) -> RawLora:
-    """The adapter of a directory, from a file of at most `limit` bytes; PromptError if it is not plain LoRA."""
+    """The adapter of a directory, from a file of at most `limit` bytes; AdapterError unless it is plain LoRA."""
     config = read_config(directory, _LoraConfig)
     _check_config(config)
     name, content = load_peft_tensors(directory, limit)
@@ -141,7 +140,7 @@ def read_lora(directory: AdapterDirectory, limit: int) -> RawLora:
 
 
 def fit_lora(lora: RawLora, target: TargetModel, version: int) -> LoraAdapter:
-    """The adapter for the model; PromptError for what it cannot use."""
+    """The adapter for the model; AdapterError if it does not fit."""
     if target.lora_targets is not None and not target.lora_targets:
         raise _broken("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
     layers = {}
@@ -196,7 +195,7 @@ def _scaling(config: _LoraConfig, layer: str) -> float:
 
 
 def _pattern_value(pattern: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
-    """The value of the first name that the layer's ends with, as in PEFT."""
+    """The value of the first key that is a suffix of the module name, as in PEFT."""
     return next((value for name, value in (pattern or {}).items() if _ends_with(layer, name)), default)
 
 

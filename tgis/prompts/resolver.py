@@ -1,7 +1,7 @@
-"""The front end's lookups in the store, answered in threads of their own, so that no step waits for a disk.
+"""Resolves adapter ids for the front end, in threads of its own so that no step waits for a disk.
 
-What a lookup has found is kept until the lookup is cancelled: its prompt stays loaded while the call is validated,
-and is exactly the one whose length was told, whatever becomes of the cache and of the files.
+A resolved adapter is held until it is released: it stays loaded while the call is validated, and is exactly the one
+whose length was reported, whatever happens to the cache and the files.
 """
 
 import logging
@@ -16,11 +16,11 @@ from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, Resol
 
 log = logging.getLogger(__name__)
 
-_THREADS = 4  # more than one, so that a slow disk or a large file holds up few
+_THREADS = 4  # several, so that one slow file does not delay all lookups
 
 
 class Adapter(Protocol):
-    """What an engine can use for a row."""
+    """A loaded adapter, as an engine uses it."""
 
     @property
     def length(self) -> int:
@@ -28,41 +28,41 @@ class Adapter(Protocol):
 
     @property
     def decoder_length(self) -> int:
-        """How many of them stand before the output of an encoder-decoder."""
+        """How many of them are prepended to the output of an encoder-decoder."""
 
     @property
     def version(self) -> int:
-        """A number of its own."""
+        """Unique for each load."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """A prompt, and whether files were read for it."""
+    """An adapter, and whether its files had to be read."""
 
     adapter: Adapter
     loaded: bool
 
 
 class Store(Protocol):
-    """Where prompts come from."""
+    """Where adapters come from."""
 
     def find(self, adapter_id: str) -> StoreResult:
-        """The prompt of an id, for any thread; PromptError if it is not to be had."""
+        """The adapter of an id; AdapterError if it is missing or unusable. Called from several threads."""
 
 
 class AdapterResolver:
-    """All open lookups; for one id at most one thread is at work."""
+    """All lookups that are not released; at most one thread works on an id."""
 
     def __init__(self, store: Store, send: Callable[[AdapterResolved], None]) -> None:
         self._store = store
         self._send = send
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="adapters")
         self._lock = threading.Lock()
-        self._resolved: dict[int, Adapter | None] = {}  # by lookup; None until it is found
-        self._pending: dict[str, list[int]] = {}  # ids at work -> lookups that came too late for that look
+        self._resolved: dict[int, Adapter | None] = {}  # by lookup id; None until found
+        self._pending: dict[str, list[int]] = {}  # ids being loaded -> lookups that arrived meanwhile
 
     def resolve(self, lookup: ResolveAdapter) -> None:
-        """Answer it, soon and from another thread."""
+        """Start a lookup; another thread sends the answer."""
         with self._lock:
             self._resolved[lookup.lookup_id] = None
             if (waiting := self._pending.get(lookup.adapter_id)) is not None:
@@ -71,47 +71,47 @@ class AdapterResolver:
             self._pending[lookup.adapter_id] = []
         self._start(lookup.adapter_id, [lookup.lookup_id])
 
-    def adapter(self, prefix: AdapterRef) -> Adapter:
-        """What the lookup of `prefix` has found."""
-        prompt = self._resolved[prefix.lookup_id]
-        assert prompt is not None
-        assert prompt.length == prefix.length
-        return prompt
+    def adapter(self, ref: AdapterRef) -> Adapter:
+        """The adapter that the lookup of `ref` has found."""
+        adapter = self._resolved[ref.lookup_id]
+        assert adapter is not None
+        assert adapter.length == ref.length
+        return adapter
 
-    def release(self, numbers: Iterable[int]) -> None:
-        """Keep nothing for these lookups any more; other numbers are ignored."""
+    def release(self, lookup_ids: Iterable[int]) -> None:
+        """Drop the adapters of these lookups; unknown ids are ignored."""
         with self._lock:
-            for number in numbers:
-                self._resolved.pop(number, None)
+            for lookup_id in lookup_ids:
+                self._resolved.pop(lookup_id, None)
 
-    def _start(self, adapter_id: str, numbers: list[int]) -> None:
+    def _start(self, adapter_id: str, lookup_ids: list[int]) -> None:
         future = self._pool.submit(self._store.find, adapter_id)
-        future.add_done_callback(lambda done: self._finish(adapter_id, numbers, done))
+        future.add_done_callback(lambda done: self._finish(adapter_id, lookup_ids, done))
 
-    def _finish(self, adapter_id: str, numbers: list[int], done: "Future[StoreResult]") -> None:
-        answers = [_message_of(number, done) for number in numbers]
+    def _finish(self, adapter_id: str, lookup_ids: list[int], done: "Future[StoreResult]") -> None:
+        answers = [_message_of(lookup_id, done) for lookup_id in lookup_ids]
         with self._lock:
-            for number in self._resolved.keys() & set(numbers):
-                self._resolved[number] = None if done.exception() else done.result().adapter
+            for lookup_id in self._resolved.keys() & set(lookup_ids):
+                self._resolved[lookup_id] = None if done.exception() else done.result().adapter
             late = self._pending.pop(adapter_id)
             if late:
                 self._pending[adapter_id] = []
         for answer in answers:
             self._send(answer)
-        if late:  # they want the files as they were when they came: one more look, which loads nothing if all is well
+        if late:  # the files may have changed since the load began: look again
             self._start(adapter_id, late)
 
 
-def _message_of(number: int, done: "Future[StoreResult]") -> AdapterResolved:
+def _message_of(lookup_id: int, done: "Future[StoreResult]") -> AdapterResolved:
     match done.exception():
         case None:
             found = done.result()
-            prompt = found.adapter
-            return AdapterResolved(number, prompt.length, prompt.decoder_length, prompt.version, found.loaded)
+            adapter = found.adapter
+            return AdapterResolved(lookup_id, adapter.length, adapter.decoder_length, adapter.version, found.loaded)
         case AdapterError() as error:
-            return AdapterResolved(number, problem=AdapterProblem(error.problem), reason=str(error))
+            return AdapterResolved(lookup_id, problem=AdapterProblem(error.problem), reason=str(error))
         case error:
-            log.error("a soft prompt or adapter could not be loaded", exc_info=error)
+            log.error("failed to load an adapter", exc_info=error)
             return AdapterResolved(
-                number, problem=AdapterProblem.BROKEN, reason=f"internal error: {type(error).__name__}"
+                lookup_id, problem=AdapterProblem.BROKEN, reason=f"internal error: {type(error).__name__}"
             )

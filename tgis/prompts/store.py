@@ -1,4 +1,4 @@
-"""The adapters of one directory, for one model: found by id, loaded when first asked for or changed, cached."""
+"""The adapter store: a directory of adapters for one model, loaded on demand, cached, reloaded when changed."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from tgis.prompts.tensor_file import TargetModel
 
 
 class AdapterStore:
-    """Safe for several threads, which load at the same time."""
+    """Thread-safe; threads load in parallel."""
 
     def __init__(self, path: str, cache_bytes: int, target: TargetModel) -> None:
         self._path = os.path.realpath(path)
@@ -26,7 +26,7 @@ class AdapterStore:
 
     @classmethod
     def for_engine(cls, options: AdapterStoreOptions, info: EngineInfo) -> "AdapterStore":
-        """The store of `options`, with adapters for the model of `info`."""
+        """The store of `options` for the model of `info`."""
         dtype, device = getattr(torch, info.dtype), torch.device(info.device)
         target = TargetModel(
             info.embedding_size, options.max_soft_prompt_length, dtype, device, info.encoder_decoder, info.lora_targets
@@ -34,14 +34,14 @@ class AdapterStore:
         return cls(options.path, options.cache_bytes, target)
 
     def find(self, adapter_id: str) -> StoreResult:
-        """The adapter as its files are now; PromptError if there is none, or none that can be used."""
+        """The adapter as its files are now; AdapterError if it is missing or unusable."""
         directory = AdapterDirectory.resolve(self._path, adapter_id)
-        signature = directory.signature()  # before they are read: a swap meanwhile is seen the next time
+        signature = directory.signature()  # before reading: a change meanwhile is noticed next time
         cached = self._cache.get(directory.path, signature)
         if cached is not None:
             return StoreResult(cached, loaded=False)
-        found = read_adapter(directory, self._cache.capacity)
-        adapter = fit_adapter(found, self._target, next(self._versions))
+        raw = read_adapter(directory, self._cache.capacity)
+        adapter = fit_adapter(raw, self._target, next(self._versions))
         if adapter.size > self._cache.capacity:
             text = f"it takes {adapter.size} bytes, the cache has {self._cache.capacity}"
             raise AdapterError(AdapterProblem.BROKEN, text)

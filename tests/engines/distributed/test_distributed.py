@@ -30,7 +30,7 @@ from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
-from tgis.prompts.tensor_file import SoftPrompt
+from tgis.prompts.soft_prompt import SoftPrompt
 
 NEW_TOKENS = 12
 TOLERANCE = 1e-4  # of log-probabilities

@@ -35,8 +35,9 @@ from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
+from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterStore
-from tgis.prompts.tensor_file import SoftPrompt, TargetModel
+from tgis.prompts.tensor_file import TargetModel
 
 LESSONS = tuning.TUNING_PLANS["glassllm-lora"].trainings
 
@@ -243,7 +244,7 @@ def test_facts_of_input_tokens_are_those_of_the_adapted_model(
 def test_an_adapter_that_overflows_harms_no_other(setup: EngineSetup, store: AdapterStore, tuned: Tuned) -> None:
     """Its products are infinite for every row, and kept by its own."""
     good: Any = store.find("queen").adapter
-    layers = {name: LoraLayerWeights(layer.down * 1e38, layer.up) for name, layer in good.layers.items()}
+    layers = {name: LoraLayerWeights(layer.lora_a * 1e38, layer.lora_b) for name, layer in good.layers.items()}
     wanted = [one for one in tuned.trained.continuations if one.prompt in ("queen", "")]
     jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
     bad = Sequence(AdapterRequest([5, 6, 7], LoraAdapter(99, layers), 3).request(next(setup.ids)), 0.0)

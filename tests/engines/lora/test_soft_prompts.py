@@ -34,8 +34,9 @@ from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions
+from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterStore
-from tgis.prompts.tensor_file import SoftPrompt, TargetModel
+from tgis.prompts.tensor_file import TargetModel
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineOptions, Shutdown
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
-from tgis.prompts.tensor_file import SoftPrompt
+from tgis.prompts.soft_prompt import SoftPrompt
 
 
 class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):

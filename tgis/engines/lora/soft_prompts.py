@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tgis.batcher.sequence import Sequence as Row
-from tgis.prompts.tensor_file import SoftPrompt
+from tgis.prompts.soft_prompt import SoftPrompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,30 @@
-"""What is in a store of soft prompts and adapters, one line for each directory: for people, not for serving."""
+"""Checks every adapter of a store, as the server would on loading it, and describes it in a line."""
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem
+from tgis.models.files import embedding_size, is_encoder_decoder, max_sequence_length
 from tgis.prompts.files import FILES, AdapterDirectory
 from tgis.prompts.loader import fit_adapter, read_adapter
 from tgis.prompts.lora import RawLora
-from tgis.prompts.tensor_file import FileTensor, RawSoftPrompt, TargetModel
+from tgis.prompts.soft_prompt import RawSoftPrompt
+from tgis.prompts.tensor_file import FileTensor, TargetModel
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """One prompt or adapter, or what stands in its place; empty where something is not known."""
+    """One directory of the store; unknown properties are empty."""
 
     id: str
     layout: str = ""
-    tokens: str = ""  # virtual ones
+    tokens: str = ""  # virtual tokens
     rank: str = ""  # of a LoRA adapter
     width: str = ""
     dtype: str = ""
@@ -28,24 +32,34 @@ class StoreEntry:
     problem: str = ""
 
 
-def check_store(store: str, target: TargetModel, limit: int) -> Iterator[StoreEntry]:
-    """Look at every directory of the store whose files can be meant for a prompt, in the order of ids.
+def check_store(
+    store: Path, model_config: dict[str, Any] | None, dtype: str, max_length: int | None, limit: int
+) -> Iterator[StoreEntry]:
+    """Check every directory that may be meant as an adapter, sorted by id; `limit` is the size of a file in bytes.
 
-    `limit` is the size of a file in bytes.
+    Without `model_config` all that depends on the model is accepted; `max_length` defaults to half its length.
     """
+    config = model_config or {}
+    target = TargetModel(
+        embedding_size=embedding_size(config),
+        max_length=max_length or (max_sequence_length(config) + 1) // 2,
+        dtype=getattr(torch, dtype),
+        device=torch.device("cpu"),
+        encoder_decoder=is_encoder_decoder(config) if model_config is not None else None,
+    )
     root = os.path.realpath(store)
     if any(os.path.lexists(os.path.join(root, name)) for name in FILES):
         yield StoreEntry(".", problem="files directly in the store cannot be named")
-    for prompt_id in _ids(root, ""):
-        yield _entry(root, prompt_id, target, limit)
+    for adapter_id in _ids(root, ""):
+        yield _entry(root, adapter_id, target, limit)
 
 
-def _ids(root: str, above: str) -> Iterator[str]:
-    """Directories with files, or with nothing at all; hidden ones are somebody else's, as those of Kubernetes."""
-    for entry in sorted(os.scandir(os.path.join(root, above)), key=lambda entry: entry.name):
+def _ids(root: str, parent: str) -> Iterator[str]:
+    """Directories that hold files or nothing at all; hidden ones, such as those of Kubernetes volumes, are skipped."""
+    for entry in sorted(os.scandir(os.path.join(root, parent)), key=lambda entry: entry.name):
         if entry.name.startswith(".") or not entry.is_dir():
             continue
-        here = os.path.join(above, entry.name)
+        here = os.path.join(parent, entry.name)
         names = [name for name in os.listdir(os.path.join(root, here)) if not name.startswith(".")]
         if not names or not all(os.path.isdir(os.path.join(root, here, name)) for name in names):
             yield here
@@ -55,20 +69,20 @@ def _ids(root: str, above: str) -> Iterator[str]:
 
 def _entry(root: str, adapter_id: str, target: TargetModel, limit: int) -> StoreEntry:
     try:
-        found = read_adapter(AdapterDirectory.resolve(root, adapter_id), limit)
+        raw = read_adapter(AdapterDirectory.resolve(root, adapter_id), limit)
     except AdapterError as error:
         return StoreEntry(adapter_id, problem=_problem(error))
-    layout = "LORA" if isinstance(found, RawLora) else found.layout
+    layout = "LORA" if isinstance(raw, RawLora) else raw.layout
     try:
-        size = fit_adapter(found, target, version=0).size
+        size = fit_adapter(raw, target, version=0).size
     except AdapterError as error:
         return StoreEntry(adapter_id, layout, problem=_problem(error))
-    if isinstance(found, RawLora):
-        ranks = "/".join(map(str, sorted(found.ranks)))
-        return StoreEntry(adapter_id, layout, rank=ranks, dtype=_dtypes(found.tensors), size=size)
-    tensors = [part.tensor for part in (found.decoder, found.encoder) if part is not None]
+    if isinstance(raw, RawLora):
+        ranks = "/".join(map(str, sorted(raw.ranks)))
+        return StoreEntry(adapter_id, layout, rank=ranks, dtype=_dtypes(raw.tensors), size=size)
+    tensors = [part.tensor for part in (raw.decoder, raw.encoder) if part is not None]
     widths = "/".join(sorted({str(tensor.shape[1]) for tensor in tensors}))
-    return StoreEntry(adapter_id, layout, _tokens(found), width=widths, dtype=_dtypes(tensors), size=size)
+    return StoreEntry(adapter_id, layout, _tokens(raw), width=widths, dtype=_dtypes(tensors), size=size)
 
 
 def _problem(error: AdapterError) -> str:
@@ -81,7 +95,7 @@ def _problem(error: AdapterError) -> str:
 
 
 def _tokens(parts: RawSoftPrompt) -> str:
-    """The number of the decoder's, and apart from it of an encoder's."""
+    """Virtual tokens of the decoder, and of the encoder if it has some."""
     texts = [_length(parts.decoder), _length(parts.encoder) and f"{_length(parts.encoder)} encoder"]
     return " + ".join(text for text in texts if text)
 

@@ -1,0 +1,146 @@
+"""Soft prompts: read from the layouts of TGIS and PEFT, checked, and fitted to a model."""
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from tgis.errors import AdapterError
+from tgis.ipc.adapters import AdapterProblem
+from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, AdapterDirectory
+from tgis.prompts.tensor_file import (
+    FileTensor,
+    TargetModel,
+    allocated_bytes,
+    check_tensor,
+    convert_tensor,
+    load_peft_tensors,
+    load_tensors,
+    read_config,
+)
+
+_PROMPT_EMBEDDINGS = "prompt_embeddings"
+_PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING")
+
+
+@dataclass(frozen=True, slots=True)
+class RawSoftPrompt:
+    """A soft prompt as stored, not checked yet."""
+
+    layout: str
+    decoder: FileTensor | None
+    encoder: FileTensor | None
+    peft: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SoftPrompt:
+    """Embeddings [virtual tokens, hidden size] in the model's dtype and on its device."""
+
+    version: int  # unique among all adapters loaded
+    decoder: torch.Tensor | None  # prepended to the input of the decoder
+    encoder: torch.Tensor | None = None  # prepended to the input of the encoder
+    encoder_decoder: bool = False
+
+    @property
+    def decoder_length(self) -> int:
+        """Virtual tokens prepended to the output of an encoder-decoder."""
+        return len(self.decoder) if self.decoder is not None and self.encoder_decoder else 0
+
+    @property
+    def length(self) -> int:
+        """Virtual tokens; as in TGIS, those prepended to an output count one more, for the start token."""
+        start = int(self.decoder_length > 0)
+        return start + sum(len(part) for part in (self.decoder, self.encoder) if part is not None)
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return allocated_bytes(part for part in (self.decoder, self.encoder) if part is not None)
+
+
+class _PeftConfig(msgspec.Struct):
+    """The fields of adapter_config.json that matter for soft prompts."""
+
+    peft_type: str
+    task_type: str | None = None
+    num_virtual_tokens: int | None = None
+    num_transformer_submodules: int | None = None
+
+    @property
+    def encoder_decoder(self) -> bool:
+        return self.task_type == "SEQ_2_SEQ_LM"
+
+    @property
+    def num_rows(self) -> int | None:
+        """Expected rows of the tensor, None if not stated."""
+        parts = self.num_transformer_submodules or (2 if self.encoder_decoder else 1)
+        return None if self.num_virtual_tokens is None else parts * self.num_virtual_tokens
+
+
+def read_soft_prompt(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
+    """The tensors of a directory, from files of at most `limit` bytes; PEFT's layout takes precedence over TGIS's."""
+    if any(directory.has(name) for name in (CONFIG, SAFETENSORS, PICKLE)):
+        return _read_peft(directory, limit)
+    decoder, encoder = (
+        FileTensor(name, load_tensors(directory, name, limit)) if directory.has(name) else None
+        for name in (DECODER, ENCODER)
+    )
+    if decoder is None and encoder is None:
+        raise AdapterError(AdapterProblem.NOT_FOUND, f"invalid adapter: no {CONFIG} found")
+    return RawSoftPrompt("TGIS", decoder, encoder)
+
+
+def fit_soft_prompt(parts: RawSoftPrompt, target: TargetModel, version: int) -> SoftPrompt:
+    """The soft prompt for the model; AdapterError if it does not fit."""
+    decoder, encoder = parts.decoder, parts.encoder
+    if target.embedding_size == 0:
+        raise AdapterError(AdapterProblem.BROKEN, "it is a soft prompt, which this model does not take")
+    if target.encoder_decoder is False:
+        if decoder is None:
+            raise AdapterError(AdapterProblem.BROKEN, "it is for encoder-decoder models, this one is decoder-only")
+        return SoftPrompt(version, _fit_tensor(decoder, target))
+    if target.encoder_decoder and parts.peft and encoder is None:
+        text = f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model"
+        raise AdapterError(AdapterProblem.BROKEN, text)
+    return SoftPrompt(
+        version,
+        decoder=_fit_tensor(decoder, target) if decoder else None,
+        encoder=_fit_tensor(encoder, target) if encoder else None,
+        encoder_decoder=target.encoder_decoder is True,
+    )
+
+
+def _read_peft(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
+    config = read_config(directory, _PeftConfig) if directory.has(CONFIG) else None
+    if config is not None and config.peft_type not in _PEFT_TYPES:
+        raise AdapterError(AdapterProblem.UNSUPPORTED, config.peft_type[:40])
+    name, content = load_peft_tensors(directory, limit)
+    if not isinstance(content, dict) or _PROMPT_EMBEDDINGS not in content:
+        raise AdapterError(AdapterProblem.BROKEN, f"{name} holds no {_PROMPT_EMBEDDINGS}")
+    part = FileTensor(name, content[_PROMPT_EMBEDDINGS])
+    if config is None:
+        return RawSoftPrompt("PEFT", part, None, peft=True)
+    tensor = check_tensor(part)
+    if config.num_rows != len(tensor) and (config.encoder_decoder or config.num_rows is not None):
+        text = f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.num_rows}"
+        raise AdapterError(AdapterProblem.BROKEN, text)
+    if config.encoder_decoder:  # PEFT itself ignores the other rows
+        part = FileTensor(name, tensor[: config.num_virtual_tokens])
+        return RawSoftPrompt(config.peft_type, None, part, peft=True)
+    return RawSoftPrompt(config.peft_type, part, None, peft=True)
+
+
+def _fit_tensor(part: FileTensor, target: TargetModel) -> torch.Tensor:
+    """A copy of the tensor for the model; AdapterError if it does not fit."""
+    name, tensor = part.file, check_tensor(part)
+    rows, width = tensor.shape
+    if not 1 <= rows <= target.max_length:
+        text = f"{name} has {rows} virtual tokens, from 1 to {target.max_length} are allowed"
+        raise AdapterError(AdapterProblem.BROKEN, text)
+    if target.encoder_decoder and rows % 2 and part.file in (DECODER, ENCODER):
+        raise AdapterError(AdapterProblem.BROKEN, f"{name} has {rows} virtual tokens, it must be an even number")
+    if target.embedding_size not in (None, width):
+        text = f"{name} has rows of {width} numbers, the model's embeddings have {target.embedding_size}"
+        raise AdapterError(AdapterProblem.BROKEN, text)
+    return convert_tensor(name, tensor, target)
