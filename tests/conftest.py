@@ -1,4 +1,4 @@
-"""Fixtures that more than one test file needs."""
+"""Fixtures that several test files need."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from tokenizers import pre_tokenizers
 
 from tgis.models.files import ModelFiles, find_model
 
-# As the server sets it: threads that spin for ever make tests ten times slower once anything else wants their cores.
+# As the server sets it: threads that spin for ever make tests ten times slower on a busy machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many of us as cores
+if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in shells' background jobs; tests interrupt themselves
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in shells' background jobs; tests interrupt themselves
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("equality", "sampling_oracle")
@@ -55,7 +55,7 @@ def titles_dir(cache_dir: Path) -> Path:
 
 
 def _demo_model(name: str, cache: Path) -> Path:
-    """In a child, so that neither the memory nor the warnings of a conversion are those of the tests."""
+    """Convert in a child process, which keeps its memory and warnings out of the tests."""
     command = [sys.executable, "-m", "tgis.models.demo", name, "--out", str(cache)]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip())

@@ -1,4 +1,4 @@
-"""Requests, limits and small runs for tests of the batcher; no clock but a made-up one."""
+"""Requests, limits and steps for tests of the batcher; the caller passes the time."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +25,7 @@ def limits(weight: int = 1000, **changes: Any) -> BatchLimits:
 
 
 def engine_options(model: Path, max_batch_size: int, threads: int | None) -> EngineOptions:
-    """Those of the padded engine in float32, with limits that never matter."""
+    """The padded engine in float32, with limits that no test reaches."""
     return EngineOptions(
         engine="hf_transformers",
         model_path=str(model),
@@ -83,7 +83,7 @@ def run_step(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[StepPl
 
 
 def next_prefill(batcher: Batcher) -> StepPlan:
-    """The next plan that is a prefill, after the steps before it."""
+    """Run steps until the plan is a prefill, and return that plan."""
     while not (plan := next_plan(batcher)).has_prefill:
         batcher.commit(plan, [[7]] * len(plan.sampled), 0.0)
     return plan

@@ -1,4 +1,4 @@
-"""Batches of chunks with keys and values in a paged cache, and what attention over them must give."""
+"""Batches of prompt chunks with their keys and values in a paged cache, and the attention output expected for them."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,10 @@ class ChunkedBatch:
     k: Tensor
     v: Tensor
     layer: tuple[Tensor, Tensor]
-    contexts: list[tuple[Tensor, Tensor]]  # by chunk: all its keys and values
+    contexts: list[tuple[Tensor, Tensor]]  # keys and values of each chunk's whole context
 
     def expected(self, rules: AttentionParams) -> Tensor:
-        """The oracle's output [tokens, H, E], without that of the single rows."""
+        """The oracle's output [tokens, H, E], decodes excluded."""
         assert rules.softcap is rules.sinks is None
         return torch.cat(
             [
@@ -35,7 +35,7 @@ class ChunkedBatch:
 def chunk_batch(
     rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: str = "cpu"
 ) -> ChunkedBatch:
-    """Of (tokens before, new tokens) by row, after two single rows that are not looked at."""
+    """One chunk for each (cached tokens, new tokens), after two decodes that are ignored."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-(before + count) // BLOCK) for before, count in rows]
     numbers = torch.randperm(sum(widths) + 3, generator=generator)[: sum(widths)].to(device).split(widths)

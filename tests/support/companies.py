@@ -1,4 +1,4 @@
-"""Rows with soft prompts and adapters in both engines, in any company, and what PEFT says of each alone."""
+"""Sequences with soft prompts and LoRA adapters in mixed batches of both engines, compared with PEFT one by one."""
 
 import itertools
 import random
@@ -25,7 +25,7 @@ from tgis.prompts.loader import LoadedAdapter
 from tgis.prompts.store import AdapterStore
 
 PLACEHOLDER = 0
-NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
+NEAR_TIE = 1e-3  # two best logits this close may swap
 
 
 ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
@@ -34,18 +34,18 @@ ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
 }
 BOUNDS = {
     "padded": limits(100_000, max_batch_size=8, prefill_tokens=512, max_prefill_padding=0.9),
-    # chunks that end anywhere in prompts, and so few blocks that rows are preempted
+    # chunks end anywhere in prompts; few enough blocks that sequences are preempted
     "paged": limits(160, padded=False, block_size=16, prefix_cache=True, max_batch_size=8, prefill_tokens=7),
 }
 
 
 @dataclass
 class EngineSetup:
-    """An engine, and how it is driven."""
+    """An engine, and the limits of its batches."""
 
     engine: Engine
     bounds: BatchLimits
-    ids: Iterator[int] = field(default_factory=itertools.count)  # no request has that of another
+    ids: Iterator[int] = field(default_factory=itertools.count)  # unique over all runs of the engine
 
 
 def make_setup(kind: str, model: Path) -> EngineSetup:
@@ -56,7 +56,7 @@ def make_setup(kind: str, model: Path) -> EngineSetup:
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """An input with a prompt or adapter, or none."""
+    """An input with an adapter or none."""
 
     tokens: list[int]
     prompt: LoadedAdapter | None
@@ -76,7 +76,7 @@ class AdapterRequest:
 def generate_all(
     setup: EngineSetup, jobs: list[AdapterRequest], seed: int = 0, eos: int = 3
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-    """What the engine generates when jobs come at random times, and the facts of their inputs."""
+    """Generated tokens of requests that arrive at random steps, and the logprobs of their inputs."""
     rng, batcher = random.Random(seed), Batcher(setup.bounds, eos_ids=[eos])
     ids = [next(setup.ids) for _ in jobs]
     waiting = list(zip(ids, jobs, strict=True))
@@ -112,7 +112,7 @@ def without_near_ties(continuations: list[Continuation]) -> list[Continuation]:
 
 
 def check_greedy(model: Any, tokens: list[int], generated: list[int]) -> None:
-    """Every token is the best one after those before it, in one plain pass of PEFT over all of them."""
+    """Every token is the argmax of PEFT's logits, from one forward pass over all tokens."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens + generated])).logits[0, -len(generated) - 1 : -1].float()
     for scores, token in zip(logits, generated, strict=True):

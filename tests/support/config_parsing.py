@@ -1,4 +1,4 @@
-"""Configuration parsed from flags and variables, and what a refused one says."""
+"""Configuration parsed from flags and environment variables, and the errors of invalid ones."""
 
 import pytest
 

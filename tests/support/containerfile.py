@@ -1,6 +1,6 @@
-"""Replays a Containerfile without a container engine: its steps run below a scratch directory, pip in a scratch venv.
+"""Runs a Containerfile without a container engine: its steps below a scratch directory, pip in a scratch venv.
 
-Knows the instructions that ours uses, and stops at any other. Absolute paths of COPY and WORKDIR are below `root`.
+Knows the instructions that ours uses and fails on any other. Absolute paths of COPY and WORKDIR are below `root`.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass
 class Image:
-    """What the steps have made so far."""
+    """The result of the steps so far."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -29,11 +29,11 @@ class Image:
         return self.root / "venv" / "bin"
 
     def local(self, path: str) -> Path:
-        """Where a path of the image is on this machine."""
+        """The path on this machine of a path in the image."""
         return self.root / str(self.workdir / path).lstrip("/")
 
     def run(self, command: list[str], user: int | None = None) -> str:
-        """Run a command as the image would, with none of this machine's settings; its stdout."""
+        """Run a command as the image would, without this machine's environment; return its stdout."""
         environment = {"PATH": f"{self.python_bin}:/usr/bin:/bin", **self.environment}
         done = subprocess.run(
             command,
@@ -51,14 +51,14 @@ class Image:
 
 
 def steps(text: str) -> list[tuple[str, str]]:
-    """The instructions, in order, with their arguments."""
+    """Instructions and their arguments."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(line.split()[0], line.split(maxsplit=1)[1].strip()) for line in joined.splitlines()]
 
 
 def describe(text: str, root: Path) -> Image:
-    """What the instructions say of the image, without running any."""
+    """The image's settings; runs nothing."""
     image = Image(root)
     for instruction, argument in steps(text):
         match instruction:
@@ -80,7 +80,7 @@ def describe(text: str, root: Path) -> Image:
 
 
 def replay(text: str, context: Path, root: Path) -> Image:
-    """Run the COPY and RUN instructions with the files of `context`; pip keeps the settings of this machine."""
+    """Run COPY and RUN with the files of `context`; pip keeps this machine's settings."""
     image = Image(root)
     venv.create(root / "venv", with_pip=True)
     for instruction, argument in steps(text):
@@ -93,7 +93,7 @@ def replay(text: str, context: Path, root: Path) -> Image:
                 for source in sources:
                     _copy(context / source, image.local(target))
             case "RUN" if argument.startswith("apt-get "):
-                pass  # the packages of this machine must do
+                pass  # this machine's packages have to do
             case "RUN":
                 environment = os.environ | {"PATH": f"{image.python_bin}:{os.environ['PATH']}"}
                 subprocess.run(["bash", "-ec", argument], cwd=image.local("."), env=environment, check=True)
@@ -110,6 +110,6 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def unprivileged_uid() -> int | None:
-    """A user id that owns nothing, if this process may take it and it can reach this Python."""
+    """A user id that owns nothing; None if we cannot switch to it or it cannot reach this Python."""
     reachable = all(parent.stat().st_mode & 0o001 for parent in Path(sys.base_prefix).resolve().parents)
     return 54321 if os.geteuid() == 0 and reachable else None

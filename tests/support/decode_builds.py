@@ -1,5 +1,5 @@
-"""Compiles decode attention for GPUs on a machine that need not have one; prints one line of JSON: by model and chip,
-the bytes of shared memory, the copies of 16 bytes to it that run in the background, and the products of matrices.
+"""Compiles decode attention for GPUs on a machine without one. Prints one line of JSON: for each model and GPU
+the bytes of shared memory, the number of asynchronous 16-byte copies to it, and of matrix multiply instructions.
 """
 
 import json
@@ -15,13 +15,13 @@ from tgis.engines.kernels.cuda import paged_decode as module
 
 
 class FakeTritonDriver:
-    """Triton's driver, as far as compiling needs it."""
+    """As much of Triton's driver as compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
 
     def get_current_device(self) -> int:
-        return self._capability  # what is compiled is kept by device
+        return self._capability  # compiled kernels are cached by device
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -31,7 +31,7 @@ class FakeTritonDriver:
 
 
 class CompileOnlyKernel:
-    """Stands for a kernel; what would launch it compiles it only."""
+    """A kernel that is compiled when it is launched, and not run."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

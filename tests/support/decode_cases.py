@@ -1,7 +1,7 @@
-"""What decode attention is tested with: the kernels for GPUs, on one or interpreted, and the one for CPUs.
+"""Test cases of decode attention: the GPU kernels, on a GPU or interpreted, and the CPU kernel.
 
-Triton decides when it is imported whether it interprets, so `TRITON_INTERPRET=1 python decode_cases.py` runs in a
-process of its own, and prints one line of JSON: by case, how far the result is from the oracle's.
+Triton decides at import whether to interpret, so `TRITON_INTERPRET=1 python decode_cases.py` runs as a process of its
+own. It prints one line of JSON: for each case the largest difference from the oracle.
 """
 
 import json
@@ -28,7 +28,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    num_sms: int = 2  # more of them: more items that rows are cut into
+    num_sms: int = 2  # the more, the more work items a sequence is split into
 
 
 def _random_cases() -> dict[str, Case]:
@@ -70,7 +70,7 @@ CASES = {
     "blocks of one token": Case([200, 7], block=1),
     **_random_cases(),
 }
-BFLOAT16 = {  # which Triton cannot interpret
+BFLOAT16 = {  # Triton cannot interpret bfloat16
     "Llama": Case([600, 20, 0, 511, 1], 32, 8, 128, 128, torch.bfloat16, torch.int32, num_sms=132),
     "Llama, many rows": Case([50] * 300, 32, 8, 128, 128, torch.bfloat16, num_sms=132),
     "Gemma": Case([600, 20], 8, 4, 256, 256, torch.bfloat16, window=300, softcap=50.0, num_sms=132),
@@ -117,7 +117,7 @@ def expected(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: T
 
 
 def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments: int) -> float:
-    """The largest difference of `attention` from the oracle; infinite if anything is not a number."""
+    """The largest difference from the oracle; infinity for NaN."""
     tensors, rules = inputs(case, device)
     output = attention(*tensors, **rules, **arguments)
     difference = (output.double() - expected(*tensors, **rules)).abs().max().item()
@@ -125,7 +125,6 @@ def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments
 
 
 def main() -> None:
-    """Interpret the kernels."""
     from tgis.engines.kernels.cuda.paged_decode import paged_decode
 
     errors = {name: error(case, "cpu", paged_decode, num_sms=case.num_sms) for name, case in CASES.items()}

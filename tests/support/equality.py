@@ -1,4 +1,4 @@
-"""Comparison of what the server answered with what the oracle says; clients that ask in every way."""
+"""Compares the server's answers with the oracle's, and sends requests in every mode."""
 
 import itertools
 import math
@@ -22,18 +22,18 @@ EVERYTHING = pb.ResponseOptions(
 )
 OPTIONS = (TEXT_ONLY, OUTPUT_TOKENS, INPUT_TOKENS, EVERYTHING)
 TIMEOUT = 120
-TOKEN_TOLERANCE = 1e-4  # of the tokens themselves; of candidates, which are less likely, the oracle's own
+TOKEN_TOLERANCE = 1e-4  # of chosen tokens; candidates, being less likely, get the oracle's tolerance
 
 
 class Comparison:
-    """One answer of the server against the oracle's."""
+    """One answer of the server beside the oracle's."""
 
     def __init__(self, answer: Answer, max_new_tokens: int, options: pb.ResponseOptions) -> None:
         self.answer, self.max_new_tokens, self.options = answer, max_new_tokens, options
         self.expected = answer.generated[:max_new_tokens]
 
     def check(self, got: pb.GenerationResponse) -> bool:
-        """Whether all of it was compared: False if a near tie that fell otherwise ended the comparison."""
+        """Compare; False if a near tie that the server decided otherwise ended the comparison early."""
         assert got.input_token_count == len(self.answer.input_tokens)
         assert got.seed == 0
         assert got.stop_sequence == ""
@@ -56,7 +56,7 @@ class Comparison:
         return "MAX_TOKENS"
 
     def _num_matching_tokens(self, got: pb.GenerationResponse) -> int:
-        """The number of tokens before the first near tie that fell otherwise."""
+        """Tokens before the first near tie that the server decided otherwise."""
         if not self.options.generated_tokens:
             assert not got.tokens
             return self._num_matching_by_text(got.text)
@@ -82,7 +82,7 @@ class Comparison:
             return
         first, *rest = tokens
         assert [first.text, *(token.text for token in rest)] == self.answer.input_tokens
-        predicted = rest[: len(self.answer.input_logprobs)]  # none of an encoder's
+        predicted = rest[: len(self.answer.input_logprobs)]  # an encoder's tokens have none
         for token in (first, *rest[len(predicted) :]):
             assert math.isnan(token.logprob) == self.options.token_logprobs
             assert (token.rank, len(token.top_tokens)) == (0, 0)
@@ -102,7 +102,7 @@ class Comparison:
 
 
 def _check_candidates(token: pb.TokenInfo, place: OracleToken, count: int) -> None:
-    """The best `count`, best first; where the oracle's differ by less than the tolerance, any of them."""
+    """The top `count`, best first; candidates that differ by less than the tolerance may stand for each other."""
     wider, got = dict(place.top), {top.text: top.logprob for top in token.top_tokens}
     logprobs = list(got.values())
     assert logprobs == sorted(logprobs, reverse=True)
@@ -115,7 +115,7 @@ def _check_candidates(token: pb.TokenInfo, place: OracleToken, count: int) -> No
 
 
 def join_stream(messages: list[pb.GenerationResponse], options: pb.ResponseOptions) -> pb.GenerationResponse:
-    """A stream's messages as the unary answer that they amount to; their order and shape are checked."""
+    """Check the order and shape of a stream's messages, and merge them into one response."""
     first, *rest = messages
     assert first == pb.GenerationResponse(input_token_count=first.input_token_count)
     if options.input_tokens:
@@ -147,7 +147,7 @@ def _check_progress(messages: list[pb.GenerationResponse], options: pb.ResponseO
 
 
 def _check_cuts(texts: list[str]) -> None:
-    """No message begins within what a reader sees as one character."""
+    """No message starts inside a grapheme cluster."""
     begins = {0, *(match.end() for match in regex.finditer(r"\X", "".join(texts)))}
     assert begins.issuperset(itertools.accumulate(len(text) for text in texts))
 
@@ -158,7 +158,7 @@ def generate(
     max_new_tokens: int,
     options: pb.ResponseOptions,
 ) -> list[pb.GenerationResponse]:
-    """The responses of one unary call."""
+    """One unary call."""
     request = pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text=answer.prompt) for answer in answers],
         params=_parameters(max_new_tokens, options),
@@ -169,12 +169,12 @@ def generate(
 def stream(
     stub: pb_grpc.GenerationServiceStub, answer: Answer, max_new_tokens: int, options: pb.ResponseOptions
 ) -> pb.GenerationResponse:
-    """The messages of a stream, joined."""
+    """One stream, merged into a response."""
     return join_stream(list(stub.GenerateStream(_single(answer, max_new_tokens, options), timeout=TIMEOUT)), options)
 
 
 def cancel_stream(stub: pb_grpc.GenerationServiceStub, answer: Answer, messages: int) -> None:
-    """Open a stream, and cancel it after some messages."""
+    """Open a stream and cancel it after this many messages."""
     call = stub.GenerateStream(_single(answer, 32, EVERYTHING), timeout=TIMEOUT)
     for _ in itertools.islice(call, messages):
         pass
@@ -193,7 +193,7 @@ def _parameters(max_new_tokens: int, options: pb.ResponseOptions) -> pb.Paramete
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """A request that is to come `delay` seconds after the first."""
+    """A request to send `delay` seconds after the first."""
 
     delay: float
     answer: Answer
@@ -206,7 +206,7 @@ class ScheduledRequest:
         return f"{self.mode} at {self.delay:.2f} s of {prompt!r}, {self.max_new_tokens} tokens, {options}"
 
     def send_and_check(self, stub: pb_grpc.GenerationServiceStub, start: float) -> bool:
-        """Send it, and check what comes; whether all could be compared."""
+        """Send it and check the answer; whether all of it could be compared."""
         time.sleep(max(0.0, start + self.delay - time.monotonic()))
         if self.mode == "leave":
             cancel_stream(stub, self.answer, 3)
@@ -221,7 +221,7 @@ class ScheduledRequest:
 def random_requests(
     answers: list[Answer], seed: int, seconds: float, max_new_tokens: tuple[int, int]
 ) -> list[ScheduledRequest]:
-    """Forty requests at random times, and eight that leave before their end; every answer at least once."""
+    """Forty requests at random times, and eight that are cancelled; every prompt at least once."""
     draw = random.Random(seed)
     chosen = [*answers, *draw.choices(answers, k=48)][:48]
     draw.shuffle(chosen)
@@ -239,7 +239,7 @@ def random_requests(
 
 
 def send_all(stub: pb_grpc.GenerationServiceStub, arrivals: list[ScheduledRequest]) -> int:
-    """Send all; the number of those that a near tie cut short."""
+    """Send all; how many comparisons a near tie ended early."""
     start = time.monotonic()
     with ThreadPoolExecutor(len(arrivals)) as pool:
         met = [pool.submit(arrival.send_and_check, stub, start) for arrival in arrivals]

@@ -1,4 +1,4 @@
-"""Random messages of a type, valid on the wire and mostly out of bounds, and what broken clients make of them."""
+"""Random messages, valid on the wire and mostly out of bounds, and their bytes corrupted as by broken clients."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _VALUES: dict[int, Callable[[random.Random], object]] = {
 
 
 def random_message(kind: type[Message], draw: random.Random) -> Message:
-    """A message with some of its fields set."""
+    """A message with a random subset of its fields set."""
     message = kind()
     _fill(message, draw, density=draw.choice([0.1, 0.2, 0.6]))
     return message
@@ -52,7 +52,7 @@ def _append(message: Message, field: Any, draw: random.Random, density: float) -
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:
-    """The bytes with a few of them changed, lost, doubled or made up."""
+    """The bytes with a few replaced, deleted, duplicated or inserted."""
     changed = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         at = draw.randint(0, len(changed))

@@ -1,4 +1,4 @@
-"""The golden cases: where their files are, what may stand in them, and the models that they need."""
+"""The golden cases: where their files are, the fields that they may have, and the servers that they run on."""
 
 import json
 from dataclasses import dataclass, field
@@ -25,16 +25,14 @@ REQUESTS: dict[str, type[Message]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """A server that cases run on."""
-
     model: str
     options: Json
-    files: dict[str, Json] = field(default_factory=dict)  # what is different in JSON files of the model
+    files: dict[str, Json] = field(default_factory=dict)  # changes to the model's JSON files
     encoder_decoder: bool = False
-    prompts: dict[str, dict[str, str]] = field(default_factory=dict)  # soft prompts: texts, by the part that they are
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict)  # soft prompts as text: encoder, decoder
 
     def model_directory(self, original: Path, scratch: Path) -> Path:
-        """The model with its changes, in `scratch` if there are any."""
+        """The model with these changes, in `scratch` if there are any."""
         if not self.files:
             return original
         scratch.mkdir(parents=True, exist_ok=True)
@@ -48,16 +46,16 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The status that a call must end with."""
+    """The status expected of a call."""
 
     code: str
     message: str
-    field: str | None = None  # of the one violation that is told
+    field: str | None = None  # of the one field violation
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request, and what must come: an error, some fields, or what the oracle says."""
+    """A request, and what to expect: an error, some fields, or the oracle's answer."""
 
     file: str
     server: str
@@ -65,8 +63,8 @@ class Case:
     request: Json
     rpc: str = "Generate"
     error: Error | None = None
-    expect_partly: Json | None = None  # of what the oracle cannot know, these fields are checked and no others
-    distinct: tuple[str, ...] = ()  # fields of which no two responses have the same
+    expect_partly: Json | None = None  # instead of the oracle's answer: only these fields are compared
+    distinct: tuple[str, ...] = ()  # fields whose values must differ between responses
 
     @property
     def id(self) -> str:
@@ -87,14 +85,14 @@ def servers() -> dict[str, ServerSpec]:
 
 @cache
 def cases() -> list[Case]:
-    """All of them, each with an id of its own."""
+    """All cases; their ids are unique."""
     found = [case for path in sorted((GOLDEN / "cases").glob("*.yaml")) for case in _cases(path)]
     assert len({case.id for case in found}) == len(found)
     return found
 
 
 def expected_file(name: str) -> Path:
-    """What the oracle says to the cases of a file, by their names."""
+    """The oracle's answers to the cases of a file, by case name."""
     return GOLDEN / "expected" / f"{name}.yaml"
 
 
@@ -105,7 +103,6 @@ def expected_answers(name: str) -> Json:
 
 
 def expected_answer(case: Case) -> Json:
-    """What the oracle says to the case."""
     answers = expected_answers(case.file)
     assert case.name in answers, f"{case.id}: run `python tests/support/golden_oracle.py`"
     answer: Json = answers[case.name]

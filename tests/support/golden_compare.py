@@ -1,14 +1,14 @@
-"""Protobuf JSON against protobuf JSON: the differences, one line each, told by their paths."""
+"""Compares protobuf JSON with protobuf JSON: one line with its path for each difference."""
 
 import math
 from typing import Any
 
-RELATIVE = 5e-4  # that of TGIS's own suites; float32 here and there differ by a tenth of it
-ABSOLUTE = 1e-6  # of log-probabilities near 0, whose relative error is the error of a difference of scores
+RELATIVE = 5e-4  # as in TGIS's own suites; float32 on different machines differs by a tenth of it
+ABSOLUTE = 1e-6  # for log-probabilities near 0, whose relative error is that of a difference of scores
 
 
 def differences(expected: Any, got: Any, path: str = "", partly: bool = False) -> list[str]:
-    """Floats are equal within tolerance, everything else exactly; `partly`: keys of `got` alone do not count."""
+    """Floats are equal within the tolerance, everything else exactly; `partly` ignores keys that only `got` has."""
     if isinstance(expected, dict) and isinstance(got, dict):
         names = expected if partly else expected | got
         return [line for name in names for line in _member(expected, got, f"{path}.{name}", name, partly)]

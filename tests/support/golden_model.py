@@ -1,4 +1,4 @@
-"""A model and its tokenizer as transformers loads them, with the options of the server that is to equal them."""
+"""A model and its tokenizer as transformers loads them, with the options of the server that is compared with them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers import (
 
 @dataclass(frozen=True, slots=True)
 class SoftPrompt:
-    """The tokens that a soft prompt is: the model sees them, and nobody else."""
+    """A soft prompt made of the embeddings of tokens: the model sees them, nothing else does."""
 
     encoder: list[int] = field(default_factory=list)
     decoder: list[int] = field(default_factory=list)
@@ -77,8 +77,8 @@ class ForwardPasses:
         self._past: Any = DynamicCache()
         self._argument = "input_ids"
         self._encoded = {}
-        self.soft_prompt = prompt.decoder  # comes before that
-        self.start_ids = ids  # what the output goes on from
+        self.soft_prompt = prompt.decoder  # decoder tokens before the output
+        self.start_ids = ids  # what the output continues
         if model.encoder_decoder:
             self._past = EncoderDecoderCache(DynamicCache(), DynamicCache())
             self._argument = "decoder_input_ids"
@@ -86,14 +86,14 @@ class ForwardPasses:
             self.start_ids = [self._network.generation_config.decoder_start_token_id]
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """Those after each of the next ids, [T, V] float64."""
+        """The logits after each of the next ids, [T, V] float64."""
         inputs = {self._argument: torch.tensor([ids])} | self._encoded
         logits: torch.Tensor = self._network(**inputs, past_key_values=self._past, use_cache=True).logits[0]
         return logits.double()
 
 
 def write_prompts(prompts: dict[str, dict[str, str]], directory: Path, store: Path) -> None:
-    """Soft prompts of a model that are the embeddings of the tokens of texts, in the layout of TGIS."""
+    """Write soft prompts that are the token embeddings of texts, in TGIS's layout."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     with safetensors.safe_open(directory / "model.safetensors", "pt") as weights:
         (name,) = {"model.embed_tokens.weight", "shared.weight"} & set(weights.keys())

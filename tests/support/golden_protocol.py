@@ -1,4 +1,4 @@
-"""The messages of a stream: in the order and with the fields that the protocol says, and what they say together."""
+"""The messages of a stream: the order and fields that the protocol prescribes, and the response that they add up to."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ Messages = list[pb.GenerationResponse]
 
 
 def join_stream(messages: Messages) -> pb.GenerationResponse:
-    """What a unary call would have said."""
+    """The response of the same request as a unary call."""
     first, last = messages[0], messages[-1]
     whole = pb.GenerationResponse(
         text="".join(message.text for message in messages),
@@ -25,7 +25,7 @@ def join_stream(messages: Messages) -> pb.GenerationResponse:
 
 
 def violations(request: pb.SingleGenerationRequest, messages: Messages) -> list[str]:
-    """What the protocol forbids, one line each."""
+    """One line for each violation of the protocol."""
     if len(messages) < 2:
         return [f": only {len(messages)} messages"]
     options, expired = request.params.response, messages[-1] == pb.GenerationResponse(stop_reason=pb.TIME_LIMIT)

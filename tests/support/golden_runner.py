@@ -1,7 +1,7 @@
-"""Golden cases through a real server: sent at once and in any order, and each answer compared.
+"""Golden cases through a real server: sent concurrently, in random order, and every answer compared.
 
-A case of one input goes out as a unary call and as a stream; the stream is held to its protocol, and what it
-says when joined must be what the unary call must say.
+A case with one input is sent as a unary call and as a stream; the stream must keep to the protocol, and its messages
+together must be the answer expected of the unary call.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ TIMEOUT = 120
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """A case on one of its ways."""
+    """A case, sent as a unary call or as a stream."""
 
     case: Case
     streamed: bool
 
 
 def sendings_of(case: Case) -> list[Sending]:
-    """Unary calls of one input are streamed too."""
+    """Unary calls with one input are streamed too."""
     if case.rpc == "Generate":
         single = len(case.request.get("requests", ())) == 1
         return [Sending(case, False), Sending(case, True)] if single else [Sending(case, False)]
@@ -42,7 +42,7 @@ def sendings_of(case: Case) -> list[Sending]:
 
 
 async def run(target: str, cases: list[Case], seed: int) -> dict[str, list[str]]:
-    """Send everything without waiting for answers; what was wrong, by the ids of the cases."""
+    """Send everything without waiting for answers; the problems by case id."""
     sendings = [sending for case in cases for sending in sendings_of(case)]
     random.Random(seed).shuffle(sendings)
     async with grpc.aio.insecure_channel(target) as channel:
@@ -83,7 +83,7 @@ def _expected(case: Case) -> Json:
 
 
 def _expected_of_stream(case: Case, request: pb.SingleGenerationRequest) -> Json:
-    """A stream leaves it to the client to part the input of an encoder from the output."""
+    """A stream echoes an encoder's input without the separator that unary calls put before the output."""
     wanted: Json
     (wanted,) = _expected(case)["responses"]
     if not (servers()[case.server].encoder_decoder and request.params.response.input_text):
@@ -131,12 +131,12 @@ def _error_problems(wanted: Error | None, error: grpc.aio.AioRpcError, streamed:
 
 
 def _said(text: str, streamed: bool) -> str:
-    """How a stream names its only input."""
+    """The text with the field path that a stream uses for its only input."""
     return text.replace("requests[0]", "request") if streamed else text
 
 
 def _fields(error: grpc.aio.AioRpcError) -> Iterator[str]:
-    """The fields of the violations in the status that comes as metadata, which must say what the call says."""
+    """Fields of the violations in the status details, whose code and message must be those of the call."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == "grpc-status-details-bin":

@@ -1,7 +1,7 @@
-"""The oracle's generation of one input: a forward pass, the scores, the choice, the text and the end, step by step.
+"""The oracle's generation for one input, step by step: forward pass, logits processing, sampling, text, stop reason.
 
-TGIS's rules written out once more; of tgis only the messages are used. Scores are judged with noise added: what
-rounding could change is refused.
+A second implementation of TGIS's rules; of tgis only the protobuf messages are used. Decisions are repeated with noise
+added to the logits: a case that rounding could change is refused.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -24,16 +24,16 @@ from tgis.pb import generation_pb2 as pb
 
 T = TypeVar("T", bound=Hashable)
 REPLACEMENT = "\ufffd"
-NOISE = 1e-4  # more than what another order of float32 sums changes in a logit
+NOISE = 1e-4  # more than the order of a float32 summation changes a logit
 TRIALS = 8
 
 
 class AmbiguousError(Exception):
-    """Rounding or a draw decides the answer."""
+    """The answer depends on rounding or on a random draw."""
 
 
 class OutputText:
-    """The growing output, token by token, and the stop sequences in it."""
+    """The output text, token by token, and the search for stop sequences in it."""
 
     def __init__(self, model: OracleModel, stops: list[str], include: bool) -> None:
         self.model, self.include = model, include
@@ -45,7 +45,7 @@ class OutputText:
         self.placeholder = model.tokenizer("A", add_special_tokens=False).input_ids[:1]
 
     def add(self, token: int) -> int:
-        """The number of bytes added."""
+        """Append a token; returns the number of bytes of text that it completed."""
         self.ids.append(token)
         self.pending.append(token)
         text = self._decoded()
@@ -66,7 +66,7 @@ class OutputText:
         return text[len(before) :]
 
     def stop(self, added: int) -> str:
-        """The stop sequence that the bytes just added complete, or nothing; the output is then cut."""
+        """The stop sequence that the latest bytes complete, or ""; truncates the output there."""
         for stop in self.stops if added else ():
             start = self.output.rfind(stop, max(0, len(self.output) + 1 - added - len(stop)))
             if start >= 0:
@@ -125,7 +125,7 @@ class OracleRun:
 
     def _end(self, token: int, output: OutputText, added: int) -> None:
         stopping = self.params.stopping
-        start = self.model.encoder_decoder and bool(self.prompt.decoder)  # is counted with the decoder's part
+        start = self.model.encoder_decoder and bool(self.prompt.decoder)  # TGIS counts it with the decoder's prompt
         virtual = len(self.prompt.encoder) + len(self.prompt.decoder) + start
         asked, room = stopping.max_new_tokens or 20, self.model.sequence_length - virtual - self.inputs
         count = self.response.generated_token_count
@@ -160,7 +160,7 @@ class OracleRun:
         return token, self._info(token, scores, logits)
 
     def _processors(self) -> LogitsProcessorList:
-        """What the request asks for, in TGIS's order."""
+        """The logits processors of the request, in TGIS's order."""
         params, eos, begin = self.params, self.model.eos_ids, len(self.decoding.start_ids)
         generated = self.response.generated_token_count
         penalty = params.decoding.length_penalty
@@ -196,7 +196,7 @@ class OracleRun:
             yield self._info(token, torch.clone, row)
 
     def _info(self, token: int, scores: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> pb.TokenInfo:
-        """The token, judged by scores computed of logits. logits: [V]"""
+        """Logprob, rank and candidates of the token. logits: [V]"""
         options = self.params.response
         info = pb.TokenInfo(text=self.model.token_strings([token])[0])
         logprobs = scores(logits).log_softmax(-1)
@@ -218,7 +218,7 @@ def rank(scores: torch.Tensor, token: int) -> int:
 
 
 def candidates(scores: torch.Tensor, n: int, by_logprob: bool) -> tuple[int, ...]:
-    """The ids of the n best, in the order in which they are listed. scores: [V]"""
+    """The ids of the n best, in the order of the response. scores: [V]"""
     threshold = max(scores.topk(min(n, len(scores))).values[-1].item(), torch.finfo(torch.float32).min)
     ids: list[int] = (scores >= threshold).nonzero()[: 4 * n, 0].tolist()
     if by_logprob:
@@ -227,7 +227,7 @@ def candidates(scores: torch.Tensor, n: int, by_logprob: bool) -> tuple[int, ...
 
 
 def stable_under_noise(judge: Callable[[torch.Tensor], T], logits: torch.Tensor) -> T:
-    """What `judge` says of the logits, if it says the same of every slightly different row. logits: [V]"""
+    """The value of `judge`, which must not change when noise is added to the logits. logits: [V]"""
     draw = torch.Generator().manual_seed(0)
     noise = torch.rand((TRIALS, len(logits)), generator=draw, dtype=logits.dtype) * 2 - 1
     said = {judge(logits)} | {judge(logits + NOISE * row) for row in noise}

@@ -1,4 +1,4 @@
-"""A real server process for tests, and its generated stubs."""
+"""A real server process for tests, and requests to it."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 
 
 def run_async(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """A test that runs in an event loop of its own."""
+    """Run a test in its own event loop."""
 
     @functools.wraps(test)
     def in_loop(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -38,7 +38,7 @@ def run_async(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
 
 @dataclass
 class Server:
-    """A server process that has said that it is ready."""
+    """A server process that has logged that it is ready."""
 
     process: subprocess.Popen[bytes]
     grpc_port: int
@@ -74,13 +74,13 @@ class Server:
 
 
 def server_environment(**options: object) -> dict[str, str]:
-    """This process's environment with options of the server."""
+    """This process's environment plus server options."""
     return os.environ | {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in options.items()}
 
 
 @contextlib.contextmanager
 def running_server(directory: Path, model: Path, timeout: float = 60, **options: object) -> Iterator[Server]:
-    """A server of `model`, its log in `directory`; ended when the block is left."""
+    """Serve `model`, logging to `directory`; killed at the end of the block."""
     log = directory / "server.log"
     settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
     # measuring memory would take longer than most tests; one thread, because other servers and tests run beside it
@@ -113,7 +113,7 @@ def _wait_for_ports(process: subprocess.Popen[bytes], log: Path, timeout: float)
 
 
 def unary_request(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.BatchedGenerationRequest:
-    """A unary request of one input."""
+    """A unary request with one input."""
     return pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text=text)],
         params=pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=max_new_tokens, **stopping)),
@@ -121,7 +121,7 @@ def unary_request(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.Ba
 
 
 def as_stream_request(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationRequest:
-    """The same request as a stream."""
+    """The same request for GenerateStream."""
     (one,) = request.requests
     prefix = request.prefix_id if request.HasField("prefix_id") else None
     adapter = request.adapter_id if request.HasField("adapter_id") else None

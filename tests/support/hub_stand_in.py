@@ -1,6 +1,6 @@
-"""A local stand-in of the hub's HTTP API: model info, tree, resolve, and the other host that has the large files.
+"""A fake of the Hugging Face Hub's HTTP API: model info, tree, resolve, and the second host that stores large files.
 
-It answers as the hub does, headers included, as far as its client asks for models; and it misbehaves on demand.
+It answers as the hub does, headers included, to what huggingface_hub asks about models, and misbehaves on demand.
 """
 
 import contextlib
@@ -17,24 +17,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-LARGE = (".safetensors", ".bin", ".model")  # kept by the other host, named by sha256
+LARGE = (".safetensors", ".bin", ".model")  # on the second host, named by sha256
 TOKEN = "hf_of_somebody_with_access"
 
 
 @dataclass
 class Repo:
-    """One repository; every revision names one of `commits`."""
+    """A repository; each revision names one of `commits`."""
 
     commits: dict[str, dict[str, bytes]]
     revisions: dict[str, str]
-    private: bool = False  # found with TOKEN only
-    gated: bool = False  # listed for everybody, resolved with TOKEN only
+    private: bool = False  # found only with TOKEN
+    gated: bool = False  # listed for everybody, downloaded only with TOKEN
 
 
 @dataclass
 class RecordedRequest:
-    """A request that came."""
-
     method: str
     path: str
     headers: dict[str, str]
@@ -47,7 +45,7 @@ class RecordedRequest:
 
 @dataclass
 class Gate:
-    """Half of a file is sent, and the rest when the gate is opened."""
+    """Half of a file is sent at once, the rest when the gate opens."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
@@ -55,20 +53,20 @@ class Gate:
 
 @dataclass
 class FakeHub:
-    """What the two hosts have, what they were asked, and how they misbehave."""
+    """The contents of both hosts, the requests that they got, and how they misbehave."""
 
     endpoint: str = ""
     storage: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
     requests: list[RecordedRequest] = field(default_factory=list)
-    overrides: dict[str, bytes] = field(default_factory=dict)  # file or "api" -> what is really sent
+    overrides: dict[str, bytes] = field(default_factory=dict)  # file or "api" -> what is sent instead
     truncations: dict[str, list[int]] = field(
         default_factory=lambda: defaultdict(list)
-    )  # file -> bytes until it is cut
-    resets: bool = False  # a cut is a reset, else an orderly end
+    )  # file -> bytes sent before the connection breaks
+    resets: bool = False  # it breaks by a reset, else by an orderly close
     ranges: bool = True
-    gates: dict[str, "Gate"] = field(default_factory=dict)  # file -> where sending it waits
-    statuses: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # file or "api" -> errors first
+    gates: dict[str, "Gate"] = field(default_factory=dict)  # file -> the gate that it waits at
+    statuses: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # file or "api" -> first answers
 
     def add(self, name: str, files: dict[str, bytes], revision: str = "main", **access: bool) -> str:
         """Make `revision` of repository `name` a commit with these files; returns the commit."""
@@ -79,7 +77,7 @@ class FakeHub:
         return commit
 
     def downloads(self) -> list[tuple[str, int]]:
-        """Of every request that got bytes of a file: the file and the first byte that was wanted."""
+        """The file and first byte of every request that downloaded."""
         gets = [asked for asked in self.requests if asked.method == "GET" and "/api/" not in asked.path]
         return [(asked.path.rpartition("/")[2], asked.first_byte) for asked in gets if not redirected(asked)]
 
@@ -133,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as in the standard library
-        """Tests look at `asked`."""
+        """Tests look at `requests`."""
 
     def send(self, status: int, headers: dict[str, str], body: bytes = b"", cut: int | None = None) -> None:
         self.send_response(status)
@@ -153,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(status, {"X-Error-Code": code, "X-Error-Message": message} if code or message else {}, b"{}")
 
     def send_content(self, name: str, content: bytes, headers: dict[str, str]) -> None:
-        """The bytes of a file from where they are wanted, or what there is instead."""
+        """Send a file from the requested offset, or its override."""
         if statuses := self.hub.statuses[name]:
             return self.fail(statuses.pop(0))
         content = self.hub.overrides.get(name, content)
@@ -176,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Storage(_Handler):
-    """The host of large files: addresses are signed, and a token must never come here."""
+    """The host of large files: URLs are signed, and a token must never reach it."""
 
     def answer(self, parts: list[str]) -> None:
         if "Authorization" in self.headers or "signature=" not in self.path:
@@ -242,7 +240,7 @@ class _Api(_Handler):
 
 
 def _sibling(name: str, content: bytes) -> dict[str, object]:
-    """A file in the answer about a model."""
+    """A file in the model info."""
     if not name.endswith(LARGE):
         return {"rfilename": name, "size": len(content), "blobId": git_hash(content)}
     digest, pointer = _pointer(content)
@@ -251,7 +249,7 @@ def _sibling(name: str, content: bytes) -> dict[str, object]:
 
 
 def _tree_entry(name: str, content: bytes) -> dict[str, object]:
-    """The same file in the answer about a tree."""
+    """The same file in the tree listing."""
     if not name.endswith(LARGE):
         return {"type": "file", "path": name, "size": len(content), "oid": git_hash(content)}
     digest, pointer = _pointer(content)
@@ -260,6 +258,6 @@ def _tree_entry(name: str, content: bytes) -> dict[str, object]:
 
 
 def _pointer(content: bytes) -> tuple[str, bytes]:
-    """What git has of a large file, whose sha256 comes first."""
+    """The sha256 of a large file, and the LFS pointer that git stores for it."""
     digest = hashlib.sha256(content).hexdigest()
     return digest, f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n".encode()

@@ -1,4 +1,4 @@
-"""A module run under a limit on file sizes, as a full disk looks to it."""
+"""Runs a module under a limit on file sizes, which looks like a full disk to it."""
 
 LIMITED = """
 import resource, runpy, signal, sys

@@ -1,6 +1,6 @@
-"""Loads a model on the CPU and tells the bytes of memory that this took beside its files: MODEL DTYPE.
+"""Loads a model on the CPU and prints the peak bytes of memory that this took, mapped files excluded: MODEL DTYPE.
 
-A process of its own, whose memory is nobody else's.
+Runs as its own process, so that nothing else is counted.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Files of LoRA adapters, good ones and broken ones, as bytes."""
+"""Files of LoRA adapters, valid and broken, as bytes."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def key(layer: str, side: str) -> str:
 
 
 def matrices(rank: int = RANK, layers: tuple[str, ...] = tuple(LINEARS), seed: int = 0) -> dict[str, torch.Tensor]:
-    """As PEFT names them."""
+    """LoRA matrices under PEFT's names."""
     draw = torch.Generator().manual_seed(seed)
     found = {}
     for layer in layers:
@@ -64,7 +64,7 @@ UNSUPPORTED: dict[str, Any] = {
     "megatron_config": {"a": 1},
 }
 FILE = f"{SAFETENSORS}: {Q}"
-BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and what the error says
+BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and the error message
     **{
         name: (lora(None, **{name: value}), f"adapter_config.json has {name}, which is not supported")
         for name, value in UNSUPPORTED.items()

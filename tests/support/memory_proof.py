@@ -1,6 +1,6 @@
-"""Fills batches up to the limit that a measured memory model sets, and tells what that took in the end.
+"""Fills batches up to the limit that the profiled memory model allows, and prints how much memory that took.
 
-Run as `python memory_proof.py ENGINE MODEL GRANTED_BYTES`: a process of its own, whose memory is nobody else's.
+Run as `python memory_proof.py ENGINE MODEL GRANTED_BYTES`, its own process so that nothing else is counted.
 """
 
 import json
@@ -37,7 +37,7 @@ CURIOUS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True
 
 
 def main(name: str, model: Path, granted: int) -> dict[str, int]:
-    """Tokens of context that there is room for, how many there were at the most, and what was taken at the worst."""
+    """The token capacity, the most tokens in a batch, and the peak bytes."""
     available.available_memory = lambda device: granted
     with tempfile.TemporaryDirectory() as cache:
         changes = {"max_sequence_length": LONGEST, "estimate_memory": "auto", "cache_dir": cache}
@@ -51,7 +51,7 @@ def main(name: str, model: Path, granted: int) -> dict[str, int]:
 
 
 def requests(rng: random.Random, vocabulary: int) -> list[Request]:
-    """Short and long ones, some of which ask for everything."""
+    """Short and long requests, some with all logprob options."""
     made = []
     for number in range(REQUESTS):
         length = int(2 ** rng.uniform(3, 8.8))
@@ -63,7 +63,7 @@ def requests(rng: random.Random, vocabulary: int) -> list[Request]:
 
 
 def run(engine: Engine, options: EngineOptions, wanted: list[Request]) -> int:
-    """All of them, as fast as memory allows: the most tokens of context that the batch had."""
+    """Run all requests as fast as memory allows; returns the most tokens of context that a batch had."""
     batcher = Batcher(batch_limits(options, engine.info), ())
     batcher.submit(wanted, 0.0)
     fullest, now = 0, 0.0

@@ -13,7 +13,7 @@ MAKERS = [Path(str(module.__file__)) for module in (export, graphs, optimum_expo
 
 
 def exported(model: Path, cache: Path, *options: str) -> Path:
-    """What `tgis convert-to-onnx` makes of a demo model, whose directory's name tells its content."""
+    """A demo model converted by `tgis convert-to-onnx`."""
     digest = hashlib.sha256()
     for file in (*MAKERS, optimum_packages.REQUIREMENTS):
         digest.update(file.read_bytes())
@@ -23,7 +23,7 @@ def exported(model: Path, cache: Path, *options: str) -> Path:
 
 
 def beside(source: Path, folder: Path) -> Path:
-    """A directory with links to everything in another but its graphs."""
+    """A directory with links to all files of another except its graphs."""
     folder.mkdir()
     for file in source.iterdir():
         if ".onnx" not in file.name:
@@ -32,7 +32,7 @@ def beside(source: Path, folder: Path) -> Path:
 
 
 def halves(source: Path, folder: Path) -> Path:
-    """A decoder-only model in the layout of old: one graph without a past, one that has one."""
+    """A decoder-only model in the old layout: one graph without a KV cache input, one with it."""
     beside(source, folder)
     (folder / "decoder_with_past_model.onnx").symlink_to(source / "model.onnx")
     onnx.save(without_past(onnx.load(source / "model.onnx")), folder / "decoder_model.onnx")
@@ -40,7 +40,7 @@ def halves(source: Path, folder: Path) -> Path:
 
 
 def without_past(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph with an empty past of its own."""
+    """The graph with an empty KV cache built in."""
     graph = model.graph
     past = [port for port in graph.input if port.name.startswith("past_key_values.")]
     nodes = [

@@ -1,4 +1,4 @@
-"""Files of soft prompts, good ones and broken ones, as bytes."""
+"""Files of soft prompts, valid and broken, as bytes."""
 
 import io
 import json
@@ -12,11 +12,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-WIDTH, MOST, CAPACITY = 16, 8, 64 << 10  # of the model, virtual tokens, bytes of a file
+WIDTH, MOST, CAPACITY = 16, 8, 64 << 10  # hidden size of the model, virtual tokens, bytes of a file
 KEY = "prompt_embeddings"
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
 CONFIG, SAFETENSORS, BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-EXECUTED = "tgis-test-executed"  # a directory that hostile code would make where the tests run
+EXECUTED = "tgis-test-executed"  # a directory that hostile code would create
 
 Files = dict[str, bytes]
 
@@ -32,7 +32,7 @@ def write(directory: Path, files: Files) -> None:
 
 
 def pt(value: Any, old_format: bool = False) -> bytes:
-    """As torch.save writes it."""
+    """Bytes of torch.save."""
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=not old_format)
     return buffer.getvalue()
@@ -51,12 +51,12 @@ def peft(tensors: dict[str, torch.Tensor], **values: Any) -> Files:
 
 
 def peft_config(data: bytes) -> Files:
-    """Good but for the config."""
+    """Valid, except perhaps for the config."""
     return peft({KEY: matrix()}) | {CONFIG: data}
 
 
 def rezipped(file: bytes, compression: int = zipfile.ZIP_STORED, **changes: bytes) -> bytes:
-    """The archive of torch.save once more, with other content of the files whose names begin so, and new ones."""
+    """The archive of torch.save with the content of some files, by prefix, replaced and new files added."""
     with zipfile.ZipFile(io.BytesIO(file)) as archive:
         content = {entry: archive.read(entry) for entry in archive.namelist()}
     folder = next(iter(content)).partition("/")[0]
@@ -69,7 +69,7 @@ def rezipped(file: bytes, compression: int = zipfile.ZIP_STORED, **changes: byte
 
 
 class Evil:
-    """Runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, (EXECUTED,)
@@ -82,7 +82,7 @@ def endless(rows: int, width: int) -> torch.Tensor:
 
 NO_TENSOR_FILE = "is damaged, or not of this format"
 NOT_DENSE = "decoder.pt holds a tensor that is no dense one of floats"
-BROKEN: dict[str, tuple[Files, str]] = {  # files, and what the error says
+BROKEN: dict[str, tuple[Files, str]] = {  # files, and the error message
     "empty": ({DECODER: b""}, NO_TENSOR_FILE),
     "garbage": ({DECODER: b"no tensor " * 50}, NO_TENSOR_FILE),
     "a bare pickle": ({DECODER: pickle.dumps([1.0])}, NO_TENSOR_FILE),

@@ -1,4 +1,4 @@
-"""Sampling parameters and logprob options that random requests draw from."""
+"""Sampling parameters and logprob options that random requests choose from."""
 
 from tgis.ipc.request import LogprobOptions, SamplingParams
 

