@@ -197,7 +197,7 @@ def test_visible_devices_are_no_shards() -> None:
 
 def test_what_has_no_effect_is_one_warning() -> None:
     got = read("--shard-uds-path", "/s", MASTER_ADDR="localhost", MASTER_PORT="29500", MAX_BATCH_WEIGHT="7")
-    assert got.warnings == ("without effect here: --shard-uds-path, MASTER_ADDR, MASTER_PORT, MAX_BATCH_WEIGHT",)
+    assert got.warnings == ("ignored options: --shard-uds-path, MASTER_ADDR, MASTER_PORT, MAX_BATCH_WEIGHT",)
     assert not read(MAX_BATCH_WEIGHT=" ", MAX_PREFILL_WEIGHT="").warnings
 
 

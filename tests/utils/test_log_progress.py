@@ -1,4 +1,4 @@
-"""What an operator sees of something that takes long."""
+"""Progress of slow work in the log."""
 
 import logging
 import threading
@@ -8,7 +8,9 @@ import pytest
 from tgis.utils import log_progress
 
 
-def test_a_line_now_and_then_while_it_lasts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_until_the_block_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(log_progress, "_INTERVAL_SECONDS", 0.001)
     caplog.set_level(logging.INFO)
     thrice = threading.Event()
@@ -26,7 +28,7 @@ def test_a_line_now_and_then_while_it_lasts(monkeypatch: pytest.MonkeyPatch, cap
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_failure_ends_it_too() -> None:
+def test_an_exception_stops_the_logging() -> None:
     with pytest.raises(ValueError, match="broken"), log_progress.log_progress(lambda: "never said"):
         raise ValueError("broken")
     assert "progress" not in {thread.name for thread in threading.enumerate()}

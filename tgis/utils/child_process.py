@@ -1,4 +1,4 @@
-"""A short-lived child process, and why it failed in one line."""
+"""Runs a short-lived child process; a failure is reported in one line."""
 
 import signal
 import subprocess
@@ -8,9 +8,9 @@ STDERR = 2
 
 
 def run(command: list[str], seconds: float | None, *, show_output: bool = False) -> str | None:
-    """Run `command` without input for at most `seconds`; None if it succeeds, else the end of its stderr.
+    """Run `command` for at most `seconds`; None on success, else the last line of its stderr.
 
-    `show` sends its stdout to the stderr of this process, else it is lost.
+    `show_output` forwards its stdout to the stderr of this process; otherwise it is discarded.
     """
     stdout = STDERR if show_output else subprocess.DEVNULL
     try:

@@ -1,4 +1,4 @@
-"""A file that one process holds at a time; the kernel lets go of it when its holder dies."""
+"""A lock between processes; the kernel releases it when its holder dies."""
 
 import contextlib
 import fcntl
@@ -9,10 +9,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the file, made if it is not there; nothing is ever written to it.
+    """Hold an exclusive lock on a file, created if it is missing and never written to.
 
-    Where no lock can be had (some network file systems, directories that are read-only) nobody waits, so what is
-    done inside must be right even beside another one.
+    Where locking is impossible (some network file systems, read-only directories) the block runs without it, so it
+    must be correct even if another process runs it at the same time.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

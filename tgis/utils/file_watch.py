@@ -1,4 +1,4 @@
-"""Tells whether files have been replaced; `FileWatch` at the price of a look once a second at most."""
+"""Detects changed files, by looking at their metadata."""
 
 import os
 import time
@@ -10,7 +10,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def file_signature(paths: Iterable[str]) -> Signature:
-    """What changes when a file does: inode, time of change in nanoseconds and size; None for one that is not there."""
+    """Inode, modification time in ns and size of each file; None for a missing one."""
     return tuple(_stat(path) for path in paths)
 
 
@@ -23,21 +23,21 @@ def _stat(path: str) -> tuple[int, int, int] | None:
 
 
 class FileWatch:
-    """Some files, or links on the way to them as Kubernetes swaps them. Not safe for several threads."""
+    """Checks files at most once a second, following symlinks, which Kubernetes swaps. Not thread-safe."""
 
     def __init__(self, paths: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        """Their present state counts as known; `clock` is in seconds."""
+        """Changes from now on are reported; `clock` is in seconds."""
         self._paths = paths
         self._clock = clock
         self._checked_at = clock()
         self._signature = file_signature(paths)
 
     def changed(self) -> bool:
-        """Whether they differ from what was last known."""
+        """Whether any file has changed since the previous check."""
         now = self._clock()
         if now - self._checked_at < CHECK_INTERVAL_SECONDS:
             return False
         self._checked_at = now
-        # Known before they are read, so that a swap in the middle of reading is seen the next time.
+        # Taken before the caller reads the files, so that a change while it reads is noticed next time.
         before, self._signature = self._signature, file_signature(self._paths)
         return before != self._signature

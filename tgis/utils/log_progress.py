@@ -1,4 +1,4 @@
-"""How far something is that may take long: a line in the log every few seconds while it lasts."""
+"""Logs the progress of slow work every few seconds."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ _INTERVAL_SECONDS = 10.0
 
 @contextmanager
 def log_progress(message: Callable[[], str]) -> Iterator[None]:
-    """A block during which another thread logs what `tell` says."""
+    """While the block runs, log `message()` every 10 seconds from another thread."""
     done = threading.Event()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""How log lines look, in both processes: text or JSON on stdout, one line each, with the correlation id.
+"""Logging of all processes: text or JSON on stdout, one line per record, with the correlation id.
 
-Nothing here, and nothing that calls it, may log what clients send or get unless LOG_TEXT asks for it.
+The text of requests and outputs must never be logged, unless LOG_TEXT is on.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ LEVELS = {
     "critical": logging.CRITICAL,
     "off": logging.CRITICAL + 1,
 }
-MAX_ID_LENGTH = 128  # of a correlation id, which clients choose
+MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
 
 _correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 
 
 def configure(*, level: str, json_output: bool, process: str | None = None) -> None:
-    """Send every log line of this process to stdout; `process` marks the lines of any but the front end.
+    """Log to stdout; `process` names the process in every line, unless it is the front end.
 
-    The level is for tgis; libraries are heard from warnings on. What is no level (TGIS takes filters in the
-    syntax of Rust) is info, with a warning. To be called once; a second call replaces the first.
+    `level` applies to tgis; libraries log from WARNING up. An unknown level (TGIS accepts Rust's filter syntax) means
+    info, with a warning.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_JsonFormatter(process) if json_output else _TextFormatter(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
-    for name in ("tgis", "__main__"):  # a module that is run is named so
+    for name in ("tgis", "__main__"):  # of a module run as a script
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
     if level.lower() not in LEVELS:
         log.warning("LOG_LEVEL=%r is none of %s: using info", level, ", ".join(LEVELS))
@@ -50,7 +50,7 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
 
 @contextlib.contextmanager
 def correlation_scope(correlation_id: str | None) -> Iterator[None]:
-    """Every line that is logged inside, in tasks started there too, carries the id."""
+    """Adds the id to every line logged in the block and in tasks started there."""
     token = _correlation_id.set(correlation_id[:MAX_ID_LENGTH] if correlation_id else None)
     try:
         yield
@@ -59,8 +59,8 @@ def correlation_scope(correlation_id: str | None) -> Iterator[None]:
 
 
 def write_termination_message(path: Path, reason: str) -> None:
-    """Write why the process ends to the termination log, where Kubernetes made one."""
-    with contextlib.suppress(OSError), path.open("r+") as file:  # never create it
+    """Write the reason of a fatal error to the termination log, if Kubernetes has created one."""
+    with contextlib.suppress(OSError), path.open("r+") as file:  # does not create it
         file.truncate()
         file.write(reason + "\n")
 
@@ -71,10 +71,10 @@ class _TextFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = [f"{name}={_quote(str(value))}" for name, value in _fields(record, self._process).items()]
-        message = " ".join([_escape(record.getMessage()), *facts])
+        fields = [f"{name}={_quote(str(value))}" for name, value in _fields(record, self._process).items()]
+        message = " ".join([_escape(record.getMessage()), *fields])
         line = f"{_timestamp(record)} {record.levelname:<7} {record.name}: {message}"
-        if record.exc_info:  # indented, so that no text in it passes for a line of the log
+        if record.exc_info:  # indented, so that its text cannot be mistaken for a log line
             line += "".join(f"\n  {_escape(row)}" for row in self.formatException(record.exc_info).splitlines())
         return line
 
@@ -93,8 +93,8 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        facts = {name: _json_value(value) for name, value in _fields(record, self._process).items()}
-        return json.dumps(line | facts | line, default=str)
+        fields = {name: _json_value(value) for name, value in _fields(record, self._process).items()}
+        return json.dumps(line | fields | line, default=str)
 
 
 def _timestamp(record: logging.LogRecord) -> str:
@@ -102,10 +102,10 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord, process: str | None) -> dict[str, Any]:
-    """What the line says beside its message: `extra` of the call, and where it belongs."""
+    """The fields of a record: process, correlation id and the caller's `extra`."""
     extra = {name: value for name, value in vars(record).items() if name not in _RECORD_ATTRIBUTES}
-    facts = {"process": process, "correlation_id": _correlation_id.get(), **extra}
-    return {name: value for name, value in facts.items() if value is not None}
+    fields = {"process": process, "correlation_id": _correlation_id.get(), **extra}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _quote(text: str) -> str:
@@ -113,7 +113,7 @@ def _quote(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """On one line, whatever a client put into it."""
+    """The text on one line, whatever a client has put into it."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 

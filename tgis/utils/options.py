@@ -1,7 +1,7 @@
-"""The machinery below `tgis.config`: kinds of values, options as dataclass fields, flags, variables.
+"""Options as dataclass fields, set by flags or environment variables; `tgis.config` declares them.
 
-Knows no single option. Every value is read from text, wherever it came from, and every fault is one
-OptionError that names the flag or variable, the value and the bound.
+Every value is parsed from text, wherever it comes from. Each error is an OptionError that names the flag or variable,
+the value and the bound.
 """
 
 import argparse
@@ -21,20 +21,20 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 NOT_SUPPORTED = "is not supported yet"
-HELP_INDENT, HELP_WIDTH = 6, 73  # of a line of help
-_METADATA_KEY = "option"  # key of a field's metadata
+HELP_INDENT, HELP_WIDTH = 6, 73  # of the help text
+_METADATA_KEY = "option"  # in the metadata of a field
 
 
 @dataclass(frozen=True, slots=True)
 class ValueType(Generic[T]):
-    """How text becomes a value; `read` raises ValueError with what to say after the value."""
+    """How text becomes a value; `parse` raises ValueError with the text that follows the value in the error."""
 
     metavar: str
     parse: Callable[[str], T]
-    bare_value: str | None = None  # what a flag without a value means
+    bare_value: str | None = None  # the value of a flag given without one
 
     def __call__(self, text: str) -> T:
-        """As the `type` of an argument of argparse."""
+        """For use as the `type` of an argparse argument."""
         try:
             return self.parse(text)
         except ValueError as error:
@@ -43,29 +43,29 @@ class ValueType(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of the table: a flag and the environment variable of the same name."""
+    """A flag and the environment variable of the same name."""
 
     value_type: ValueType[Any]
-    name: str = ""  # as a field: lower case with underscores
+    name: str = ""  # of the field: lower case with underscores
     group: str = ""
     help_text: str = ""
-    aliases: tuple[str, ...] = ()  # other names of the same thing; all that are given must agree
+    aliases: tuple[str, ...] = ()  # other names of the option; those that are set must agree
     short: str | None = None
-    old_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old values that still work
-    shown_default: str | None = None  # the default, as the help says it
+    old_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old value -> new value
+    shown_default: str | None = None  # the default, as shown in the help
     required: bool = False
-    default_factory: Callable[[Mapping[str, str]], object] | None = None  # the default, from the environment
+    default_factory: Callable[[Mapping[str, str]], object] | None = None  # computes the default from the environment
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, the best first."""
+        """All names, the preferred one first."""
         return (self.name, *self.aliases)
 
 
 def required_option(group: str, value_type: ValueType[T], help_text: str) -> T:
-    """A field without which nothing works."""
-    row = Option(value_type, group=group, help_text=help_text, required=True)
-    return cast("T", dataclasses.field(metadata={_METADATA_KEY: row}))
+    """A field for a mandatory option."""
+    opt = Option(value_type, group=group, help_text=help_text, required=True)
+    return cast("T", dataclasses.field(metadata={_METADATA_KEY: opt}))
 
 
 def option(
@@ -79,8 +79,8 @@ def option(
     old_values: Mapping[str, str] | None = None,
     shown_default: str | None = None,
 ) -> T | D:
-    """A field with a default; `shown` replaces the default in the help."""
-    row = Option(
+    """A field with a default; `shown_default` replaces it in the help."""
+    opt = Option(
         value_type,
         group=group,
         help_text=help_text,
@@ -89,7 +89,7 @@ def option(
         old_values=old_values or {},
         shown_default=shown_default or _format_default(default),
     )
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: row})
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: opt})
 
 
 def computed_option(
@@ -100,11 +100,11 @@ def computed_option(
     *,
     shown_default: str,
 ) -> T:
-    """A field whose default depends on the machine and on the environment given to `default`."""
-    row = Option(
+    """A field whose default is computed from the machine and the environment."""
+    opt = Option(
         value_type, group=group, help_text=help_text, shown_default=shown_default, default_factory=default_factory
     )
-    return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: row})
+    return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: opt})
 
 
 def _format_default(default: object) -> str:
@@ -114,9 +114,9 @@ def _format_default(default: object) -> str:
 
 
 def declared_options(table: type) -> tuple[Option, ...]:
-    """The options that are fields of dataclass `table`, in its order."""
-    rows = [(field.name, field.metadata.get(_METADATA_KEY)) for field in dataclasses.fields(table)]
-    return tuple(dataclasses.replace(row, name=name) for name, row in rows if row is not None)
+    """The options among the fields of dataclass `table`, in order."""
+    opts = [(field.name, field.metadata.get(_METADATA_KEY)) for field in dataclasses.fields(table)]
+    return tuple(dataclasses.replace(opt, name=name) for name, opt in opts if opt is not None)
 
 
 def _text(text: str) -> str:
@@ -153,9 +153,9 @@ BOOLEAN = ValueType("BOOL", _boolean, bare_value="true")
 
 
 def integer(low: int, high: int = 2**31 - 1) -> ValueType[int]:
-    """A whole number from `low` to `high`, both included."""
+    """An integer from `low` to `high`, inclusive."""
 
-    def read(text: str) -> int:
+    def parse(text: str) -> int:
         try:
             value = int(text) if text.isascii() and "_" not in text else None
         except ValueError:
@@ -164,13 +164,13 @@ def integer(low: int, high: int = 2**31 - 1) -> ValueType[int]:
             raise ValueError(f"must be a whole number from {low} to {high}")
         return value
 
-    return ValueType("N", read)
+    return ValueType("N", parse)
 
 
 def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[float]:
-    """A finite number from `low` to `high`, both included; with `above`, `low` itself is out."""
+    """A finite number from `low` to `high`, inclusive; `exclude_low` excludes `low` itself."""
 
-    def read(text: str) -> float:
+    def parse(text: str) -> float:
         try:
             value = float(text) if text.isascii() and "_" not in text else math.nan
         except ValueError:
@@ -180,45 +180,45 @@ def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[
             raise ValueError(f"must be a number {bounds}")
         return value
 
-    return ValueType("X", read)
+    return ValueType("X", parse)
 
 
 def choice(*values: str, unsupported: tuple[str, ...] = ()) -> ValueType[str]:
-    """One of `values`; those of `not_yet` are known and refused."""
+    """One of `values`; those in `unsupported` are recognised but rejected."""
 
-    def read(text: str) -> str:
+    def parse(text: str) -> str:
         if text in unsupported:
             raise ValueError(NOT_SUPPORTED)
         if text not in values:
             raise ValueError(f"must be one of {', '.join(values)}")
         return text
 
-    return ValueType("NAME", read)
+    return ValueType("NAME", parse)
 
 
 def unsupported(value_type: ValueType[T], *neutral: T) -> ValueType[T]:
-    """A known option whose part does not exist: only the values that ask for nothing are taken."""
+    """An option for an unsupported feature: only the values that turn it off are accepted."""
 
-    def read(text: str) -> T:
+    def parse(text: str) -> T:
         value = value_type.parse(text)
         if value not in neutral:
             raise ValueError(NOT_SUPPORTED)
         return value
 
-    return dataclasses.replace(value_type, parse=read)
+    return dataclasses.replace(value_type, parse=parse)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose complaints are OptionError."""
+    """An ArgumentParser whose errors are OptionErrors."""
 
     def error(self, message: str) -> NoReturn:
-        """One line instead of the usage."""
+        """Raise one line instead of printing the usage."""
         raise OptionError(f"{message} (see {self.prog} --help)")
 
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value as somebody gave it; `source` is the flag or the variable."""
+    """A value as text; `source` is the flag or variable that set it."""
 
     source: str
     text: str
@@ -231,8 +231,8 @@ class RawValue:
 def build_parser(
     options: tuple[Option, ...], hidden: tuple[Option, ...], prog: str, description: str, epilog: str
 ) -> Parser:
-    """A parser with a flag for every name of every option; aliases and `hidden` ones are not in the help."""
-    needed = [f"{flag_name(row.name)} {row.value_type.metavar}" for row in options if row.required]
+    """A parser with a flag for every name of every option; aliases and `hidden` options are left out of the help."""
+    needed = [f"{flag_name(opt.name)} {opt.value_type.metavar}" for opt in options if opt.required]
     parser = Parser(
         prog=prog,
         usage=" ".join([prog, *needed, "[options]"]),
@@ -241,40 +241,40 @@ def build_parser(
         formatter_class=functools.partial(argparse.RawTextHelpFormatter, max_help_position=HELP_INDENT),
         allow_abbrev=False,
     )
-    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(row.group for row in options)}
-    for row in options:
-        _add_flag(groups[row.group], row, row.name, _help(row))
-        for alias in row.aliases:
-            _add_flag(parser, row, alias, argparse.SUPPRESS)
-    for row in hidden:
-        for name in row.names:
-            _add_flag(parser, row, name, argparse.SUPPRESS)
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(opt.group for opt in options)}
+    for opt in options:
+        _add_flag(groups[opt.group], opt, opt.name, _help(opt))
+        for alias in opt.aliases:
+            _add_flag(parser, opt, alias, argparse.SUPPRESS)
+    for opt in hidden:
+        for name in opt.names:
+            _add_flag(parser, opt, name, argparse.SUPPRESS)
     return parser
 
 
-def _add_flag(target: argparse._ActionsContainer, row: Option, name: str, text: str) -> None:
-    names = [row.short] if row.short and name == row.name else []
+def _add_flag(target: argparse._ActionsContainer, opt: Option, name: str, text: str) -> None:
+    names = [opt.short] if opt.short and name == opt.name else []
     target.add_argument(
         *names,
         flag_name(name),
         dest=name,
-        metavar=row.value_type.metavar,
-        nargs="?" if row.value_type.bare_value else None,
-        const=row.value_type.bare_value,
+        metavar=opt.value_type.metavar,
+        nargs="?" if opt.value_type.bare_value else None,
+        const=opt.value_type.bare_value,
         default=argparse.SUPPRESS,
         help=text,
     )
 
 
-def _help(row: Option) -> str:
-    variables = ", ".join(name.upper() for name in row.names)
-    default = "required" if row.required else f"default: {row.shown_default}"
-    facts = _join(f"[env: {variables}]", f"[{default}]")
-    return _join(row.help_text, facts).replace("%", "%%")
+def _help(opt: Option) -> str:
+    variables = ", ".join(name.upper() for name in opt.names)
+    default = "required" if opt.required else f"default: {opt.shown_default}"
+    defaults = _join(f"[env: {variables}]", f"[{default}]")
+    return _join(opt.help_text, defaults).replace("%", "%%")
 
 
 def _join(first: str, second: str) -> str:
-    """On one line where they fit."""
+    """Both on one line if they fit."""
     return f"{first}{' ' if len(first) + len(second) < HELP_WIDTH else chr(10)}{second}"
 
 
@@ -283,26 +283,26 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def find_raw_values(row: Option, flags: Mapping[str, str], environ: Mapping[str, str]) -> list[RawValue]:
-    """Where the option was set: by flags, else by variables that are not blank."""
-    by_flag = [RawValue(flag_name(name), flags[name].strip()) for name in row.names if name in flags]
-    variables = [RawValue(name.upper(), environ.get(name.upper(), "").strip()) for name in row.names]
+def find_raw_values(opt: Option, flags: Mapping[str, str], environ: Mapping[str, str]) -> list[RawValue]:
+    """The values given by flags, else those given by variables that are not blank."""
+    by_flag = [RawValue(flag_name(name), flags[name].strip()) for name in opt.names if name in flags]
+    variables = [RawValue(name.upper(), environ.get(name.upper(), "").strip()) for name in opt.names]
     return by_flag or [variable for variable in variables if variable.text]
 
 
-def parse_option(row: Option, raw_values: list[RawValue]) -> Any:
-    """The one value that all of `givens` (at least one) say."""
-    values = [_parse_raw_value(row, given) for given in raw_values]
-    for given, value in zip(raw_values, values, strict=True):
+def parse_option(opt: Option, raw_values: list[RawValue]) -> Any:
+    """The value that all of `raw_values`, at least one, agree on."""
+    values = [_parse_raw_value(opt, raw) for raw in raw_values]
+    for raw, value in zip(raw_values, values, strict=True):
         if value != values[0]:
-            raise OptionError(f"{raw_values[0]} and {given} must be the same")
+            raise OptionError(f"{raw_values[0]} and {raw} must be the same")
     return values[0]
 
 
-def _parse_raw_value(row: Option, given: RawValue) -> Any:
-    if not given.text:
-        raise OptionError(f"{given} must not be empty")
+def _parse_raw_value(opt: Option, raw: RawValue) -> Any:
+    if not raw.text:
+        raise OptionError(f"{raw} must not be empty")
     try:
-        return row.value_type.parse(row.old_values.get(given.text, given.text))
+        return opt.value_type.parse(opt.old_values.get(raw.text, raw.text))
     except ValueError as error:
-        raise OptionError(f"{given} {error}") from None
+        raise OptionError(f"{raw} {error}") from None

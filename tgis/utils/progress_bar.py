@@ -1,4 +1,4 @@
-"""How far a long piece of work over many bytes has come: a bar on a terminal, else a line now and then."""
+"""Progress of work on many bytes: a bar on a terminal, else a line every few seconds."""
 
 import shutil
 import sys
@@ -8,11 +8,11 @@ from typing import TextIO
 
 from huggingface_hub.utils import tqdm
 
-LINE_SECONDS = 10.0  # between two lines where there is no terminal
+LINE_SECONDS = 10.0  # between lines if there is no terminal
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes for people: 12 bytes, 34.5 MB."""
+    """Human-readable: 12 bytes, 34.5 MB."""
     value, unit = float(count), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if value >= 999.5:
@@ -21,13 +21,13 @@ def format_bytes(count: int) -> str:
 
 
 class ProgressBar:
-    """Of `total` bytes, `done` of them before; threads may share it."""
+    """Of `total` bytes, `done` before the start. Thread-safe."""
 
     def __init__(self, label: str, total: int, done: int = 0, stream: TextIO | None = None) -> None:
         self._label, self._total, self._initial, self._done = label, total, done, done
         self._stream, self._lock = stream or sys.stderr, threading.Lock()
         self._start = self._printed_at = time.monotonic()
-        columns, rows = shutil.get_terminal_size()  # some terminals do not know theirs, and tqdm then shows nothing
+        columns, rows = shutil.get_terminal_size()  # tqdm shows nothing if the terminal reports no size
         self._bar = tqdm(
             desc=label,
             total=total,
@@ -42,13 +42,13 @@ class ProgressBar:
         )
 
     def close(self) -> None:
-        """The bar goes, and a line tells how long it took."""
+        """Remove the bar and print a summary line."""
         self._bar.close()
         seconds = time.monotonic() - self._start
         print(f"{self._line()} in {seconds:.1f} s", file=self._stream, flush=True)
 
     def advance(self, count: int) -> None:
-        """So many bytes more; fewer than none if they were thrown away."""
+        """Add `count` bytes; negative if some were discarded."""
         with self._lock:
             self._done += count
             self._bar.update(count)
