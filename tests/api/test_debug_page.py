@@ -34,7 +34,7 @@ from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
 
 ROW = RequestState(
-    id=7, seconds_since_queued=12.25, prompt_tokens=1500, computed_tokens=1504, generated_tokens=5, remaining_tokens=95
+    id=7, seconds_since_arrival=12.25, prompt_tokens=1500, computed_tokens=1504, generated_tokens=5, remaining_tokens=95
 )
 EMPTY = Batcher(limits(), {EOS}).snapshot(0.0, max_seqs=0)
 BUSY = Snapshot(
@@ -93,7 +93,7 @@ class Page(HTMLParser):
 def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
     page = Page(render_html(BUSY)).text
     assert "1,200 running, 34,567 waiting" in page
-    assert "Request 9 is the first in the queue, for 12.2 s: the batch would outgrow the memory." in page
+    assert "Request 9 is the first in the queue, for 12.2 s: the batch would not fit into memory." in page
     assert "With its output it may come to 4,000 tokens." in page
     assert "MAX_NEW_TOKENS" in page
     assert "3,000 4,100 (memory ran out; 5,200 before)" in page
@@ -111,7 +111,7 @@ def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
         ({"num_waiting": 1, "waiting_requests": [ROW]}, "The next step decides about the first in the queue."),
         (
             {"last_wait_reason": WaitReason.DECODE_TURN, "seconds_since_last_wait": 3.25},
-            "Nothing waits. 3.2 s ago a request had to: running rows are to have some steps first.",
+            "Nothing waits. 3.2 s ago a request had to: running requests get some decode steps first.",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_json_is_the_snapshot_with_advice() -> None:
     said = json.loads(render_json(BUSY))
     assert "MAX_NEW_TOKENS" in said.pop("advice")
     assert msgspec.convert(said, Snapshot) == BUSY
-    assert said["wait_reason"] == "the batch would outgrow the memory"
+    assert said["wait_reason"] == "the batch would not fit into memory"
     assert json.loads(render_json(EMPTY))["advice"] is None
 
 
@@ -316,7 +316,7 @@ def test_a_server_shows_its_queue_and_its_rows(server: Server) -> None:
         for stream in calls:
             stream.cancel()
     assert (seen["num_running"], seen["max_batch_size"]) == (2, 2)
-    assert seen["wait_reason"] == "the batch has its largest size"
+    assert seen["wait_reason"] == "the batch is at its maximum size"
     assert "MAX_BATCH_SIZE" in seen["advice"]
     assert [len(seen["running_requests"]), len(seen["waiting_requests"])] == [2, 100]  # of all
     assert all(row["prompt_tokens"] == len(SECRET) and row["generated_tokens"] > 0 for row in seen["running_requests"])

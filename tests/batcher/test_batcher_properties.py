@@ -106,7 +106,7 @@ class World:
             assert not new or not old
             assert new or {row.id for row in old} == set(self.held)
         left = {row.id for row in batcher.snapshot(0.0, 1000).waiting_requests}
-        waited = {row.id: row.seconds_since_queued for row in queue}
+        waited = {row.id: row.seconds_since_arrival for row in queue}
         for joined in waited.keys() - left - self.tried:  # those stand in front
             assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
 

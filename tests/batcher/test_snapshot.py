@@ -19,7 +19,7 @@ def test_a_request_waits_for_memory() -> None:
     batcher.submit([request(3, 35)], 1.5)
     run_step(batcher, now=2.0)
     seen = batcher.snapshot(3.0, max_seqs=10)
-    assert [(row.id, row.seconds_since_queued, row.remaining_tokens) for row in seen.waiting_requests] == [
+    assert [(row.id, row.seconds_since_arrival, row.remaining_tokens) for row in seen.waiting_requests] == [
         (2, 2.0, 5),
         (3, 1.5, 5),
     ]

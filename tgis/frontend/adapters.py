@@ -1,6 +1,6 @@
-"""What the id of a call names in the engine's store, a soft prompt or a LoRA adapter; errors in TGIS's words.
+"""The soft prompt or LoRA adapter that a call names: looked up in the engine process; errors in TGIS's words.
 
-Nothing is remembered here: the engine looks at the files each time, so that what it tells is true at that moment.
+Nothing is cached here: the engine process checks the files for each call.
 """
 
 import time
@@ -12,53 +12,53 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved
 
-_LOGGED_ID_CHARACTERS = 100  # characters of an id, in a message
+_SHOWN_ID_CHARACTERS = 100  # in an error message
 
 
 class AdapterClient:
-    """Resolves ids; `refusal` says why none can be, if so."""
+    """Resolves adapter ids for calls."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, unsupported_reason: str | None) -> None:
+        """With an `unsupported_reason` every id is an error that gives it."""
         self._client = client
         self._metrics = metrics
         self._unsupported_reason = unsupported_reason
 
     @asynccontextmanager
     async def acquire(self, adapter: tuple[str, str] | None) -> AsyncIterator[AdapterRef | None]:
-        """What a field and its id name, loaded until the block is left; else InvalidRequest."""
+        """Load the adapter that a field and an id name, and keep it until the block is left; else InvalidRequest."""
         if adapter is None:
             yield None
             return
-        field, name = adapter
+        field, adapter_id = adapter
         if self._unsupported_reason is not None:
             raise self._error(field, f"{field} supplied but {self._unsupported_reason}")
         started = time.monotonic()
-        async with self._client.acquire_adapter(name) as info:
-            if info is None or info.problem is not None:
-                raise self._error(field, _error_message(field, name, info))
-            if info.loaded:
+        async with self._client.acquire_adapter(adapter_id) as found:
+            if found is None or found.problem is not None:
+                raise self._error(field, _error_message(field, adapter_id, found))
+            if found.loaded:
                 self._metrics.adapter_loaded(time.monotonic() - started)
-            yield AdapterRef(name, info.length, info.decoder_length, info.lookup_id, info.version)
+            yield AdapterRef(adapter_id, found.length, found.decoder_length, found.lookup_id, found.version)
 
     def _error(self, field: str, text: str) -> InvalidRequest:
         self._metrics.adapter_load_failed()
         return InvalidRequest(field, text)
 
 
-def _error_message(field: str, name: str, info: AdapterResolved | None) -> str:
-    """What went wrong, in the words of TGIS for `prefix_id` and in those of its adapter for `adapter_id`."""
-    name = "".join(c if c.isprintable() else "?" for c in name[:_LOGGED_ID_CHARACTERS]) + "..." * (
-        len(name) > _LOGGED_ID_CHARACTERS
-    )
-    soft = field == "prefix_id"
-    head = f"can't retrieve {'prompt prefix' if soft else 'adapter'} with id '{name}': "
-    if info is None:
+def _error_message(field: str, adapter_id: str, found: AdapterResolved | None) -> str:
+    """Describe the problem in the words of TGIS for `prefix_id`, in those of vllm-tgis-adapter for `adapter_id`."""
+    shown = "".join(c if c.isprintable() else "?" for c in adapter_id[:_SHOWN_ID_CHARACTERS])
+    shown += "..." * (len(adapter_id) > _SHOWN_ID_CHARACTERS)
+    is_prefix = field == "prefix_id"
+    head = f"can't retrieve {'prompt prefix' if is_prefix else 'adapter'} with id '{shown}': "
+    if found is None:
         return f"{head}it could not be loaded in time"
-    match info.problem:
-        case AdapterProblem.NOT_FOUND if soft:
-            return f'{head}prefix id "{name}" not found'
-        case AdapterProblem.BAD_ID if not soft:
-            return f"Invalid adapter id '{name}', must contain only alphanumeric, _ and - and /"
+    match found.problem:
+        case AdapterProblem.NOT_FOUND if is_prefix:
+            return f'{head}prefix id "{shown}" not found'
+        case AdapterProblem.BAD_ID if not is_prefix:
+            return f"Invalid adapter id '{shown}', must contain only alphanumeric, _ and - and /"
         case AdapterProblem.UNSUPPORTED:
-            return f"adapter type {info.reason} is not currently supported"
-    return head + info.reason
+            return f"adapter type {found.reason} is not currently supported"
+    return head + found.reason

@@ -1,7 +1,7 @@
-"""Ids to text, token by token; the same for unary calls, streams and stop matching.
+"""Ids to text, token by token; the same for unary calls, streams and stop sequences.
 
-A token is some bytes and the text is their UTF-8 decoding, so that a character may be spread over any number
-of tokens at a constant price per token. Which part of the text may leave already is decided in `stopping.py`.
+A token is some bytes and the text is their UTF-8 decoding, so that a character may span any number of tokens at a
+constant cost per token. `stop_strings.py` decides which text may be sent already.
 """
 
 import codecs
@@ -18,16 +18,16 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SURROGATES_TO_REPLACEMENT = dict.fromkeys(range(0xDC80, 0xDD00), _REPLACEMENT)
 _CACHED_TOKENS = 1 << 16
-_KEEP_FIRST_SPACE = {"ByteLevel", "CTC", "BPEDecoder"}  # these do not drop a space before the first token
+_KEEP_FIRST_SPACE = {"ByteLevel", "CTC", "BPEDecoder"}  # decoders that keep a space before the first token
 _DROP_FIRST_SPACE = {"Metaspace", "WordPiece", "Sequence", "none"}
-_CONTEXT_DEPENDENT = {"CTC", "BPEDecoder"}  # what a token adds depends on the one before
+_CONTEXT_DEPENDENT = {"CTC", "BPEDecoder"}  # what a token adds depends on the previous one
 
 
 class TokenDecoder:
-    """The bytes that a token adds to an output; one per model, shared by its requests.
+    """The bytes that a token adds to an output, cached; one decoder per model, shared by its requests.
 
-    They are what decoding adds when the token follows another one: in general a placeholder, which keeps the
-    space of a first word; for an encoder-decoder's first token nothing, which drops it.
+    They are what the library's decoding adds when the token follows another one: in general a placeholder, which
+    keeps the space before the first word; for the first token of an encoder-decoder none, which drops it.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class TokenDecoder:
         self._before_first = None if plain else self._placeholder
         self._cached_bytes = lru_cache(_CACHED_TOKENS)(self._compute_bytes)
         self.splits_graphemes = types[0] in {"ByteLevel", "Sequence"}
-        self.replaces_each_byte = self._byte_fallback  # one U+FFFD per bad byte, else per bad sequence
+        self.replaces_each_byte = self._byte_fallback  # one U+FFFD per invalid byte, else per invalid sequence
         self.hidden_eos_ids = frozenset(eos_ids if output_special_tokens else ())
 
     def skips(self, token_id: int) -> bool:
-        """Whether the token is no part of the output: unknown, or special while those are not wanted."""
+        """Whether the token is not part of the output: unknown, or special unless those are wanted."""
         if self._skip_special and self.tokenizer.is_special(token_id):
             return True
         return not self.tokenizer.token_text(token_id)
 
     def token_bytes(self, previous: int | None, token_id: int) -> bytes:
-        """What the token adds after `previous`, the last one that was not skipped; None: it is the first."""
+        """What the token adds after `previous`, the last token not skipped; None for the first token."""
         if previous is None:
             return self._cached_bytes(self._before_first, token_id)
         return self._cached_bytes(previous if self._context_dependent else self._placeholder, token_id)
@@ -73,7 +73,7 @@ class TokenDecoder:
         return self._raw_bytes(token_id, text) if _REPLACEMENT in text else text.encode()
 
     def _raw_bytes(self, token_id: int, text: str) -> bytes:
-        """The bytes of a token that is no valid text by itself."""
+        """The bytes of a token that is not valid text by itself."""
         token = self.tokenizer.token_text(token_id)
         if self._byte_level:
             alphabet = _byte_alphabet()
@@ -90,7 +90,7 @@ class TokenDecoder:
 
 
 class Detokenizer:
-    """The text of one output. U+FFFD at the end of the output and one last EOS are no part of it."""
+    """The text of one output, without one final EOS and without U+FFFD at the end."""
 
     __slots__ = ("_decoder", "_held_eos", "_held_replacements", "_previous", "_utf8")
 
@@ -98,11 +98,11 @@ class Detokenizer:
         self._decoder = decoder
         self._utf8 = _Utf8("surrogateescape" if decoder.replaces_each_byte else "replace")
         self._previous: int | None = None
-        self._held_eos: int | None = None  # an EOS that is text only if something follows it
-        self._held_replacements = 0  # U+FFFD that are text only if something else follows them
+        self._held_eos: int | None = None  # text only if something follows it
+        self._held_replacements = 0  # text only if something else follows them
 
     def add(self, token_id: int) -> str:
-        """The text that the next token completes; what it never completes is no part of the output."""
+        """Return the text that the next token completes; what is never completed is not part of the output."""
         if self._decoder.skips(token_id):
             return ""
         data = b""
@@ -135,7 +135,7 @@ class Detokenizer:
 
 @lru_cache(1)
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's, as all others)."""
+    """The byte that each character stands for in byte-level vocabularies, GPT-2's and all others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

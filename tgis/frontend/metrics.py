@@ -1,7 +1,7 @@
-"""The `tgi_*` metrics: which exist, what they count, and how Prometheus gets them.
+"""The `tgi_*` metrics: which exist, what they count, and the text that Prometheus scrapes.
 
-Other rooms tell events; only this one knows metric objects. Names, labels and meaning are those of TGIS, but
-its two summaries are histograms here. Whatever ends in `duration` is in seconds.
+Callers report events; only this module knows metric objects. Names, labels and meanings are those of TGIS, but
+its two summaries are histograms here. Names that end in `duration` are in seconds.
 """
 
 import enum
@@ -42,12 +42,12 @@ _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
 
 
 class Metrics:
-    """Every metric, on a registry of its own; events come from one thread."""
+    """All metrics, on a registry of their own. Not thread-safe."""
 
     def __init__(
         self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, token_capacity: int
     ) -> None:
-        """The limits, in tokens and rows, decide the buckets, and what a full batch is."""
+        """The limits set the histogram buckets; `token_capacity` is what a full batch holds."""
         families = MetricFamilies()
         self._requests = _RequestMetrics(
             families, _linear_buckets(max_sequence_length), _linear_buckets(max_new_tokens)
@@ -57,8 +57,8 @@ class Metrics:
         self._adapters = _AdapterMetrics(families)
         self._batches.context_limit.set(token_capacity)
         self._token_capacity = token_capacity
-        self._num_new = 0  # requests that have never been in a step
-        self._num_requeued = 0  # requests that wait again
+        self._num_new = 0  # queued requests that have never been scheduled
+        self._num_requeued = 0  # requests that wait again after a failed step
         self._registry = CollectorRegistry()
         self._registry.register(families)
         ProcessCollector(registry=self._registry)
@@ -67,28 +67,27 @@ class Metrics:
         """All metrics in the text format of Prometheus, version 0.0.4."""
         return generate_latest(self._registry)
 
-    def request_started(self, kind: CallKind, inputs: int) -> None:
-        """A call to generate has come, before any check."""
+    def request_started(self, kind: CallKind, num_inputs: int) -> None:
+        """Count a call to generate, before any check."""
         self._requests.count.labels(kind).inc()
-        self._requests.input_count.inc(inputs)
+        self._requests.input_count.inc(num_inputs)
 
     def input_tokenized(self, raw_length: int) -> None:
-        """One input has this many tokens, before truncation."""
         self._requests.raw_length.observe(raw_length)
 
     def request_validated(self, lengths: Sequence[int], max_new_tokens: int, duration: float) -> None:
-        """A call is valid: tokens of each input after truncation, new tokens asked for, seconds it took."""
+        """Record a valid call: lengths of the inputs after truncation, seconds from its arrival."""
         for length in lengths:
             self._requests.input_length.observe(length)
             self._requests.max_new_tokens.observe(max_new_tokens)
         self._requests.validation.observe(duration)
 
     def request_failed(self, failure: FailureReason, count: int = 1) -> None:
-        """A call has failed, or `count` inputs were cancelled or ran out of time in the queue."""
+        """Count a failed call, or `count` inputs that were cancelled or expired in the queue."""
         self._requests.failure.labels(failure).inc(count)
 
     def first_token(self, duration: float) -> None:
-        """The first token of an input is there, seconds after its call came."""
+        """Record the first token of an input, in seconds from the arrival of its call."""
         self._requests.time_to_first_token.observe(duration)
 
     def request_succeeded(
@@ -102,7 +101,7 @@ class Metrics:
         inference: float,
         decoding: float,
     ) -> None:
-        """An input has ended well, so many seconds after its call, its leaving the queue, its first token."""
+        """Record the end of an input, in seconds from the arrival of its call, its first step and its first token."""
         requests = self._requests
         requests.success.labels(reason.name, kind).inc()
         requests.generated_tokens.observe(generated_tokens)
@@ -114,7 +113,7 @@ class Metrics:
             requests.time_per_output_token.observe(decoding / (generated_tokens - 1))
 
     def step_succeeded(self, stats: StepStats, processing: float) -> None:
-        """A pass has succeeded; `processing` is the seconds that the front end spent on its tokens."""
+        """Record a step; `processing` is the seconds that the front end spent on its tokens."""
         batches, method = self._batches, _method(stats.prefill)
         batches.count.labels(method).inc()
         batches.success.labels(method).inc()
@@ -135,42 +134,37 @@ class Metrics:
         self._num_requeued = stats.num_requeued
         self.set_queued(self._num_new)
 
-    def set_queued(self, new: int) -> None:
-        """So many requests wait that have never been in a step."""
-        self._num_new = new
-        self._batches.queue_size.set(new + self._num_requeued)
+    def set_queued(self, num_new: int) -> None:
+        """Set the number of queued requests that have never been scheduled."""
+        self._num_new = num_new
+        self._batches.queue_size.set(num_new + self._num_requeued)
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
-        """A pass has failed as a whole."""
+        """Count a step that failed as a whole."""
         self._batches.count.labels(_method(prefill)).inc()
         self._batches.failure.labels(_method(prefill), kind).inc()
 
     def engine_idle(self) -> None:
-        """No request is left: what cancels and failures took away without a pass is gone too."""
+        """Reset the gauges: after cancels and failures no further step would."""
         self._set_batch_gauges(0, 0, 0)
         self._num_requeued = 0
         self.set_queued(0)
 
-    def tokenize_started(self, inputs: int) -> None:
-        """A call to Tokenize has come."""
+    def tokenize_started(self, num_inputs: int) -> None:
         self._tokenize.count.inc()
-        self._tokenize.input_count.inc(inputs)
+        self._tokenize.input_count.inc(num_inputs)
 
     def tokenize_succeeded(self, tokens: int, duration: float) -> None:
-        """A call to Tokenize found so many tokens in all, in so many seconds."""
         self._tokenize.tokens.observe(tokens)
         self._tokenize.duration.observe(duration)
 
     def adapter_load_failed(self) -> None:
-        """A soft prompt or adapter was asked for and is not to be had."""
         self._adapters.failure.inc()
 
     def adapter_loaded(self, duration: float) -> None:
-        """A soft prompt or adapter was asked for and had to be loaded; seconds until it was there."""
         self._adapters.duration.observe(duration)
 
     def engine_up(self, up: bool) -> None:
-        """The engine process has become ready, or is gone."""
         self._batches.engine_up.set(up)
 
     def _set_batch_gauges(self, num_running: int, context_tokens: int, remaining_tokens: int) -> None:
@@ -189,69 +183,70 @@ def _linear_buckets(limit: int) -> list[float]:
 
 
 class _RequestMetrics:
-    """What becomes of calls and their inputs."""
+    """Calls to generate and their inputs."""
 
     def __init__(self, add: MetricFamilies, sequence: Sequence[float], new: Sequence[float]) -> None:
         self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND_LABELS)
         self.input_count = add.counter("tgi_request_input_count", "Inputs of calls to generate.")
         self.failure = add.counter("tgi_request_failure", "Calls or inputs that failed.", _FAILURE_LABELS)
-        self.success = add.counter("tgi_request_success", "Inputs that ended well.", _SUCCESS_LABELS)
+        self.success = add.counter("tgi_request_success", "Inputs that succeeded.", _SUCCESS_LABELS)
 
         self.raw_length = add.histogram("tgi_request_raw_input_length", "Tokens before truncation.", sequence)
         self.input_length = add.histogram("tgi_request_input_length", "Tokens after truncation.", sequence)
-        self.max_new_tokens = add.histogram("tgi_request_max_new_tokens", "New tokens asked for.", new)
-        self.generated_tokens = add.histogram("tgi_request_generated_tokens", "New tokens.", new)
-        self.total_tokens = add.histogram("tgi_request_total_tokens", "Input and new tokens.", sequence)
+        self.max_new_tokens = add.histogram("tgi_request_max_new_tokens", "Maximum new tokens requested.", new)
+        self.generated_tokens = add.histogram("tgi_request_generated_tokens", "Generated tokens.", new)
+        self.total_tokens = add.histogram("tgi_request_total_tokens", "Input and generated tokens.", sequence)
 
-        self.duration = add.duration("tgi_request_duration", "From call to end.")
-        self.validation = add.duration("tgi_request_validation_duration", "From call to valid.")
-        self.queue = add.duration("tgi_request_queue_duration", "From queued to prefill.")
-        self.inference = add.duration("tgi_request_inference_duration", "From prefill to end.")
+        self.duration = add.duration("tgi_request_duration", "From arrival to the end.")
+        self.validation = add.duration("tgi_request_validation_duration", "From arrival to the end of validation.")
+        self.queue = add.duration("tgi_request_queue_duration", "From submission to the first step.")
+        self.inference = add.duration("tgi_request_inference_duration", "From the first step to the end.")
         self.mean_time_per_token = add.duration(
-            "tgi_request_mean_time_per_token_duration", "From prefill to end, by new tokens."
+            "tgi_request_mean_time_per_token_duration", "From the first step to the end, per generated token."
         )
-        self.time_to_first_token = add.duration("tgi_request_time_to_first_token_duration", "From call to first token.")
+        self.time_to_first_token = add.duration(
+            "tgi_request_time_to_first_token_duration", "From arrival to the first token."
+        )
         self.time_per_output_token = add.duration(
-            "tgi_request_time_per_output_token_duration", "From token to token after the first, on average."
+            "tgi_request_time_per_output_token_duration", "Mean time between tokens after the first."
         )
 
 
 class _BatchMetrics:
-    """What the engine does and holds, pass by pass."""
+    """Steps of the engine, the running batch and the queue."""
 
     def __init__(self, add: MetricFamilies, sizes: Sequence[float]) -> None:
-        self.count = add.counter("tgi_batch_inference_count", "Passes.", _METHOD_LABELS)
-        self.success = add.counter("tgi_batch_inference_success", "Passes that gave tokens.", _METHOD_LABELS)
-        self.failure = add.counter("tgi_batch_inference_failure", "Passes that failed.", _STEP_FAILURE_LABELS)
-        self.concatenation = add.counter("tgi_batch_concatenation_count", "Batches that joined another.")
+        self.count = add.counter("tgi_batch_inference_count", "Steps.", _METHOD_LABELS)
+        self.success = add.counter("tgi_batch_inference_success", "Steps that succeeded.", _METHOD_LABELS)
+        self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
+        self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
-        self.queue_jumps = add.counter("tgi_queue_jump", "Requests that joined before an earlier one.")
-        self.granular = add.counter("tgi_granular_batch_addition", "Joined as others will have left in time.")
-        self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Kept back from a large prefill.")
-        self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Kept back for its padding.")
+        self.queue_jumps = add.counter("tgi_queue_jump", "Requests scheduled before an older one.")
+        self.granular = add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time.")
+        self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large.")
+        self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Requests kept out: too much padding.")
 
         self.size = add.histogram(
-            "tgi_batch_inference_batch_size", "Rows that prefill, or decode.", sizes, _METHOD_LABELS
+            "tgi_batch_inference_batch_size", "Sequences that prefill, or decode, in a step.", sizes, _METHOD_LABELS
         )
-        self.next_tokens = add.histogram("tgi_batch_next_tokens", "Tokens of prompts, with padding.", _POWERS_OF_TWO)
-        self.duration = add.duration("tgi_batch_inference_duration", "From plan to tokens.", _STEP_LABELS)
+        self.next_tokens = add.histogram("tgi_batch_next_tokens", "Prompt tokens, with padding.", _POWERS_OF_TWO)
+        self.duration = add.duration("tgi_batch_inference_duration", "From scheduling to output.", _STEP_LABELS)
         self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _STEP_LABELS)
-        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "From tokens to text.", _STEP_LABELS)
+        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "In the front end.", _STEP_LABELS)
 
-        self.engine_up = add.gauge("tgi_engine_up", "Whether the engine is ready.")
-        self.queue_size = add.gauge("tgi_queue_size", "Requests that wait.")
-        self.current_size = add.gauge("tgi_batch_current_size", "Rows that run.")
-        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens of context, with padding.")
-        self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "New tokens that rows may get.")
-        self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Context by what memory holds.")
-        self.context_limit = add.gauge("tgi_batch_context_limit", "Tokens of context that a batch may have.")
+        self.engine_up = add.gauge("tgi_engine_up", "1 while the engine is ready.")
+        self.queue_size = add.gauge("tgi_queue_size", "Requests in the queue.")
+        self.current_size = add.gauge("tgi_batch_current_size", "Sequences in the running batch.")
+        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens in the batch, with padding.")
+        self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "Tokens still to be generated.")
+        self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
+        self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
 
-        self.preemptions = add.counter("tgi_batch_preemption", "Rows that gave their KV blocks to older ones.")
-        self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens that could have been cached.")
-        self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens whose computation the cache saved.")
+        self.preemptions = add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks.")
+        self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache.")
+        self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache.")
 
     def count_admissions(self, counts: AdmissionCounters) -> None:
-        """Count how rows came to join."""
         self.queue_jumps.inc(counts.queue_jumps)
         self.granular.inc(counts.granular_additions)
         self.prefill_weight.inc(counts.prefill_weight_exceeded)
@@ -262,11 +257,11 @@ class _BatchMetrics:
 
 
 class _AdapterMetrics:
-    """Lookups of soft prompts and adapters that were not loaded yet."""
+    """Soft prompts and LoRA adapters that were not loaded yet."""
 
     def __init__(self, add: MetricFamilies) -> None:
-        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts and adapters that could not be loaded.")
-        self.duration = add.duration("tgi_prompt_load_duration", "To load a soft prompt or adapter.")
+        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts and LoRA adapters that failed.")
+        self.duration = add.duration("tgi_prompt_load_duration", "Loading of a soft prompt or LoRA adapter.")
 
 
 class _TokenizeMetrics:
@@ -276,4 +271,4 @@ class _TokenizeMetrics:
         self.count = add.counter("tgi_tokenize_request_count", "Calls to Tokenize.")
         self.input_count = add.counter("tgi_tokenize_request_input_count", "Inputs of calls to Tokenize.")
         self.tokens = add.histogram("tgi_tokenize_request_tokens", "Tokens of a call.", _POWERS_OF_TWO)
-        self.duration = add.duration("tgi_tokenize_request_duration", "From call to reply.")
+        self.duration = add.duration("tgi_tokenize_request_duration", "From arrival to the response.")

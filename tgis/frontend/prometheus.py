@@ -1,4 +1,4 @@
-"""Families of Prometheus metrics, exported as TGIS does. Knows no metric by name."""
+"""Prometheus metric families, exported as TGIS does. Knows no metric by name."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-Labels = Mapping[str, Sequence[str]]  # every label with all of its values
+Labels = Mapping[str, Sequence[str]]  # label -> all of its values
 NO_LABELS: Labels = {}
 DURATION_BUCKETS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
 
@@ -16,38 +16,35 @@ Wrapper = TypeVar("Wrapper", bound=MetricWrapperBase)
 
 
 class MetricFamilies(Collector):
-    """All families, exported as TGIS does: every counter twice, as `x_total` and, untyped, as `x`."""
+    """A set of families in which every counter is exported twice: as `x_total` and, untyped, as `x`."""
 
     def __init__(self) -> None:
         self._metrics: list[MetricWrapperBase] = []
 
     def counter(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Counter:
-        """Add a counter."""
         return self._add(Counter(name, documentation, [*labels], registry=None), labels)
 
     def gauge(self, name: str, documentation: str) -> Gauge:
-        """Add a gauge."""
         return self._add(Gauge(name, documentation, registry=None), NO_LABELS)
 
     def histogram(
         self, name: str, documentation: str, buckets: Sequence[float], labels: Labels = NO_LABELS
     ) -> Histogram:
-        """Add a histogram."""
         return self._add(Histogram(name, documentation, [*labels], buckets=buckets, registry=None), labels)
 
     def duration(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Histogram:
-        """Add a histogram of seconds."""
+        """A histogram of seconds."""
         return self.histogram(name, f"Seconds. {documentation}", DURATION_BUCKETS, labels)
 
     def _add(self, metric: Wrapper, labels: Labels) -> Wrapper:
         if labels:
             for values in itertools.product(*labels.values()):
-                metric.labels(*values)  # there from the start, at 0: rates want that
+                metric.labels(*values)  # exported from the start, at 0, as rates need it
         self._metrics.append(metric)
         return metric
 
     def collect(self) -> Iterator[Metric]:
-        """The families, less their `_created` samples, which TGIS never had."""
+        """Drop the `_created` samples, which TGIS does not have, and add the untyped twins."""
         for metric in self._metrics:
             for family in metric.collect():
                 family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]

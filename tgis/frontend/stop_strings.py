@@ -1,7 +1,7 @@
-"""Which text of an output is final: stop sequences are matched here, and what may still change is held back.
+"""Matching of stop sequences in the text of an output; text that may still change is held back.
 
-Works on the text that `detokenizer.py` appends per token. All other reasons to stop are decided in the
-batcher; the caller says for each token whether a stop sequence may end the output there.
+Works on the text that `detokenizer.py` appends per token. All other stop reasons are decided in the batcher; the
+caller says for each token whether a stop sequence may end the output there.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ MAX_GRAPHEME_LENGTH = 64
 
 
 class StopStringMatcher:
-    """Passes on the text of one output as soon as it is final.
+    """Releases the text of one output as soon as it is final.
 
-    Held back are the newest grapheme cluster (`hold_cluster`) and, without `include_stop_sequence`, the
-    longest end of the text that begins a stop sequence. Matching in characters is matching in UTF-8 bytes,
-    since no UTF-8 string occurs inside another one off a character boundary.
+    It holds back the last grapheme cluster (with `hold_last_grapheme`) and, without `include_stop_sequence`, the
+    longest suffix of the text that is a prefix of a stop sequence. Matching characters is the same as matching
+    UTF-8 bytes: no UTF-8 string occurs inside another one off a character boundary.
     """
 
     __slots__ = (
@@ -38,15 +38,15 @@ class StopStringMatcher:
         self._max_stop_length = max(map(len, stop_sequences), default=0)
         self._include = include_stop_sequence
         self._hold_last_grapheme = hold_last_grapheme
-        self._held = ""  # the end of the text that has not left
-        self._partial_match = ""  # the longest end of the text that is a proper prefix of a stop sequence
+        self._held = ""  # the end of the text, not released yet
+        self._partial_match = ""  # the longest suffix of the text that is a proper prefix of a stop sequence
         self.matched: str | None = None  # the stop sequence that ended the output
 
     def add(self, text: str, *, may_stop: bool) -> str:
-        """Append what a token added, and return the text that is final now.
+        """Append the text of a token, and return the text that is final now.
 
-        Without `may_stop` no stop sequence that ends in `text` is ever matched. After a match only `finish`
-        may be called.
+        Without `may_stop` no stop sequence that ends in `text` is ever matched. After a match only `flush` may be
+        called.
         """
         assert self.matched is None
         if not text:
@@ -59,11 +59,11 @@ class StopStringMatcher:
         return self._release(self._final_length())
 
     def flush(self) -> str:
-        """The rest of the output, up to the cut if a stop sequence was matched."""
+        """Return the rest of the output, up to the cut if a stop sequence was matched."""
         return self._release(len(self._held))
 
     def _match(self, window: str) -> bool:
-        """Cut the text at the last occurrence of the first stop sequence in the list that is new."""
+        """Cut the text at the last new occurrence of the first stop sequence in the list that has one."""
         known = len(self._partial_match)
         for stop in self._stop_strings:
             start = window.rfind(stop, max(0, known + 1 - len(stop)))
@@ -75,11 +75,11 @@ class StopStringMatcher:
         return False
 
     def _longest_partial_match(self, window: str) -> str:
-        # Nothing older than the last beginning can begin a stop sequence any more: linear over all tokens.
+        # Nothing before the last partial match can start another one: linear over all tokens.
         for start in range(max(0, len(window) + 1 - self._max_stop_length), len(window)):
-            end = window[start:]
-            if any(stop.startswith(end) and stop != end for stop in self._stop_strings):
-                return end
+            suffix = window[start:]
+            if any(stop.startswith(suffix) and stop != suffix for stop in self._stop_strings):
+                return suffix
         return ""
 
     def _final_length(self) -> int:
@@ -95,7 +95,7 @@ class StopStringMatcher:
 
 
 def _last_grapheme_start(text: str, limit: int) -> int:
-    """The start of the last cluster of `text` that begins at or before `limit`; `text` begins with one."""
+    """Index of the last grapheme cluster that starts at or before `limit`; `text` starts with a whole one."""
     if text.isascii():
         start = min(limit, len(text) - 1)
         return start - 1 if text[start - 1 : start + 1] == "\r\n" else start

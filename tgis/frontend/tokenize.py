@@ -1,4 +1,4 @@
-"""The Tokenize call: counts, vocabulary strings and byte offsets of texts, without the engine."""
+"""The Tokenize call: token counts, vocabulary strings and byte offsets, without the engine."""
 
 import time
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tgis.frontend.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenizeResult:
-    """One text; the lists are empty unless they were asked for."""
+    """One text; the lists are empty unless requested."""
 
     token_count: int
     tokens: list[str]
@@ -21,20 +21,20 @@ class TokenizeResult:
 async def tokenize(
     call: TokenizeCall, tokenizer: Tokenizer, adapters: AdapterClient, metrics: Metrics
 ) -> list[TokenizeResult]:
-    """Tokenize the texts of one call, special tokens included; an adapter must be there, and changes nothing."""
+    """Tokenize the texts of one call, special tokens included; an adapter must exist, but changes nothing."""
     started = time.monotonic()
     metrics.tokenize_started(len(call.texts))
     async with adapters.acquire(call.adapter):
-        encoded = [
-            one.keep_last(call.truncate_input_tokens)
-            for one in await tokenizer.encode(call.texts, offsets=call.return_offsets)
+        encodings = [
+            encoding.keep_last(call.truncate_input_tokens)
+            for encoding in await tokenizer.encode(call.texts, offsets=call.return_offsets)
         ]
-    metrics.tokenize_succeeded(sum(len(one.ids) for one in encoded), time.monotonic() - started)
+    metrics.tokenize_succeeded(sum(len(encoding.ids) for encoding in encodings), time.monotonic() - started)
     return [
         TokenizeResult(
-            token_count=len(one.ids),
-            tokens=[tokenizer.token_text(token) for token in one.ids] if call.return_tokens else [],
-            offsets=one.offsets,
+            token_count=len(encoding.ids),
+            tokens=[tokenizer.token_text(token) for token in encoding.ids] if call.return_tokens else [],
+            offsets=encoding.offsets,
         )
-        for one in encoded
+        for encoding in encodings
     ]

@@ -1,7 +1,7 @@
-"""A model's tokenizer: text to ids in a thread pool, truncation, offsets, and facts about single tokens.
+"""A model's tokenizer: text to ids in a thread pool, truncation, offsets, and the vocabulary.
 
-Everything comes from `tokenizer.json` through the `tokenizers` library; truncation and padding written in
-that file are switched off, since both are the business of each request. Ids to text is `detokenizer.py`.
+Everything comes from `tokenizer.json` through the `tokenizers` library; truncation and padding configured in
+that file are switched off, since each request decides them. Ids to text is `detokenizer.py`.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from tgis.models.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One tokenized text, special tokens included; `offsets` is empty unless it was asked for."""
+    """One tokenized text, special tokens included; `offsets` is empty unless requested."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]  # UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens
 
     def keep_last(self, limit: int) -> "Encoding":
-        """The last `limit` tokens by plain slicing, as `Tokenize` truncates; 0 keeps all."""
+        """Truncate by plain slicing, as the Tokenize RPC does; 0 keeps all."""
         return Encoding(self.ids[-limit:], self.offsets[-limit:]) if limit else self
 
 
@@ -48,24 +48,24 @@ class Tokenizer:
         description = read_json(path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises nothing more specific
             raise StartError(f"{path} is not a tokenizer: {error}") from error
         return cls(backend, tuple(_decoder_types(description.get("decoder"))), workers)
 
     def close(self) -> None:
-        """End the worker threads; texts that wait are dropped."""
+        """Stop the worker threads; queued texts are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoding]:
-        """Tokenize the texts of one call, special tokens added; InvalidRequest if one cannot be."""
+        """Tokenize the texts of one call, adding special tokens; InvalidRequest if one cannot be tokenized."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, texts, offsets)
 
     def _encode(self, texts: Sequence[str], offsets: bool) -> list[Encoding]:
-        # Never `encode`: it holds the interpreter lock, which `encode_batch` and `encode_batch_fast` let go.
+        # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
         encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
         try:
             encodings = encode(texts)
-        except BaseException as error:  # a panic in the library is no Exception
+        except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"cannot tokenize: {error}") from error
         if not offsets:
             return [Encoding(encoding.ids, []) for encoding in encodings]
@@ -73,12 +73,12 @@ class Tokenizer:
         return [Encoding(encoding.ids, _byte_offsets(text, encoding)) for text, encoding in pairs]
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
-        """The ids of a short text, at once and without special tokens."""
+        """Tokenize a short text in the calling thread."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def truncate(self, ids: list[int], limit: int) -> list[int]:
-        """The last `limit` ids for generation, the first replaced by BOS if texts get one; 0 keeps all."""
+        """Keep the last `limit` ids, the first replaced by BOS if the tokenizer adds one; 0 keeps all."""
         if not limit or len(ids) <= limit:
             return ids
         kept = ids[-limit:]
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, added tokens included."""
+        """Number of ids, added tokens included."""
         size: int = self._backend.get_vocab_size()
         return size
 
@@ -97,32 +97,31 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the tokenizer marks the token as special."""
         return token_id in self._special
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The library's decoding of the ids as a whole text; unknown ids are dropped."""
+        """Decode the ids as one whole text; unknown ids are dropped."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
 
 def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> list[tuple[int, int]]:
-    """The place of each token in UTF-8 bytes; the Python binding counts characters."""
-    # One by one: `encoding.offsets` would hold the interpreter lock while it makes the whole list.
+    """Spans in UTF-8 bytes; those of the Python binding are in characters."""
+    # One by one: `encoding.offsets` holds the GIL while it makes the whole list.
     spans = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
     if text.isascii():
         return list(spans)
     data = text.encode()
-    starts = [place for place, byte in enumerate(data) if byte & 0xC0 != 0x80]  # of each character
+    starts = [index for index, byte in enumerate(data) if byte & 0xC0 != 0x80]  # of each character
     starts.append(len(data))
     return [(starts[start], starts[end]) for start, end in spans]
 
 
 def _bos_token_id(backend: tokenizers.Tokenizer) -> int | None:
-    """The special token put before every text, known by its effect rather than by what a file claims."""
+    """The special token put before every text, found by trying rather than from a configuration file."""
     try:
         encoding = backend.encode("A")
-    except Exception as error:  # the library raises nothing more exact
+    except Exception as error:  # the library raises nothing more specific
         raise StartError(f"the tokenizer cannot encode the letter A: {error}") from error
     added = encoding.special_tokens_mask
     leading = 0 in added and added.index(0) > 0  # before the letter, not after it as in T5

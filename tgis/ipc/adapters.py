@@ -6,34 +6,32 @@ import msgspec
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a request has from the store: a soft prompt, whose embeddings take the place of the first `length` tokens,
-    or a LoRA adapter, of no length.
-    """
+    """The adapter of a request: a soft prompt, which replaces the first `length` tokens, or LoRA, of length 0."""
 
     id: str  # as the call names it
-    length: int
-    decoder_length: int  # how many of these stand before the output of an encoder-decoder
-    lookup_id: int  # number of the lookup that found it
-    version: int  # unlike that of any other content: what was computed with it is no good with another
+    length: int  # virtual tokens
+    decoder_length: int  # how many of these go before the output of an encoder-decoder
+    lookup_id: int  # of the lookup that found it
+    version: int  # unique to this content: cached prefixes are valid for one version only
 
 
 class AdapterStoreOptions(msgspec.Struct, frozen=True):
-    """Where soft prompts and adapters are, and how much of them there may be."""
+    """Where soft prompts and LoRA adapters are, and how much memory they may take."""
 
     path: str  # directory
     cache_bytes: int
-    max_soft_prompt_length: int  # virtual tokens of a soft prompt
+    max_soft_prompt_length: int  # virtual tokens
 
 
 class ResolveAdapter(msgspec.Struct, frozen=True, tag="lookup"):
-    """Find what an id names, and keep it until this is cancelled."""
+    """Look an adapter up, and keep it until the lookup is cancelled."""
 
-    lookup_id: int  # unlike that of any request
+    lookup_id: int  # from the same sequence as request ids
     adapter_id: str
 
 
 class AdapterProblem(enum.StrEnum):
-    """Why it is not to be had."""
+    """Why an adapter cannot be used."""
 
     BAD_ID = "bad_id"
     NOT_FOUND = "not_found"
@@ -42,12 +40,12 @@ class AdapterProblem(enum.StrEnum):
 
 
 class AdapterResolved(msgspec.Struct, frozen=True, tag="prompt"):
-    """The answer to a lookup: a length, or what is wrong."""
+    """The answer to a lookup: what was found, or what is wrong."""
 
     lookup_id: int
     length: int = 0  # virtual tokens
     decoder_length: int = 0
     version: int = 0
-    loaded: bool = False  # whether files were read for it
+    loaded: bool = False  # files were read for it
     problem: AdapterProblem | None = None
     reason: str = ""

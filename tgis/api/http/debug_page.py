@@ -83,7 +83,7 @@ def _why_waiting(snapshot: Snapshot) -> list[str]:
         first = snapshot.waiting_requests[0]
         size = first.prompt_tokens + first.generated_tokens + first.remaining_tokens
         return [
-            f"Request {first.id} is the first in the queue, for {first.seconds_since_queued:,.1f} s: "
+            f"Request {first.id} is the first in the queue, for {first.seconds_since_arrival:,.1f} s: "
             f"{snapshot.wait_reason}. With its output it may come to {size:,} tokens.",
             _ADVICE[snapshot.wait_reason],
         ]
@@ -123,7 +123,7 @@ def _capacity(snapshot: Snapshot) -> str:
 def _queue(snapshot: Snapshot) -> str:
     lines = [
         _table_row(
-            place, row.id, row.seconds_since_queued, row.prompt_tokens, row.generated_tokens, row.remaining_tokens
+            place, row.id, row.seconds_since_arrival, row.prompt_tokens, row.generated_tokens, row.remaining_tokens
         )
         for place, row in enumerate(snapshot.waiting_requests, 1)
     ]
@@ -135,7 +135,7 @@ def _running(snapshot: Snapshot) -> str:
     lines = [
         _table_row(
             row.id,
-            row.seconds_since_queued,
+            row.seconds_since_arrival,
             row.prompt_tokens,
             row.generated_tokens,
             row.remaining_tokens,
