@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 
 import msgspec
 import pytest
-from batches import EOS, limits, request
+from batches import EOS, limits
 from harness import Server, as_stream_request, run_async, running_server, unary_request
 
 from tgis.api.http.debug_page import render_error, render_html, render_json
@@ -23,12 +23,6 @@ from tgis.api.http.probes import ProbeServer
 from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
-from tgis.frontend import engine_queries
-from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_queries import SnapshotQuery
-from tgis.ipc.framing import FrameReader
-from tgis.ipc.framing import encode_frame as packed
-from tgis.ipc.messages import EngineInfo, Fatal, FromEngine, GetSnapshot, Ready, ToEngine
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
@@ -183,107 +177,6 @@ async def test_browsers_get_a_page_and_others_json_of_good_and_bad_news() -> Non
             assert headers["Content-Security-Policy"].startswith("default-src 'none'; ")
             assert ("34" in body, "it is gone" in body) == (news is not None, news is None)
     await probes.stop()
-
-
-class Asked:
-    """Counts the questions to an engine."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self) -> None:
-        self.count += 1
-
-
-@run_async
-async def test_all_who_look_at_once_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "SNAPSHOT_MAX_AGE", 1e9)
-    asked = Asked()
-    shared = SnapshotQuery(asked)
-    looks = [asyncio.ensure_future(shared.get()) for _ in range(100)]
-    await asyncio.sleep(0)
-    assert asked.count == 1
-    shared.resolve(EMPTY)
-    assert await asyncio.gather(*looks) == [EMPTY] * 100
-    assert await shared.get() == EMPTY
-    assert asked.count == 1
-    monkeypatch.setattr(engine_queries, "SNAPSHOT_MAX_AGE", -1.0)
-    again = asyncio.ensure_future(shared.get())
-    await asyncio.sleep(0)
-    assert asked.count == 2
-    shared.resolve(BUSY)
-    assert await again == BUSY
-
-
-@run_async
-async def test_nobody_waits_for_a_stuck_engine_and_the_question_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "SNAPSHOT_TIMEOUT", 0.0)
-    asked = Asked()
-    shared = SnapshotQuery(asked)
-    for _ in range(3):
-        with pytest.raises(Unavailable, match="in a step that has taken 0 s by now, or it hangs"):
-            await shared.get()
-    assert asked.count == 1
-    shared.resolve(EMPTY)
-    assert await shared.get() == EMPTY
-
-
-@run_async
-async def test_a_lost_engine_is_said_at_once() -> None:
-    shared = SnapshotQuery(Asked())
-    look = asyncio.ensure_future(shared.get())
-    await asyncio.sleep(0)
-    shared.fail("it is gone")
-    with pytest.raises(Unavailable, match="it is gone"):
-        await look
-
-
-class Wire:
-    """Instead of the socket, on the side of the front end."""
-
-    def __init__(self) -> None:
-        self.sent: list[ToEngine] = []
-        self._reader = FrameReader(ToEngine)
-
-    def write(self, data: bytes) -> None:
-        self.sent += self._reader.feed(data)
-
-
-INFO = EngineInfo("Fake", "none", "none", 257, False, False, 4, 1000, 64)
-
-
-@run_async
-async def test_the_engine_is_asked_between_ready_and_its_end_only() -> None:
-    client, wire = EngineClient(), Wire()
-    client._transport = wire  # type: ignore[assignment]
-    with pytest.raises(Unavailable, match="still loading"):
-        await client.snapshot()
-    assert wire.sent == []  # what comes first must be the options
-    client.handle(Ready(INFO))
-    look = asyncio.ensure_future(client.snapshot())
-    await asyncio.sleep(0)
-    assert wire.sent == [GetSnapshot()]
-    (received,) = FrameReader(FromEngine).feed(packed(BUSY))
-    client.handle(received)
-    assert await look == BUSY
-    client.handle(Fatal("the device is lost"))
-    client._dead = True
-    with pytest.raises(Unavailable, match="the device is lost"):
-        await client.snapshot()
-
-
-@run_async
-async def test_an_engine_that_answers_but_makes_no_step_is_stuck_all_the_same() -> None:
-    client, wire = EngineClient(), Wire()
-    client._transport = wire  # type: ignore[assignment]
-    client.handle(Ready(INFO))
-    with client.submit([request(1)], eager=True):
-        client._last_progress -= 500
-        look = asyncio.ensure_future(client.snapshot())
-        await asyncio.sleep(0)
-        client.handle(EMPTY)
-        await look
-        assert client.seconds_stalled() >= 500
 
 
 SECRET = "password"

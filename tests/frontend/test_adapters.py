@@ -11,12 +11,9 @@ from harness import run_async
 from tgis import config, server
 from tgis.errors import InvalidRequest, OptionError
 from tgis.frontend.adapters import AdapterClient
-from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_queries import AdapterQueries
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions, ResolveAdapter
-from tgis.ipc.messages import Cancel
+from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions
 
 
 class Engine:
@@ -130,26 +127,6 @@ async def test_without_a_store_every_id_is_refused() -> None:
         async with adapters.acquire(("prefix_id", "x")):
             pass
     assert counted(metrics) == ("1.0", "0.0")
-
-
-@run_async
-async def test_a_lookup_that_takes_too_long_is_given_up_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr("tgis.frontend.engine_queries.ADAPTER_TIMEOUT", 0.01)
-    lookups = AdapterQueries(sent.append)
-    async with lookups.acquire(5, "x") as info:
-        assert info is None
-    assert sent == [ResolveAdapter(5, "x"), Cancel([5])]
-    lookups.resolve(AdapterResolved(5, length=3))  # late, for nobody
-
-
-@run_async
-async def test_answers_to_lookups_are_no_sign_of_progress() -> None:
-    """An engine whose steps hang still looks at files, in other threads."""
-    client = EngineClient()
-    before = client._last_progress
-    client.handle(AdapterResolved(1, length=3))
-    assert client._last_progress == before
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:
