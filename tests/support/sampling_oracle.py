@@ -3,6 +3,7 @@
 `ambiguous` says that rounding may decide differently: the tests do without such rows.
 """
 
+import itertools
 import math
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogpr
 Scores = NDArray[np.float64]
 CLOSE = 1e-6
 _MASK = (1 << 64) - 1
+_ids = itertools.count()
 
 
 def make_row(
     sampling: SamplingParams, details: LogprobOptions | None = None, generated: int = 0, prompt: Many[int] = (1, 2)
 ) -> Sequence:
     """A row that has generated so many tokens."""
-    request = Request(0, list(prompt), 10_000, False, sampling, details or LogprobOptions())
+    request = Request(next(_ids), list(prompt), 10_000, False, sampling, details or LogprobOptions())
     row = Sequence(request, arrival_time=0.0)
     row.tokens += [0] * generated
     return row

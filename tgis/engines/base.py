@@ -19,7 +19,24 @@ class StepResult:
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]  # of each sequence's tokens, or none; empty when no sequence asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request id -> its input tokens
-    failed: dict[int, str] = field(default_factory=dict)  # request id -> why; its token means nothing
+    failed: dict[int, str] = field(default_factory=dict)  # request id -> why; its tokens mean nothing
+
+    @classmethod
+    def gather(cls, seqs: list[Sequence], results: "list[tuple[list[Sequence], StepResult]]") -> "StepResult":
+        """One result in the order of `seqs` from those of several batches; the last batch with a sequence counts."""
+        gathered = cls([], [])
+        sources = {seq.id: (result, index) for batch, result in results for index, seq in enumerate(batch)}
+        asked = any(result.logprobs for _, result in results)
+        for seq in seqs:
+            result, index = sources[seq.id]
+            gathered.tokens.append(result.tokens[index])
+            if asked:
+                gathered.logprobs.append(result.logprobs[index] if result.logprobs else [])
+            if seq.id in result.failed:
+                gathered.failed[seq.id] = result.failed[seq.id]
+        for _, result in results:
+            gathered.prompt_logprobs |= result.prompt_logprobs
+        return gathered
 
 
 class Engine(Protocol):

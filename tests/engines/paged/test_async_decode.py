@@ -160,10 +160,10 @@ def test_any_plan_may_follow_any_other(
         graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine._num_blocks * SIZE)
         graphs.capture(record, subject.engine._device)
         monkeypatch.setattr(subject.engine, "_graphs", graphs)
-    changed = mock.Mock(wraps=subject.engine._decoder._invalidate)
+    changed = mock.Mock(wraps=subject.engine._sampler.invalidate)
     tokens = back = 0
     with (
-        mock.patch.object(subject.engine._decoder, "_invalidate", changed),
+        mock.patch.object(subject.engine._sampler, "invalidate", changed),
         mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0),
     ):
         for seed in range(15):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -10,12 +11,14 @@ import sampling_oracle as oracle
 import torch
 from msgspec.structs import replace
 from sampling_oracle import make_row
+from sampling_steps import Sampled, by_row, sample_batch
 from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
+from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
-from tgis.engines.sampling.sampler import Sampler, SamplerOutput, inverse_cdf
+from tgis.engines.sampling.sampler import inverse_cdf
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
 CPU = torch.device("cpu")
@@ -27,16 +30,12 @@ INFINITY = math.inf
 
 def choose(
     rows: list[Sequence], logits: torch.Tensor, context: torch.Tensor | None = None, eos: Many[int] = ()
-) -> SamplerOutput:
-    """One step; the context is token 0 alone where a test does not care."""
-    sampler = Sampler(logits.shape[1], eos, CPU)
-    sampler.set_seqs(rows)
-    if context is None:
-        context = torch.zeros(len(rows), 1, dtype=torch.int64)
-    return sampler.sample_and_wait(logits.clone(), context)
+) -> Sampled:
+    """One step; the history is token 0 alone where a test does not care."""
+    return sample_batch(rows, logits, [[0]] * len(rows) if context is None else context.tolist(), eos)
 
 
-def fact(choice: SamplerOutput, row: int = 0) -> TokenLogprobs:
+def fact(choice: Sampled, row: int = 0) -> TokenLogprobs:
     found = choice.logprobs[row]
     assert found is not None
     return found
@@ -126,7 +125,7 @@ def test_greedy_without_details_looks_at_the_logits_as_they_are(dtype: torch.dty
     logits = normal(9, 700).to(dtype)
     rows = [make_row(SamplingParams(seed=3, top_k=2, top_p=0.1)) for _ in range(9)]
     choice = choose(rows, logits)
-    assert choice == SamplerOutput(logits.double().argmax(-1).tolist(), [], [])
+    assert choice == Sampled(logits.double().argmax(-1).tolist(), [], [])
 
 
 def test_ties_at_the_kth_place_stay() -> None:
@@ -315,29 +314,39 @@ def test_a_long_list_beside_a_bad_row() -> None:
 
 def test_logits_may_be_a_view() -> None:
     rows = [make_row(SamplingParams(temperature=t, repetition_penalty=2.0), LOGPROBS) for t in (0.0, 1.0, 0.0)]
-    whole = normal(3, 4, 700)
-    sampler = Sampler(700, (), CPU)
-    sampler.set_seqs(rows)
-    context = torch.arange(300).repeat(3, 1)
-    assert sampler.sample_and_wait(whole.clone()[:, -1], context) == choose(rows, whole[:, -1], context)
+    whole, history = normal(3, 4, 700), list(range(300))
+    sampler = BatchSampler(700, (), CPU, lambda _: history)
+    found = by_row(sampler.sample_and_wait(rows, whole.clone()[:, -1]), rows)
+    assert found == sample_batch(rows, whole[:, -1], [history] * 3)
 
 
-def test_rows_come_and_go() -> None:
-    """A sampler that has seen other rows chooses as a new one does, and reads each row's length every time."""
-    sampler, logits = Sampler(500, EOS, CPU), normal(2, 500, spread=1.0)
-    row, other = make_row(SamplingParams(temperature=1.0, seed=9)), make_row(SamplingParams(min_new_tokens=3), LOGPROBS)
-    for rows in ([row], [other, row], [row, other], [other]):
-        sampler.set_seqs(rows)
-        for _ in range(2):
-            these, context = logits[: len(rows)], torch.zeros(len(rows), 1, dtype=torch.int64)
-            choice = sampler.sample_and_wait(these.clone(), context)
-            assert choice == choose(rows, these, eos=EOS)
-            for each, token in zip(rows, choice.tokens, strict=True):
-                each.tokens.append(token)
+def test_a_sampler_follows_its_batch() -> None:
+    """It samples as a new one does, whichever rows come and go, whether steps fail halfway or are rolled back."""
+    rng, logits = random.Random(1), normal(4, 60, spread=1.0)
+    sampler = BatchSampler(60, EOS, CPU, lambda seq: seq.tokens)
+    params = [
+        SamplingParams(temperature=1.0, seed=9, repetition_penalty=3.0),
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(min_new_tokens=3),
+        SamplingParams(temperature=1.0, top_k=5, length_penalty=(2, 1.2)),
+    ]
+    everyone = [make_row(each, LOGPROBS) for each in params]
+    rows = everyone
+    for _ in range(300):
+        if rng.random() < 0.2:
+            rows = rng.sample(everyone, rng.randint(1, 4))
+        scores = logits[: len(rows)]
+        if rng.random() < 0.1:
+            sampler.prepare(rng.sample(everyone, 2))  # a step that fails in the model
+        found = by_row(sampler.sample_and_wait(rows, scores.clone()), rows)
+        assert found == sample_batch(rows, scores, [row.tokens for row in rows], EOS)
+        if rng.random() < 0.9:  # else rolled back
+            for row, token in zip(rows, found.tokens, strict=True):
+                row.tokens.append(token)
 
 
 def test_an_empty_batch() -> None:
-    assert choose([], torch.empty(0, 40)) == SamplerOutput([], [], [])
+    assert choose([], torch.empty(0, 40)) == Sampled([], [], [])
 
 
 ROWS = [

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_oracle import make_row
+from sampling_steps import sample_batch
 
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
@@ -77,10 +78,8 @@ def test_rows_are_as_the_naive_way_has_them(
     eos: list[int],
 ) -> None:
     wishes, asked, generated, logits, context = batch
-    sampler = ours.Sampler(len(logits[0]), eos, torch.device("cpu"))
     rows = [make_row(s, d, n) for s, d, n in zip(wishes, asked, generated, strict=True)]
-    sampler.set_seqs(rows)
-    choice = sampler.sample_and_wait(torch.tensor(logits, dtype=dtype), torch.tensor(context))
+    choice = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
     ends = [token for token in eos if token < len(logits[0])]
     for i, sampling in enumerate(wishes):
         expected = oracle.process(logits[i], sampling, generated[i], ends, context[i])

@@ -4,7 +4,7 @@ The model code is transformers' own; around it KV caches that rows join and leav
 on the CPU, and sampling over the whole batch. It never downloads and never runs code of a model directory.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 
@@ -20,11 +20,10 @@ from tgis.engines.memory.profiler import profile_padded
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
-from tgis.engines.sampling.sampler import Sampler, SamplerOutput
-from tgis.engines.sampling.token_history import TokenHistory
+from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 
@@ -47,11 +46,8 @@ class PaddedEngine:
         self._max_batch_size = options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
         self._model = load(options, self._device, self._max_batch_size)
         self._vocab_size = self._model.info.vocab_size
-        self._eos_ids = options.eos_ids
-        self._sampler = Sampler(self._vocab_size, options.eos_ids, self._device)
-        self._token_history = TokenHistory(self._model.token_history, self._device)
+        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, self._model.token_history)
         self._seqs: list[Sequence] = []
-        self._batch_changed = True  # whether rows have joined or left since the last decode
         self._memory_model = MemoryModel.from_tokens(0)  # until it is warm
 
     @property
@@ -102,8 +98,6 @@ class PaddedEngine:
             self._model.remove(index)
             self._seqs[index] = self._seqs[-1]
             self._seqs.pop()
-        if held:
-            self._batch_changed = True
         if not self._seqs:
             self._model.clear()
 
@@ -114,37 +108,21 @@ class PaddedEngine:
         with self._all_or_nothing():
             self._model.append(new_seqs)
         self._seqs += new_seqs
-        self._batch_changed = True
-        with self._model.lora.applied([lora_of(row) for row in new_seqs]):
-            newest, inputs = self._model.prefill(new_seqs)
-        sampler = Sampler(self._vocab_size, self._eos_ids, self._device)
-        context = TokenHistory(self._model.token_history, self._device)
-        sampler.set_seqs(new_seqs)
-        context.set_seqs(new_seqs)
-        choice = sampler.sample_and_wait(newest, context.ids)
-        tokens, logprobs = _per_sequence(choice, range(len(new_seqs)))
-        return StepResult(tokens, logprobs, inputs, _failed_sequences(new_seqs, choice.invalid))
+        with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
+            logits, prompt_logprobs = self._model.prefill(new_seqs)
+        result = self._sampler.sample_and_wait(new_seqs, logits)
+        result.prompt_logprobs = prompt_logprobs
+        return result
 
-    def _decode(self, rows: list[Sequence]) -> StepResult:
-        if len(self._seqs) < len(rows):
+    def _decode(self, seqs: list[Sequence]) -> StepResult:
+        if len(self._seqs) < len(seqs):
             raise OutOfMemory("the rows were lost when the cache could not grow")
         with self._all_or_nothing():
-            return self._decode_batch(rows)
-
-    def _decode_batch(self, rows: list[Sequence]) -> StepResult:
-        newest = torch.tensor([row.tokens[-1] for row in self._seqs], device=self._device)
-        if self._batch_changed:
-            self._sampler.set_seqs(self._seqs)
-            self._token_history.set_seqs(self._seqs)
-            self._batch_changed = False
-        else:
-            self._token_history.append(newest)
-        with self._model.lora.applied([lora_of(row) for row in self._seqs]):
-            logits = self._model.decode(newest)
-        choice = self._sampler.sample_and_wait(logits, self._token_history.ids)
-        place = {row.id: index for index, row in enumerate(self._seqs)}
-        tokens, logprobs = _per_sequence(choice, [place[row.id] for row in rows])  # the plan's order, not the slots'
-        return StepResult(tokens, logprobs, failed=_failed_sequences(self._seqs, choice.invalid))
+            last_tokens = torch.tensor([seq.tokens[-1] for seq in self._seqs], device=self._device)
+            with self._model.lora.applied([lora_of(seq) for seq in self._seqs]):
+                logits = self._model.decode(last_tokens)
+            result = self._sampler.sample_and_wait(self._seqs, logits)
+            return StepResult.gather(seqs, [(self._seqs, result)])
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -154,18 +132,4 @@ class PaddedEngine:
         except BaseException:
             self._model.clear()
             self._seqs = []
-            self._batch_changed = True
             raise
-
-
-def _per_sequence(output: SamplerOutput, order: Iterable[int]) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-    """Tokens and logprobs of one token per sequence, as a StepResult has them."""
-    rows = list(order)
-    if not output.logprobs:
-        return [[output.tokens[row]] for row in rows], []
-    logprobs = [output.logprobs[row] for row in rows]
-    return [[output.tokens[row]] for row in rows], [[each] if each else [] for each in logprobs]
-
-
-def _failed_sequences(rows: list[Sequence], bad: list[int]) -> dict[int, str]:
-    return {rows[index].id: "the model's scores are not finite" for index in bad}

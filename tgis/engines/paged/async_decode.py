@@ -1,27 +1,55 @@
-"""Running ahead: the next decode step is launched before the tokens of the last one are on the host.
+"""Asynchronous decoding: the next decode step is launched before the tokens of the last one are on the host.
 
-A flight is such a step, of rows that are sure to want another token unless they end by the one that they are getting;
-on its way into the flight that one never leaves the device. The flight lands in the step that is planned next. Rows
-that have left by then, or whose token turned out to be another, are computed anew or not at all. All passes are in one
-queue of the device: whoever gets a block next writes to it after the flight has, and reads what it has written itself.
+Such a step in flight is of sequences that are sure to want another token, unless the one that they are getting ends
+them; on its way into the next step that one never leaves the device. The next plan reuses the result. Sequences that
+are gone by then, or whose token turned out to be another, are not reused. All steps are in one stream of the device:
+whoever gets a freed block writes to it after the step in flight has, and reads what it has written itself.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import accumulate
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.paged.prompt_logprobs import PromptLogprobs
-from tgis.engines.paged.underway import InFlightStep
+from tgis.engines.paged.prompt_logprobs import PromptChunk, PromptLogprobs
+from tgis.engines.sampling.batch_sampler import BatchSampler
+from tgis.engines.sampling.logprobs import PendingCopy
+from tgis.engines.sampling.sampler import SampledTokens
 
-_COOLDOWN_STEPS = 16  # steps after one whose tokens have changed: where that is usual, rows would be computed twice
+_COOLDOWN_STEPS = 16  # after a token that changed: where that is usual, most steps would be computed twice
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that the device has been told of; its result is copied to the host as soon as it is there."""
+
+    sampled: SampledTokens
+    prompt_chunks: list[PromptChunk]
+    _pending: PendingCopy = field(init=False)
+
+    def __post_init__(self) -> None:
+        prompt_tables = [chunk.table for chunk in self.prompt_chunks if chunk.table]
+        self._pending = PendingCopy([*self.sampled.tables, *prompt_tables])
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        """Those that get a token."""
+        return self.sampled.seqs
+
+    def wait(self, prompt_logprobs: PromptLogprobs) -> tuple[StepResult, list[Sequence]]:
+        """The result, and the sequences whose token is not the one that a next step was launched with."""
+        tables = self._pending.wait()
+        count = len(self.sampled.tables)
+        result = self.sampled.result(tables[:count])
+        result.prompt_logprobs = prompt_logprobs.finish(self.prompt_chunks, tables[count:])
+        return result, self.sampled.changed(tables[:count])
+
 
 Launch = Callable[[StepPlan], InFlightStep]
-LaunchNext = Callable[[list[Sequence], Tensor, list[int]], InFlightStep]  # rows; tokens; places of the rows' own
-Source = tuple[int, int]  # number of a pass, and a place in what it chooses
+LaunchNext = Callable[[list[Sequence], Tensor, list[int]], InFlightStep]  # newest tokens, and each sequence's index
 
 
 class AsyncDecoder:
@@ -31,84 +59,77 @@ class AsyncDecoder:
         self,
         launch: Launch,
         launch_next: LaunchNext | None,
-        invalidate: Callable[[], None],
-        explainer: PromptLogprobs,
+        sampler: BatchSampler,
+        prompt_logprobs: PromptLogprobs,
         block_size: int,
     ) -> None:
-        """Without `launch_next` every step is launched when it is planned; `forget` is for tokens that changed."""
+        """Without `launch_next` every step is launched when it is planned."""
         self._launch = launch
         self._launch_next = launch_next
-        self._invalidate = invalidate
-        self._prompt_logprobs = explainer
+        self._sampler = sampler
+        self._prompt_logprobs = prompt_logprobs
         self._block_size = block_size
-        self._cooldown = 0  # steps to go without a flight
+        self._cooldown = 0  # steps to go without one in flight
         self._in_flight: InFlightStep | None = None
-        self._expected_lengths: dict[int, int] = {}  # by request id: tokens of a row when it lands with the flight
+        self._expected_lengths: dict[int, int] = {}  # by request id: number of tokens when the step is reused
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Let land what can, launch the rest and the next flight, and only then wait for tokens."""
-        reused = {row.id for row in plan.sampled if self._expected_lengths.get(row.id) == len(row.tokens)}
+        """Reuse what is in flight, launch the rest and the next step, and only then wait for tokens."""
+        reused = {seq.id for seq in plan.sampled if self._expected_lengths.get(seq.id) == len(seq.tokens)}
         steps = [self._in_flight] if self._in_flight and reused else []
         self._in_flight, self._expected_lengths = None, {}
         rest = plan.without(reused) if reused else plan
         if rest.seqs:
             steps.append(self._launch(rest))
-        # A row that was in the flight and does not land has been computed anew: the later pass counts.
-        sources = {row.id: (number, place) for number, each in enumerate(steps) for place, row in enumerate(each.seqs)}
-        self._launch_ahead(plan, steps, sources)
-        return self._collect(plan, steps, sources)
+        self._launch_ahead(plan, steps)
+        return self._collect(plan, steps)
 
-    def release(self, rows: Iterable[Sequence]) -> None:
-        """Rows that have gone do not land."""
-        for row in rows:
-            self._expected_lengths.pop(row.id, None)
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        """Sequences that are gone reuse nothing."""
+        for seq in seqs:
+            self._expected_lengths.pop(seq.id, None)
         if not self._expected_lengths:
             self._in_flight = None
 
-    def _launch_ahead(self, plan: StepPlan, steps: list[InFlightStep], sources: dict[int, Source]) -> None:
-        rows = self._continuing(plan)
-        if self._launch_next is None or not rows:
+    def _launch_ahead(self, plan: StepPlan, steps: list[InFlightStep]) -> None:
+        seqs = self._continuing(plan)
+        if self._launch_next is None or not seqs:
             return
         if self._cooldown:
             self._cooldown -= 1
             return
-        tokens = [each.sampled.token_ids() for each in steps]
-        starts = [0, *accumulate(map(len, tokens))]
-        own = [starts[number] + place for number, place in (sources[row.id] for row in rows)]
-        self._in_flight = self._launch_next(rows, torch.cat(tokens), own)
-        self._expected_lengths = {row.id: len(row.tokens) + 1 for row in rows}
+        # A sequence that was in flight and is not reused is in both steps: the later one counts.
+        indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.seqs)}
+        token_ids = torch.cat([step.sampled.token_ids() for step in steps])
+        self._in_flight = self._launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
+        self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
-        """The rows that will want another token whatever the next is, short of an end. None where one lacks a block for
-        it or has not done its prompt: what is left behind is a second pass, which costs more than is won.
+        """The sequences that want another token whatever the next one is, unless it ends them. None where one lacks a
+        block for it or has not finished its prompt: what is left behind needs a second step, which costs more than is
+        gained.
         """
-        rows = [row for row in plan.sampled if row.num_remaining_tokens > 1]
-        ready = all(self._has_free_slot(row) for row in rows)
-        return rows if ready and len(plan.sampled) == len(plan.seqs) else []
+        seqs = [seq for seq in plan.sampled if seq.num_remaining_tokens > 1]
+        ready = all(self._has_free_slot(seq) for seq in seqs)
+        return seqs if ready and len(plan.sampled) == len(plan.seqs) else []
 
-    def _has_free_slot(self, row: Sequence) -> bool:
-        place = len(row.tokens)  # of the next token: in no block that others may find
-        assert place >= row.num_cached_blocks * self._block_size
-        return place < len(row.block_table) * self._block_size
+    def _has_free_slot(self, seq: Sequence) -> bool:
+        position = len(seq.tokens)  # of the next token: never in a cached block, which others may share
+        assert position >= seq.num_cached_blocks * self._block_size
+        return position < len(seq.block_table) * self._block_size
 
-    def _collect(self, plan: StepPlan, steps: list[InFlightStep], sources: dict[int, Source]) -> StepResult:
-        result, choices = StepResult([], []), []
-        for each in steps:
-            choice, told = each.wait()
-            choices.append(choice)
-            result.prompt_logprobs |= self._prompt_logprobs.finish(each.prompt_chunks, told)
-        asked = any(choice.logprobs for choice in choices)
-        for row in plan.sampled:
-            number, place = sources[row.id]
-            choice = choices[number]
-            result.tokens.append([choice.tokens[place]])
-            if asked:
-                logprobs = choice.logprobs[place] if choice.logprobs else None
-                result.logprobs.append([logprobs] if logprobs else [])
-            if place in choice.invalid:
-                result.failed[row.id] = "the model's scores are not finite"
-            if place in choice.changed:
-                self.release([row])
-                self._invalidate()
-                self._cooldown = _COOLDOWN_STEPS
-        return result
+    def _collect(self, plan: StepPlan, steps: list[InFlightStep]) -> StepResult:
+        last_steps = {seq.id: step for step in steps for seq in step.seqs}
+        results = []
+        for step in steps:
+            result, changed = step.wait(self._prompt_logprobs)
+            results.append((step.seqs, result))
+            self._discard([seq for seq in changed if last_steps[seq.id] is step and seq in plan.sampled])
+        return StepResult.gather(plan.sampled, results)
+
+    def _discard(self, changed: list[Sequence]) -> None:
+        """The step in flight was launched with other tokens of these sequences."""
+        if changed:
+            self.release(changed)
+            self._sampler.invalidate()
+            self._cooldown = _COOLDOWN_STEPS

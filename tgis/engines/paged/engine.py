@@ -18,15 +18,15 @@ from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import device_errors, memory_for_batches
 from tgis.engines.memory.profiler import dummy_length, profile_paged
-from tgis.engines.paged.async_decode import AsyncDecoder
+from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import FlatBatch, prepare_inputs, prepare_next_inputs
 from tgis.engines.paged.compile import CompiledDecoder, can_compile
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, cuda_capture
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.engines.paged.prompt_logprobs import PromptLogprobs
-from tgis.engines.paged.underway import InFlightStep
 from tgis.engines.sampling.batch_sampler import BatchSampler
+from tgis.engines.sampling.sampler import SampledTokens
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -67,16 +67,13 @@ class PagedEngine:
         self._embedding = self._model.get_input_embeddings()
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}")
-        self._batch_sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device)
-        self._next_batch_sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device)
+        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history)
         self._prompt_logprobs = PromptLogprobs(self._vocab_size)
         self._async_decode = (
             self._device.type == "cuda" and options.num_shards == 1 if async_decode is None else async_decode
         )
         launch_next = self._launch_next if self._async_decode else None
-        self._decoder = AsyncDecoder(
-            self._launch, launch_next, self._next_batch_sampler.invalidate, self._prompt_logprobs, BLOCK_SIZE
-        )
+        self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, BLOCK_SIZE)
         self._num_blocks = 0
         self._compiled: CompiledDecoder | None = None
         self._graphs: DecodeGraphs | None = None
@@ -189,19 +186,23 @@ class PagedEngine:
         return self._options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
-        """Tell the device of a step."""
-        batch, explained = prepare_inputs(
-            plan, BLOCK_SIZE, self._device, self._batch_sampler.step_metadata(plan.sampled)
-        )
+        """Queue a step on the device."""
+        step_metadata = self._sampler.prepare(plan.sampled)
+        batch, prompt_slices = prepare_inputs(plan, BLOCK_SIZE, self._device, step_metadata)
         logits = self._run_model(batch)
-        draft = self._batch_sampler.sample(logits[: len(plan.sampled)], batch)
-        return InFlightStep(draft, self._prompt_logprobs.start(plan, explained, logits))
+        prompt_chunks = self._prompt_logprobs.start(plan, prompt_slices, logits)
+        return InFlightStep(self._sample(batch, logits[: len(plan.sampled)]), prompt_chunks)
 
-    def _launch_next(self, rows: list[Sequence], tokens: torch.Tensor, places: list[int]) -> InFlightStep:
-        """Tell the device of the step after one that nothing is known of yet."""
-        numbers = self._next_batch_sampler.step_metadata(rows, lookahead=1)
-        batch = prepare_next_inputs(rows, tokens, places, BLOCK_SIZE, self._device, numbers)
-        return InFlightStep(self._next_batch_sampler.sample(self._run_model(batch), batch), [])
+    def _launch_next(self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: list[int]) -> InFlightStep:
+        """Queue the step after one whose tokens are still on the device."""
+        step_metadata = self._sampler.prepare(seqs, lookahead=1)
+        batch = prepare_next_inputs(seqs, tokens, token_indices, BLOCK_SIZE, self._device, step_metadata)
+        return InFlightStep(self._sample(batch, self._run_model(batch)), [])
+
+    def _sample(self, batch: FlatBatch, logits: torch.Tensor) -> SampledTokens:
+        """`logits` are those of the first of `batch.logits_indices`."""
+        newest = batch.input_ids[batch.logits_indices[: len(logits)]]
+        return self._sampler.sample(logits, newest, batch.step_metadata)
 
     def _run_model(self, batch: FlatBatch) -> torch.Tensor:
         recorded = self._graphs.run(batch) if self._graphs else None
@@ -298,3 +299,8 @@ def _dummy_sequence(tokens: list[int], *, prompt_logprobs: bool = False) -> Sequ
     row = Sequence(request, arrival_time=0.0)
     row.block_table = list(range(-(-len(tokens) // BLOCK_SIZE)))
     return row
+
+
+def _token_history(seq: Sequence) -> list[int]:
+    """Prompt and generated tokens, without those of a soft prompt."""
+    return seq.tokens[seq.request.soft_prompt_length :]

@@ -1,4 +1,4 @@
-"""Facts about the input tokens of rows whose prompts are computed in parts, told when a prompt is done."""
+"""Logprobs of prompts that are computed in chunks, reported when a prompt is done."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,51 +19,54 @@ from tgis.ipc.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """The input tokens of a row that a pass says something about."""
+    """The prompt tokens of a sequence that a step predicts."""
 
     seq: Sequence
     num_targets: int
     is_last: bool  # of the prompt
-    tables: list[LogprobTable]  # one or, where nothing is asked, none
+    table: LogprobTable | None  # None where nothing is asked
 
 
 class PromptLogprobs:
-    """Keeps the facts of prompts that are not done."""
+    """Keeps the logprobs of unfinished prompts."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # by request id
 
     def start(self, plan: StepPlan, prompt_slices: dict[int, slice], logits: Tensor) -> list[PromptChunk]:
-        """What the logits of a plan say about input tokens; `explained` tells where those of which request are."""
+        """The chunks of a plan, while they are on the device; `prompt_slices` of `logits` by request id."""
         work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         return [
-            _prompt_chunk(row, count, logits[prompt_slices[row.id]]) for row, count in work if row.id in prompt_slices
+            _prompt_chunk(seq, count, logits[prompt_slices[seq.id]]) for seq, count in work if seq.id in prompt_slices
         ]
 
-    def finish(self, chunks: Iterable[PromptChunk], fetched: Iterable[HostTable]) -> dict[int, list[TokenLogprobs]]:
-        """The facts of prompts that are done now, by request id; `fetched` are the parts' passes."""
-        done, tables = {}, iter(fetched)
-        for part in chunks:
-            row, details = part.seq, part.seq.request.logprob_options
-            if not row.num_computed_tokens:
-                self._logprobs[row.id] = [first_prompt_logprobs(details)]
-            rows = next(tables).rows if part.tables else []
-            told = [token_logprobs(each, details, self._vocab_size) for each in rows]
-            self._logprobs[row.id] += told or [TokenLogprobs()] * part.num_targets
-            if part.is_last:
-                done[row.id] = self._logprobs.pop(row.id)
+    def finish(self, chunks: Iterable[PromptChunk], tables: Iterable[HostTable]) -> dict[int, list[TokenLogprobs]]:
+        """The logprobs of prompts that are done now, by request id; `tables` are those of the chunks that have one."""
+        done, on_host = {}, iter(tables)
+        for chunk in chunks:
+            seq, options = chunk.seq, chunk.seq.request.logprob_options
+            if not seq.num_computed_tokens:
+                self._logprobs[seq.id] = [first_prompt_logprobs(options)]
+            if chunk.table:
+                rows = next(on_host).rows
+                self._logprobs[seq.id] += [token_logprobs(row, options, self._vocab_size) for row in rows]
+            else:
+                self._logprobs[seq.id] += [TokenLogprobs()] * chunk.num_targets
+            if chunk.is_last:
+                done[seq.id] = self._logprobs.pop(seq.id)
         return done
 
-    def release(self, rows: Iterable[Sequence]) -> None:
-        """Forget what was found out about their inputs."""
-        for row in rows:
-            self._logprobs.pop(row.id, None)
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        """Forget those of their unfinished prompts."""
+        for seq in seqs:
+            self._logprobs.pop(seq.id, None)
 
 
-def _prompt_chunk(row: Sequence, count: int, logits: Tensor) -> PromptChunk:
-    following = row.tokens[row.num_computed_tokens + 1 : row.num_computed_tokens + count + 1]
-    details = row.request.logprob_options
-    asked = following and any_requested(details)
-    passes = [prompt_logprob_table(logits[: len(following)], following, details)] if asked else []
-    return PromptChunk(row, len(following), row.num_computed_tokens + count == len(row.tokens), passes)
+def _prompt_chunk(seq: Sequence, count: int, logits: Tensor) -> PromptChunk:
+    end = seq.num_computed_tokens + count
+    targets = seq.tokens[seq.num_computed_tokens + 1 : end + 1]
+    options = seq.request.logprob_options
+    asked = targets and any_requested(options)
+    table = prompt_logprob_table(logits[: len(targets)], targets, options) if asked else None
+    return PromptChunk(seq, len(targets), end == len(seq.tokens), table)

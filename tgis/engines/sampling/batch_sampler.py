@@ -1,6 +1,6 @@
-"""Chooses tokens of rows without padding, which are mostly the rows of the last time: a sampler and its context."""
+"""The sampler of an engine: one batch after another, mostly of the same sequences."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -8,38 +8,85 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.sampling.sampler import SampledTokens, Sampler
+from tgis.engines.base import StepResult
+from tgis.engines.kernels.transfers import to_device
+from tgis.engines.sampling.logprobs import PendingCopy
+from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups, uniforms
 from tgis.engines.sampling.token_history import TokenHistory
+
+_Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
 
 
 class BatchSampler:
-    """One step is `numbers`, which go to the device with the batch, then `draft`."""
+    """A step is `prepare`, then `sample`. Consecutive steps of the same sequences reuse what is on the device: the
+    parameters, and the token history, to which the newest tokens are appended.
+    """
 
-    def __init__(self, vocab_size: int, eos_ids: Iterable[int], device: torch.device) -> None:
-        self._sampler = Sampler(vocab_size, eos_ids, device)
-        self._history = TokenHistory(lambda row: row.tokens[row.request.soft_prompt_length :], device)
-        self._known: list[tuple[int, int]] = []  # ids of the rows, and how many tokens of each are in the context
-        self._next: list[tuple[int, int]] = []
-        self._behind = False  # whether the context lacks the newest token of every row
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        device: torch.device,
+        history_of: Callable[[Sequence], list[int]],
+    ) -> None:
+        """`vocab_size` is the width of the logits; penalties on the end of a sequence apply to all of `eos_ids`, a
+        repetition penalty to the tokens that `history_of` returns, the newest last.
+        """
+        self._vocab_size = vocab_size
+        self._device = device
+        self._history_of = history_of
+        self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
+        self._sampled_lengths: _Lengths | None = None  # of the last step, if the next one may reuse it
+        self._next_lengths: _Lengths = []  # of the step that is prepared
+        self._append_newest = False
+        self._set_batch([])
 
-    def step_metadata(self, rows: list[Sequence], lookahead: int = 0) -> NDArray[np.float64]:
-        """Choose for these rows next; the newest `ahead` tokens of each, 1 at the most, are on the device only."""
-        self._next = [(row.id, len(row.tokens) + lookahead) for row in rows]
-        grown = self._next == [(number, length + 1) for number, length in self._known]
-        if not grown:
-            self._sampler.set_seqs(rows)
-            self._history.set_seqs(rows)
-        self._behind = grown or lookahead > 0
-        return self._sampler.step_metadata(lookahead)
+    def prepare(self, seqs: list[Sequence], lookahead: int = 0) -> NDArray[np.float64]:
+        """The step metadata [2, B] that `sample` takes on the device: how many tokens each sequence has generated, and
+        the uniform number it draws with. The newest `lookahead` tokens, at most one, are on the device only.
+        """
+        self._next_lengths = [(seq.id, len(seq.tokens) + lookahead) for seq in seqs]
+        advanced = self._is_next(self._next_lengths)
+        self._sampled_lengths = None  # this step may fail before it is sampled
+        if not advanced:
+            self._set_batch(seqs)
+        self._append_newest = advanced or lookahead > 0
+        num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.uint64)
+        return np.stack([num_generated.astype(np.float64), uniforms(self._seeds, num_generated)])
 
-    def sample(self, logits: Tensor, batch: FlatBatch) -> SampledTokens:
-        """Choose from `logits` [B, V] of the rows, the first that `batch` keeps; it has brought the numbers along."""
-        if self._behind:
-            self._history.append(batch.input_ids[batch.logits_indices[: len(logits)]])
-        self._known = self._next
-        return self._sampler.sample(logits, self._history.ids, batch.step_metadata)
+    def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
+        """One token per sequence from `logits` [B, V], which may be overwritten; `newest` [B] are the tokens before.
+
+        Nothing here waits for the device.
+        """
+        assert logits.shape == (len(self._seqs), self._vocab_size)
+        if self._history and self._append_newest:
+            self._history.append(newest)
+        self._sampled_lengths = self._next_lengths
+        num_generated, uniform = step_metadata[:, :, None]
+        step = StepInputs(logits, self._history and self._history.ids, num_generated, uniform)
+        tables = [group.method(group, step) for group in self._groups]
+        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size)
+
+    def sample_and_wait(self, seqs: list[Sequence], logits: Tensor) -> StepResult:
+        """A whole step, of sequences whose tokens are all on the host."""
+        with torch.inference_mode():
+            step_metadata = to_device(self.prepare(seqs), torch.float64, self._device)
+            newest = to_device([seq.tokens[-1] for seq in seqs], torch.int64, self._device)
+            sampled = self.sample(logits, newest, step_metadata)
+            return sampled.result(PendingCopy(sampled.tables).wait())
 
     def invalidate(self) -> None:
-        """A token that was only on the device has turned out to be another."""
-        self._known = []
+        """Reuse nothing in the next step: a token that was on the device only has turned out to be another."""
+        self._sampled_lengths = None
+
+    def _is_next(self, lengths: _Lengths) -> bool:
+        last = self._sampled_lengths
+        return last is not None and lengths == [(seq_id, length + 1) for seq_id, length in last]
+
+    def _set_batch(self, seqs: list[Sequence]) -> None:
+        self._seqs = list(seqs)
+        self._seeds = np.array([seq.request.sampling_params.seed for seq in seqs], dtype=np.uint64)
+        self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
+        penalized = any(seq.request.sampling_params.repetition_penalty != 1.0 for seq in seqs)
+        self._history = TokenHistory(map(self._history_of, seqs), self._device) if penalized else None

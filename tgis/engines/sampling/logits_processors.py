@@ -55,11 +55,12 @@ class Penalties:
         """Whether any row has one."""
         return len(self._ends) > 0 or len(self._repeats) > 0
 
-    def apply(self, scores: Tensor, token_history: Tensor, num_generated: Tensor) -> None:
+    def apply(self, scores: Tensor, token_history: Tensor | None, num_generated: Tensor) -> None:
         """Change `scores` [b, V] float32 or float64; `token_history` [B, W] int64, `num_generated` [b, 1] float64."""
         if len(self._ends):
             self._change_eos(scores, num_generated[self._ends[:, 0]])
         if len(self._repeats):
+            assert token_history is not None
             self._penalize_repetition(scores, token_history[self._repeats_in_batch])
 
     def _change_eos(self, scores: Tensor, num_generated: Tensor) -> None:

@@ -1,0 +1,35 @@
+"""One sampling step of a batch, its result by row."""
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import torch
+
+from tgis.batcher.sequence import Sequence
+from tgis.engines.base import StepResult
+from tgis.engines.sampling.batch_sampler import BatchSampler
+from tgis.ipc.request import TokenLogprobs
+
+
+class Sampled(NamedTuple):
+    tokens: list[int]  # -1 where the scores are unusable
+    logprobs: list[TokenLogprobs | None]  # empty when no row asks
+    invalid: list[int]  # rows whose scores are unusable
+
+
+def sample_batch(
+    seqs: list[Sequence], logits: torch.Tensor, histories: Many[list[int]], eos: Many[int] = ()
+) -> Sampled:
+    """By a new sampler; `histories` are the tokens that repetition penalties apply to."""
+    by_seq = {id(seq): history for seq, history in zip(seqs, histories, strict=True)}
+    sampler = BatchSampler(logits.shape[1], eos, torch.device("cpu"), lambda seq: by_seq[id(seq)])
+    return by_row(sampler.sample_and_wait(seqs, logits.clone()), seqs)
+
+
+def by_row(result: StepResult, seqs: list[Sequence]) -> Sampled:
+    invalid = [row for row, tokens in enumerate(result.tokens) if not tokens]
+    assert result.failed.keys() == {seqs[row].id for row in invalid}
+    assert all(len(own) <= 1 for own in result.tokens)
+    assert all(len(own) <= 1 for own in result.logprobs)
+    tokens = [own[0] if own else -1 for own in result.tokens]
+    return Sampled(tokens, [own[0] if own else None for own in result.logprobs], invalid)
