@@ -26,11 +26,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "prompts": {"errors", "ipc", "models", "utils"},
     "engine_core": {"batcher", "engines", "errors", "ipc", "prompts", "utils"},
     "engines": {"batcher", "errors", "ipc"},
-    "engines/kernels": {"engines/paged"},
+    "engines/kernels": set(),
     "engines/memory": {"batcher", "engines", "engines/padded", "errors", "ipc"},
     "engines/loading": {"engines/kernels", "engines/memory", "engines/padded", "errors", "ipc", "utils"},
     "engines/lora": {"batcher", "engines/kernels", "engines/loading", "prompts"},
-    "engines/sampling": {"batcher", "engines/kernels", "engines/paged", "ipc"},
+    "engines/sampling": {"batcher", "engines", "engines/kernels", "ipc"},
     "engines/padded": {
         "batcher",
         "engines",
