@@ -87,25 +87,28 @@ class Page(HTMLParser):
 def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
     page = Page(render_html(BUSY)).text
     assert "1,200 running, 34,567 waiting" in page
-    assert "Request 9 is the first in the queue, for 12.2 s: the batch would not fit into memory." in page
-    assert "With its output it may come to 4,000 tokens." in page
+    assert "Request 9 is first in the queue, waiting for 12.2 s: the batch would not fit into memory." in page
+    assert "It may need up to 4,000 tokens of context." in page
     assert "MAX_NEW_TOKENS" in page
-    assert "3,000 4,100 (memory ran out; 5,200 before)" in page
+    assert "3,000 4,100 (out of memory; initially 5,200)" in page
     assert "and 34,566 more" in page
     assert "and 1,198 more" in page
     assert "1 9 12.2 s 1,500 0 2,500" in page
     assert "7 12.2 s 1,500 5 95" in page
-    assert re.search(r"8 12.2 s 1,500 0 95 +prompt", page)
+    assert re.search(r"8 12.2 s 1,500 0 95 +prefill", page)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "Nothing waits, and nothing had to since the start."),
-        ({"num_waiting": 1, "waiting_requests": [ROW]}, "The next step decides about the first in the queue."),
+        ({}, "The queue is empty, and no request has had to wait since the start."),
+        (
+            {"num_waiting": 1, "waiting_requests": [ROW]},
+            "The first request in the queue will be considered in the next step.",
+        ),
         (
             {"last_wait_reason": WaitReason.DECODE_TURN, "seconds_since_last_wait": 3.25},
-            "Nothing waits. 3.2 s ago a request had to: running requests get some decode steps first.",
+            "The queue is empty. 3.2 s ago a request had to wait: running requests get some decode steps first.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Proto messages to values and back. Decides nothing but what a message says."""
+"""Converts between proto messages and the values of the front end."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from tgis.frontend.tokenize import TokenizeResult
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
 
-# Where the parameters that validation names are in a request.
+# Paths of the parameters, by the names that validation uses.
 _FIELD_PATHS = {
     "temperature": "params.sampling.temperature",
     "top_k": "params.sampling.top_k",
@@ -29,7 +29,6 @@ HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.Batch
 
 
 def generate_call(message: pb.BatchedGenerationRequest, identity: bytes) -> GenerateCall:
-    """A unary call; its kind counts its inputs."""
     texts = [request.text for request in message.requests]
     return GenerateCall(
         kind=CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH,
@@ -42,7 +41,6 @@ def generate_call(message: pb.BatchedGenerationRequest, identity: bytes) -> Gene
 
 
 def generate_stream_call(message: pb.SingleGenerationRequest, identity: bytes) -> GenerateCall:
-    """A stream's call."""
     return GenerateCall(
         kind=CallKind.STREAM,
         texts=[message.request.text] if message.HasField("request") else [],
@@ -54,7 +52,6 @@ def generate_stream_call(message: pb.SingleGenerationRequest, identity: bytes) -
 
 
 def raw_params(params: pb.Parameters) -> RawParams:
-    """The parameters as asked."""
     sampling, stopping, decoding = params.sampling, params.stopping, params.decoding
     penalty = decoding.length_penalty
     return RawParams(
@@ -79,26 +76,24 @@ def raw_params(params: pb.Parameters) -> RawParams:
 
 
 def field_path(field: str) -> str:
-    """The proto path of a field that an InvalidRequest names: a parameter, or a path already."""
+    """The proto path of the field of an InvalidRequest, which is a parameter or already a path."""
     return _FIELD_PATHS.get(field, field)
 
 
-def generation_response(reply: RequestOutput) -> pb.GenerationResponse:
-    """One response message."""
+def generation_response(output: RequestOutput) -> pb.GenerationResponse:
     return pb.GenerationResponse(
-        text=reply.text,
-        input_token_count=reply.input_token_count,
-        generated_token_count=reply.generated_token_count,
-        stop_reason=pb.StopReason.Name(reply.stop_reason),
-        stop_sequence=reply.stop_sequence,
-        seed=reply.seed,
-        tokens=_token_infos(reply.tokens),
-        input_tokens=_token_infos(reply.input_tokens),
+        text=output.text,
+        input_token_count=output.input_token_count,
+        generated_token_count=output.generated_token_count,
+        stop_reason=pb.StopReason.Name(output.stop_reason),
+        stop_sequence=output.stop_sequence,
+        seed=output.seed,
+        tokens=_token_infos(output.tokens),
+        input_tokens=_token_infos(output.input_tokens),
     )
 
 
 def tokenize_call(message: pb.BatchedTokenizeRequest) -> TokenizeCall:
-    """A Tokenize call."""
     return TokenizeCall(
         texts=[request.text for request in message.requests],
         truncate_input_tokens=message.truncate_input_tokens,
@@ -109,7 +104,6 @@ def tokenize_call(message: pb.BatchedTokenizeRequest) -> TokenizeCall:
 
 
 def tokenize_response(tokenized: list[TokenizeResult]) -> pb.BatchedTokenizeResponse:
-    """All tokenized texts."""
     return pb.BatchedTokenizeResponse(
         responses=[
             pb.TokenizeResponse(
@@ -122,13 +116,12 @@ def tokenize_response(tokenized: list[TokenizeResult]) -> pb.BatchedTokenizeResp
     )
 
 
-def model_info_response(serving: ServerInfo) -> pb.ModelInfoResponse:
-    """What is served."""
+def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
     kinds = pb.ModelInfoResponse
     return pb.ModelInfoResponse(
-        model_kind=kinds.ENCODER_DECODER if serving.engine.encoder_decoder else kinds.DECODER_ONLY,
-        max_sequence_length=serving.limits.max_sequence_length,
-        max_new_tokens=serving.limits.max_new_tokens,
+        model_kind=kinds.ENCODER_DECODER if server_info.engine.encoder_decoder else kinds.DECODER_ONLY,
+        max_sequence_length=server_info.limits.max_sequence_length,
+        max_new_tokens=server_info.limits.max_new_tokens,
     )
 
 
@@ -143,14 +136,14 @@ def _logprob_options(options: pb.ResponseOptions) -> LogprobOptions:
 
 
 def _adapter(message: HasAdapter) -> tuple[str, str] | None:
-    """Field and id of an adapter; an empty `adapter_id` is none, an empty `prefix_id` is one that is not found."""
+    """Field and id of the adapter; an empty `adapter_id` means none, an empty `prefix_id` is an invalid id."""
     if message.adapter_id:
         return "adapter_id", message.adapter_id
     return ("prefix_id", message.prefix_id) if message.HasField("prefix_id") else None
 
 
 def _guided(decoding: pb.DecodingParameters) -> str:
-    """The path of the constraint on the output; the format TEXT is none."""
+    """The path of the guided-decoding field that is set, "" if none; format TEXT is no constraint."""
     case = decoding.WhichOneof("guided")
     if case is None or (case == "format" and decoding.format == pb.DecodingParameters.TEXT):
         return ""

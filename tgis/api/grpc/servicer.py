@@ -1,4 +1,4 @@
-"""The gRPC face: fmaas.GenerationService. Converts, delegates, and alone maps exceptions to status codes."""
+"""fmaas.GenerationService: converts messages, delegates to the Generator, maps exceptions to status codes."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -43,14 +43,14 @@ Unary = Callable[[Any, Context], Awaitable[Message]]
 
 
 class GenerationServicer:
-    """The four RPCs. While `generator` is None they are UNAVAILABLE."""
+    """The four RPCs; UNAVAILABLE while `generator` is None."""
 
     def __init__(self, *, bearer_auth: bool = False) -> None:
         self.generator: Generator | None = None
         self._bearer_auth = bearer_auth
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """What the listener registers."""
+        """The handler to register with a server."""
         methods = {
             "Generate": _unary_handler(self._generate, pb.BatchedGenerationRequest),
             "GenerateStream": grpc.unary_stream_rpc_method_handler(
@@ -92,14 +92,14 @@ def _unary_handler(method: Unary, request_type: type[Message]) -> "grpc.RpcMetho
         async with _error_boundary(context):
             answer: Message = await method(_require_decoded(request), context)
             return answer
-        return None  # the border has ended the call
+        return None  # reached only if the client has disconnected
 
     return grpc.unary_unary_rpc_method_handler(call, _deserializer(request_type), _serialize)
 
 
 @asynccontextmanager
 async def _error_boundary(context: Context) -> AsyncIterator[None]:
-    """Everything that leaves the block as an exception leaves the server as a status."""
+    """Ends the call with a status for any exception raised in the block; sets its correlation id."""
     correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY)
     metadata = ((CORRELATION_ID_KEY, correlation_id),) if correlation_id else ()
     context.set_trailing_metadata(metadata)
@@ -111,10 +111,10 @@ async def _error_boundary(context: Context) -> AsyncIterator[None]:
                 await _abort(context, error, metadata)
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.InternalError:  # gRPC cannot send: the call ended while it was being answered
-        log.info("a client left before its answer")
+    except grpc.aio.InternalError:  # the call was cancelled while its response was sent
+        log.info("the client disconnected before the response was sent")
     except Exception as error:
-        log.exception("a call failed")
+        log.exception("internal error in a call")
         await _abort(context, EngineFailure(f"internal error: {type(error).__name__}"), metadata)
 
 
@@ -128,7 +128,7 @@ async def _abort(context: Context, error: RequestError, metadata: tuple[tuple[st
 
 
 def _error_detail(error: RequestError) -> Message | None:
-    """What a client can act on without reading the message."""
+    """A machine-readable detail for the error, if there is one."""
     match error:
         case InvalidRequest(field=field):
             bad = error_details_pb2.BadRequest()
@@ -144,7 +144,7 @@ def _error_detail(error: RequestError) -> Message | None:
 
 
 def _deserializer(request_type: type[Message]) -> Callable[[bytes], Message | None]:
-    """A deserializer that lets undecodable bytes reach the handler, which can answer INVALID_ARGUMENT."""
+    """A deserializer that returns None for undecodable bytes: gRPC itself would answer INTERNAL."""
 
     def parse(data: bytes) -> Message | None:
         try:

@@ -1,7 +1,7 @@
-"""How the batch looks to a person: as JSON, and as one page of HTML that renews itself and loads nothing.
+"""The batch and the queue for an operator: JSON, or a self-refreshing HTML page without any external resource.
 
-Says why the first request waits and what would help. All that it shows is numbers and texts of this package, and it
-is escaped nevertheless.
+Says why the first request in the queue waits and which option would help. Shows numbers and texts of this package
+only; everything is escaped nevertheless.
 """
 
 from html import escape
@@ -14,19 +14,19 @@ REFRESH_SECONDS = 2
 UNLIMITED = 1 << 40
 
 _ADVICE = {
-    WaitReason.BATCH_SIZE: "Raise MAX_BATCH_SIZE if memory and the time per token allow; else add a replica.",
-    WaitReason.MEMORY: "Without KV blocks a request counts with all the tokens it may still get. Let clients ask for "
-    "fewer, or lower MAX_NEW_TOKENS or BATCH_SAFETY_MARGIN, choose a smaller DTYPE, or add memory or a replica.",
-    WaitReason.PREFILL_SIZE: "A step takes only so many tokens of prompts; the request joins one of the next. If this "
-    "is so for long: shorter inputs (truncate_input_tokens) or a replica.",
-    WaitReason.PREFILL_PADDING: "Prompts of similar length are computed together. With a higher MAX_PREFILL_PADDING "
-    "requests join sooner, and more of the work is padding.",
-    WaitReason.DECODE_TURN: "After a prefill, running rows get steps for half the time that it took, at the most "
-    "MAX_WAITING_TOKENS. With a lower value requests join sooner, and streams pause more often.",
-    WaitReason.PREFIX_CACHE: "Another request begins with the same text; this one joins when that part is computed, to "
-    "use it too. PREFIX_CACHE=false turns this off.",
-    WaitReason.RETRY: "A step has failed. Its rows are computed again in groups, to find the one that breaks it; the "
-    "log says what happened.",
+    WaitReason.BATCH_SIZE: "Raise MAX_BATCH_SIZE if memory and inter-token latency allow; otherwise add a replica.",
+    WaitReason.MEMORY: "Without KV blocks, memory is reserved for all tokens that a request may still generate. Have "
+    "clients ask for fewer, lower MAX_NEW_TOKENS or BATCH_SAFETY_MARGIN, use a smaller DTYPE, or add memory.",
+    WaitReason.PREFILL_SIZE: "A step prefills a limited number of tokens; the request is scheduled in one of the next. "
+    "If this persists, shorten the inputs (truncate_input_tokens) or add a replica.",
+    WaitReason.PREFILL_PADDING: "Prompts of similar length are prefilled together. A higher MAX_PREFILL_PADDING "
+    "schedules requests sooner but computes more padding.",
+    WaitReason.DECODE_TURN: "After a prefill, running requests decode for half the time that it took, at most "
+    "MAX_WAITING_TOKENS steps. A lower value schedules requests sooner but pauses streams more often.",
+    WaitReason.PREFIX_CACHE: "Another request is computing the same prefix; this one will reuse its KV cache. "
+    "PREFIX_CACHE=false turns this off.",
+    WaitReason.RETRY: "A step has failed. Its requests are retried in groups to find the one that causes it; "
+    "see the log.",
 }
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem; color: #222; background: #fff }
@@ -43,28 +43,27 @@ meter { width: min(9rem, 12vw) }
 
 
 def render_json(snapshot: Snapshot) -> str:
-    """The snapshot with advice, indented."""
+    """The snapshot and advice as indented JSON."""
     reason = snapshot.wait_reason or snapshot.last_wait_reason
-    facts = msgspec.structs.asdict(snapshot) | {"advice": _ADVICE[reason] if reason else None}
-    return msgspec.json.format(msgspec.json.encode(facts), indent=2).decode() + "\n"
+    fields = msgspec.structs.asdict(snapshot) | {"advice": _ADVICE[reason] if reason else None}
+    return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode() + "\n"
 
 
 def render_html(snapshot: Snapshot) -> str:
-    """The page of a snapshot."""
     title = f"{snapshot.num_running:,} running, {snapshot.num_waiting:,} waiting"
-    kind = "wait" if snapshot.num_waiting else "well"
+    css_class = "wait" if snapshot.num_waiting else "ok"
     return _page(
-        title, _banner(kind, _why_waiting(snapshot)) + _capacity(snapshot) + _queue(snapshot) + _running(snapshot)
+        title, _banner(css_class, _why_waiting(snapshot)) + _capacity(snapshot) + _queue(snapshot) + _running(snapshot)
     )
 
 
 def render_error(reason: str) -> str:
-    """The page when there is no snapshot."""
-    return _page("No answer", _banner("bad", [reason]))
+    """The page shown when there is no snapshot."""
+    return _page("Unavailable", _banner("bad", [reason]))
 
 
 def _page(title: str, body: str) -> str:
-    note = f"request numbers are those of the log; renewed every {REFRESH_SECONDS} s; curl gets JSON"
+    note = f"refreshed every {REFRESH_SECONDS} s; request ids as in the log; curl gets JSON"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}"><title>{escape(title)}</title>'
@@ -78,80 +77,85 @@ def _banner(css_class: str, lines: list[str]) -> str:
 
 
 def _why_waiting(snapshot: Snapshot) -> list[str]:
-    """Why the first request waits, or the last one did, and what would help."""
+    """Why the first request waits, or why the last one had to, and what would help."""
     if snapshot.num_waiting and snapshot.wait_reason:
         first = snapshot.waiting_requests[0]
         size = first.prompt_tokens + first.generated_tokens + first.remaining_tokens
         return [
-            f"Request {first.id} is the first in the queue, for {first.seconds_since_arrival:,.1f} s: "
-            f"{snapshot.wait_reason}. With its output it may come to {size:,} tokens.",
+            f"Request {first.id} is first in the queue, waiting for {first.seconds_since_arrival:,.1f} s: "
+            f"{snapshot.wait_reason}. It may need up to {size:,} tokens of context.",
             _ADVICE[snapshot.wait_reason],
         ]
     if snapshot.num_waiting:
-        return ["The next step decides about the first in the queue."]
+        return ["The first request in the queue will be considered in the next step."]
     if snapshot.last_wait_reason and snapshot.seconds_since_last_wait is not None:
         return [
-            f"Nothing waits. {snapshot.seconds_since_last_wait:,.1f} s ago a request had to: "
+            f"The queue is empty. {snapshot.seconds_since_last_wait:,.1f} s ago a request had to wait: "
             f"{snapshot.last_wait_reason}.",
             _ADVICE[snapshot.last_wait_reason],
         ]
-    return ["Nothing waits, and nothing had to since the start."]
+    return ["The queue is empty, and no request has had to wait since the start."]
 
 
 def _capacity(snapshot: Snapshot) -> str:
-    limit, shape = snapshot.token_capacity, "rows times the longest" if snapshot.padded else "sum of the rows"
+    limit, shape = snapshot.token_capacity, "batch size x longest" if snapshot.padded else "all requests"
     context = _limit_text(limit, snapshot.initial_token_capacity)
     prefill = _limit_text(snapshot.max_prefill_tokens, snapshot.initial_max_prefill_tokens)
     size, now, peak = snapshot.max_batch_size, snapshot.context_tokens, snapshot.peak_context_tokens
-    lines = [
-        _table_row("Rows", snapshot.num_running, size, (snapshot.num_running, size), "MAX_BATCH_SIZE"),
-        _table_row(f"Tokens of context, {shape}", now, context, (now, limit), "memory, BATCH_SAFETY_MARGIN"),
-        _table_row("at their peak, if no row ends early", peak, context, (peak, limit), ""),
-        _table_row("Tokens of prompts in a step", "", prefill, "", "engine"),
+    rows = [
+        _table_row("Batch size", snapshot.num_running, size, (snapshot.num_running, size), "MAX_BATCH_SIZE"),
+        _table_row(f"Context tokens, {shape}", now, context, (now, limit), "memory, BATCH_SAFETY_MARGIN"),
+        _table_row("Peak context tokens, if all run to their limit", peak, context, (peak, limit), ""),
+        _table_row("Prefill tokens per step", "", prefill, "", "engine"),
     ]
     if snapshot.padded:
-        lines.append(
-            _table_row("Padding in a prefill", "", f"{snapshot.max_prefill_padding:.0%}", "", "MAX_PREFILL_PADDING")
+        rows.append(
+            _table_row("Padding per prefill", "", f"{snapshot.max_prefill_padding:.0%}", "", "MAX_PREFILL_PADDING")
         )
     if not snapshot.chunked_prefill:
-        lines.append(
-            _table_row("Steps until the next prefill", "", snapshot.max_waiting_tokens, "", "MAX_WAITING_TOKENS")
+        rows.append(
+            _table_row("Decode steps between prefills", "", snapshot.max_waiting_tokens, "", "MAX_WAITING_TOKENS")
         )
-    return _table("Room", ["", "now", "at most", "", "set by"], lines)
+    return _table("Capacity", ["", "now", "limit", "", "set by"], rows)
 
 
 def _queue(snapshot: Snapshot) -> str:
-    lines = [
+    rows = [
         _table_row(
-            place, row.id, row.seconds_since_arrival, row.prompt_tokens, row.generated_tokens, row.remaining_tokens
+            position,
+            request.id,
+            request.seconds_since_arrival,
+            request.prompt_tokens,
+            request.generated_tokens,
+            request.remaining_tokens,
         )
-        for place, row in enumerate(snapshot.waiting_requests, 1)
+        for position, request in enumerate(snapshot.waiting_requests, 1)
     ]
-    heads = ["place", "request", "waits", "input", "has got", "may get"]
-    return _table("Queue", heads, lines, snapshot.num_waiting - len(lines))
+    headers = ["position", "request", "waiting", "prompt tokens", "generated", "remaining"]
+    return _table("Queue", headers, rows, snapshot.num_waiting - len(rows))
 
 
 def _running(snapshot: Snapshot) -> str:
-    lines = [
+    rows = [
         _table_row(
-            row.id,
-            row.seconds_since_arrival,
-            row.prompt_tokens,
-            row.generated_tokens,
-            row.remaining_tokens,
-            *_progress(row),
+            request.id,
+            request.seconds_since_arrival,
+            request.prompt_tokens,
+            request.generated_tokens,
+            request.remaining_tokens,
+            *_progress(request),
         )
-        for row in snapshot.running_requests
+        for request in snapshot.running_requests
     ]
-    heads = ["request", "since", "input", "has got", "may get", "", ""]
-    return _table("Running", heads, lines, snapshot.num_running - len(lines))
+    headers = ["request", "age", "prompt tokens", "generated", "remaining", "progress", ""]
+    return _table("Running", headers, rows, snapshot.num_running - len(rows))
 
 
-def _progress(row: RequestState) -> tuple[tuple[int, int], str]:
-    """Of the prompt while that is computed, then of the output."""
-    if row.computed_tokens < row.prompt_tokens:
-        return (row.computed_tokens, row.prompt_tokens), "prompt"
-    return (row.generated_tokens, row.generated_tokens + row.remaining_tokens), ""
+def _progress(request: RequestState) -> tuple[tuple[int, int], str]:
+    """Of the prefill first, then of the output."""
+    if request.computed_tokens < request.prompt_tokens:
+        return (request.computed_tokens, request.prompt_tokens), "prefill"
+    return (request.generated_tokens, request.generated_tokens + request.remaining_tokens), ""
 
 
 def _table(title: str, headers: list[str], rows: list[str], more: int = 0) -> str:
@@ -167,7 +171,7 @@ def _table_row(*cells: str | float | tuple[int, int]) -> str:
 
 
 def _cell(value: str | float | tuple[int, int]) -> str:
-    """A text, a count, seconds, or how much of what."""
+    """Text, a count, seconds, or a share as (part, whole)."""
     match value:
         case str():
             return escape(value)
@@ -182,4 +186,4 @@ def _cell(value: str | float | tuple[int, int]) -> str:
 def _limit_text(now: int, initial: int) -> str:
     if now >= UNLIMITED:
         return "no limit"
-    return f"{now:,}" if now == initial else f"{now:,} (memory ran out; {initial:,} before)"
+    return f"{now:,}" if now == initial else f"{now:,} (out of memory; initially {initial:,})"

@@ -1,6 +1,6 @@
-"""The HTTP port: `/health` for probes, `/metrics` for Prometheus, `/debug/batch` for a person, and nothing else.
+"""The HTTP port: `/health` for probes, `/metrics` for Prometheus, `/debug/batch` for operators, and nothing else.
 
-The first two answer from memory: neither waits for the engine or for a queue. The third is there on demand only.
+The first two never wait for the engine. The third asks it, and is off by default.
 """
 
 import functools
@@ -16,8 +16,8 @@ from tgis.api.http.debug_page import render_error, render_html, render_json
 from tgis.errors import StartError, Unavailable
 from tgis.ipc.snapshot import Snapshot
 
-KEEPALIVE_SECONDS = 75.0  # for a request to come in whole, too
-LINGER_SECONDS = 1.0  # for a client to stop sending a body that nobody wants
+KEEPALIVE_SECONDS = 75.0  # also limits how long a request may take to arrive
+LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 SHUTDOWN_SECONDS = 1.0
 MAX_LINE_BYTES = 4096
 DEBUG_HEADERS = {
@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 class ProbeServer:
-    """Owns the HTTP server; `healthy` returns what is wrong or None, `scrape` the metrics as text.
+    """Owns the HTTP server; `unhealthy_reason` is None while healthy, `scrape` returns the metrics as text.
 
-    `inspect` tells what the batch is or raises Unavailable, soon; without it there is no view of the batch.
+    `snapshot` returns the state of the batch or raises Unavailable, soon; without it there is no /debug/batch.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ProbeServer:
         port: int,
         unhealthy_reason: Callable[[], str | None],
         scrape: Callable[[], bytes],
-        inspect: Callable[[], Awaitable[Snapshot]] | None = None,
+        snapshot: Callable[[], Awaitable[Snapshot]] | None = None,
     ) -> None:
         self._host = host
         self._port = port
@@ -49,8 +49,8 @@ class ProbeServer:
         application = web.Application()
         application.router.add_get("/health", self._health, allow_head=False)
         application.router.add_get("/metrics", self._metrics, allow_head=False)
-        if inspect is not None:
-            application.router.add_get("/debug/batch", functools.partial(_debug_batch, inspect), allow_head=False)
+        if snapshot is not None:
+            application.router.add_get("/debug/batch", functools.partial(_debug_batch, snapshot), allow_head=False)
         _log.addFilter(_is_server_error)
         self._runner = web.AppRunner(
             application,
@@ -65,7 +65,7 @@ class ProbeServer:
         )
 
     async def start(self) -> int:
-        """Begins to answer and returns the port; raises StartError for a taken one."""
+        """Serve, and return the port; StartError if it is taken."""
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port).start()
@@ -76,7 +76,7 @@ class ProbeServer:
         return port
 
     async def stop(self) -> None:
-        """Closes the port and every connection."""
+        """Close the port and every connection."""
         await self._runner.cleanup()
 
     async def _health(self, _request: web.Request) -> web.Response:
@@ -87,18 +87,18 @@ class ProbeServer:
         return web.Response(body=self._scrape(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
-async def _debug_batch(inspect: Callable[[], Awaitable[Snapshot]], request: web.Request) -> web.Response:
-    """A page for browsers, JSON for everybody else."""
+async def _debug_batch(snapshot: Callable[[], Awaitable[Snapshot]], request: web.Request) -> web.Response:
+    """HTML for browsers, JSON for other clients."""
     page = "text/html" in request.headers.get("Accept", "")
     status, kind = 200, "text/html" if page else "application/json"
     try:
-        snapshot = await inspect()
-        text = render_html(snapshot) if page else render_json(snapshot)
+        state = await snapshot()
+        text = render_html(state) if page else render_json(state)
     except Unavailable as error:
         status, text = 503, render_error(str(error)) if page else json.dumps({"error": str(error)})
     return web.Response(text=text, status=status, content_type=kind, headers=DEBUG_HEADERS)
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Whether an error is worth a line: garbage from clients is not, and its bytes stay out of the log."""
+    """Whether to log a record: malformed requests are not our errors, and their bytes must stay out of the log."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
