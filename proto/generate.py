@@ -1,7 +1,7 @@
-"""Makes the stubs in tgis/pb from generation.proto, or with --check says whether they are up to date.
+"""Generates the stubs in tgis/pb from generation.proto; --check verifies that they are up to date.
 
-The compiler is pinned to the oldest grpcio-tools of the supported range, in an environment of its own under
-build/: what it generates carries no runtime version check, so it works with protobuf 4.25 to 7.
+The compiler is the oldest supported grpcio-tools, in a virtual environment under build/: its stubs have no runtime
+version check and work with protobuf 4.25 to 7.
 """
 
 import argparse
@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILER = "grpcio-tools==1.62.3"
 ENVIRONMENT = ROOT / "build" / COMPILER.replace("==", "-")
 PYTHON = str(ENVIRONMENT / "bin" / "python")
-DIFF_WIDTH = 160  # the serialized descriptor is one line of many thousand characters
+DIFF_WIDTH = 160  # the serialized descriptor is a line of thousands of characters
 STUBS = ("generation_pb2.py", "generation_pb2.pyi", "generation_pb2_grpc.py")
 
 
 def install() -> None:
-    """Create the compiler's environment unless an earlier run has finished it."""
+    """Create the compiler's environment unless that has been done."""
     finished = ENVIRONMENT / "finished"
     if finished.exists():
         return
@@ -32,17 +32,14 @@ def install() -> None:
 
 
 def compile_into(root: Path) -> None:
-    """Write the stubs to `root`/tgis/pb.
-
-    The mapped path puts the proto into the package, so that the stubs import each other from tgis.pb.
-    """
+    """Write the stubs to `root`/tgis/pb; mapping proto/ to tgis/pb makes them import each other from there."""
     outputs = [f"--{kind}={root}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
     command = [PYTHON, "-m", "grpc_tools.protoc", "-Itgis/pb=proto", *outputs, "tgis/pb/generation.proto"]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
 def difference(fresh: Path) -> str:
-    """Unified diff from the committed stubs to those under `fresh`; empty when they are equal."""
+    """Unified diff from the committed stubs to those under `fresh`."""
     lines: list[str] = []
     for name in STUBS:
         committed, wanted = ROOT / "tgis/pb" / name, fresh / "tgis/pb" / name
@@ -53,21 +50,20 @@ def difference(fresh: Path) -> str:
 
 
 def check() -> int:
-    """Compare the committed stubs with fresh ones: 0 when equal, else 1 and the difference."""
+    """Return 0 if the committed stubs are up to date, else print the difference and return 1."""
     with tempfile.TemporaryDirectory() as directory:
         compile_into(Path(directory))
         found = difference(Path(directory))
     if not found:
         return 0
     sys.stdout.write(found)
-    sys.stderr.write("tgis/pb does not match proto/generation.proto: run python proto/generate.py\n")
+    sys.stderr.write("tgis/pb does not match proto/generation.proto: run make proto\n")
     return 1
 
 
 def main() -> int:
-    """Generate, or check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if tgis/pb is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if tgis/pb is stale")
     arguments = parser.parse_args()
     install()
     if arguments.check:

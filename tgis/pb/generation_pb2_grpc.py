@@ -6,7 +6,7 @@ from tgis.pb import generation_pb2 as tgis_dot_pb_dot_generation__pb2
 
 
 class GenerationServiceStub(object):
-    """Generates text with the one model that the server holds.
+    """Generates text with the one model that the server serves.
     """
 
     def __init__(self, channel):
@@ -38,39 +38,39 @@ class GenerationServiceStub(object):
 
 
 class GenerationServiceServicer(object):
-    """Generates text with the one model that the server holds.
+    """Generates text with the one model that the server serves.
     """
 
     def Generate(self, request, context):
-        """Continues every input of the call; the results come together, in order, once the last input has ended.
-        The first input that fails fails the call.
+        """Continues every input of the call; the results are returned together, in the order of the inputs, once the
+        last one has finished. The first input to fail fails the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Continues one input and returns the output while it grows. The messages, in order:
-        1. at once, after validation: `input_token_count`, `seed` when sampling, `text` with the input text if
-        asked;
-        2. if input tokens were asked, after they are computed: `input_tokens`, and `input_token_count` once more;
-        3. while generating: `generated_token_count` so far, new `text`, new `tokens` if asked;
+        """Continues one input and streams the output as it is generated. The messages, in order:
+        1. right after validation: `input_token_count`, `seed` when sampling, and the input text as `text` if
+        requested;
+        2. if input tokens were requested, after the prefill: `input_tokens`, and `input_token_count` again;
+        3. while generating: `generated_token_count` so far, the new `text`, the new `tokens` if requested;
         4. last: as 3, with the rest of the text, `stop_reason`, `stop_sequence` and, when sampling, `seed`.
-        The texts joined are the text of a unary call. A message that would say nothing is left out.
+        The concatenated `text` is that of a unary call. Messages without content are not sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Splits texts into tokens as generation would, without generating.
+        """Tokenizes texts exactly as generation would, without generating.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfo(self, request, context):
-        """Tells what kind of model is served, and its limits.
+        """Returns the kind of the model and its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +107,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
-    """Generates text with the one model that the server holds.
+    """Generates text with the one model that the server serves.
     """
 
     @staticmethod
