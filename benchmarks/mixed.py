@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tgis.batcher.memory_model import UNBOUNDED, BatchLimits
+from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
@@ -41,7 +41,7 @@ TRACES: dict[str, Callable[[int], Iterator[TraceRequest]]] = {
 POLICIES: dict[str, Callable[[BatchLimits], BatchLimits]] = {
     "default": lambda limits: limits,
     "unpadded": lambda limits: replace(limits, max_prefill_padding=1.0),
-    "plain": lambda limits: replace(limits, max_prefill_padding=1.0, max_waiting_tokens=0, prefill_tokens=UNBOUNDED),
+    "plain": lambda limits: replace(limits, max_prefill_padding=1.0, max_waiting_tokens=0, prefill_tokens=1 << 62),
 }
 SIMULATED_REQUESTS = 5000
 COLUMNS = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "prefill_padding", "decode_padding")

@@ -4,7 +4,7 @@ import pytest
 from batches import EOS, ids, limits, next_plan, next_prefill, request, run_step
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import MemoryModel, check_max_sequence_length
+from tgis.batcher.memory_model import BatchShape, MemoryModel, check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
 from tgis.ipc.messages import AdmissionCounters
@@ -158,7 +158,7 @@ def test_rows_that_leave_in_time_make_room_for_one_that_grows() -> None:
 
 
 def test_a_prefill_and_the_batch_share_the_memory() -> None:
-    memory = MemoryModel(weight_limit=100, prefill_linear=2.0)
+    memory = MemoryModel(100, prefill_linear=2.0)
     batcher = Batcher(limits(memory=memory, padded=False), {EOS})
     batcher.submit([request(1, 20, max_new=9)], 0.0)
     run_step(batcher)
@@ -254,7 +254,7 @@ def test_a_row_that_comes_back_may_expire_and_be_cancelled() -> None:
 
 
 def test_a_request_too_long_for_the_memory_stops_the_start() -> None:
-    quadratic = MemoryModel(weight_limit=10_000, prefill_quadratic_1=1.0)
+    quadratic = MemoryModel(10_000, prefill_quadratic=1.0)
     check_max_sequence_length(limits(memory=quadratic), 100)
     with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 101 does not fit into memory, 100 does: lower it"):
         check_max_sequence_length(limits(memory=quadratic), 101)
@@ -262,14 +262,10 @@ def test_a_request_too_long_for_the_memory_stops_the_start() -> None:
         check_max_sequence_length(limits(weight=1000, padded=False), 1001)
 
 
-def test_the_weights_of_tgis() -> None:
-    model = MemoryModel(1000, 2.0, 0.5, 0.25, 3.0, 4.0)
-    assert model.prefill_cost(3, 10, 25, padded=True) == 3 * 10 * 3  # 0.5 + 0.25 x 10 is more than 2
-    assert model.prefill_cost(3, 2, 5, padded=True) == 3 * 2 * 2
-    assert model.prefill_cost(3, 10, 25, padded=False) == 2 * 25
-    assert (model.cost_per_token(padded=True), model.cost_per_token(padded=False)) == (4.0, 4.0)
-    assert MemoryModel(1000, next_token_input=5.0).cost_per_token(padded=True) == 5.0
-    assert model.context_limit(padded=True) == 250
+def test_a_prefill_costs_its_tokens_padding_included_and_the_square_of_the_longest() -> None:
+    lengths = [10, 9, 6]
+    assert MemoryModel(1000, 2.0, 0.25).prefill_cost(BatchShape.of(lengths, padded=True)) == 3 * 10 * (2 + 2.5)
+    assert MemoryModel(1000, 2.0).prefill_cost(BatchShape.of(lengths, padded=False)) == 2 * 25
 
 
 def test_cancelled_requests_leave_wherever_they_are() -> None:

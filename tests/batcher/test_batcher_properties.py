@@ -157,7 +157,7 @@ class World:
         if size := self.bounds.block_size:
             end = row.num_computed_tokens + count
             places = [row.block_table[at // size] * size + at % size for at in range(end)]
-            assert max(places) < self.bounds.memory.weight_limit
+            assert max(places) < self.bounds.memory.token_capacity
             contents = [(row.request.cache_salt, token) for token in row.tokens[:end]]
             self.slots.update(zip(places[row.num_computed_tokens :], contents[row.num_computed_tokens :], strict=True))
             assert [self.slots[place] for place in places] == contents
@@ -177,7 +177,7 @@ class World:
             for row in batcher.snapshot(0.0, 1000).running_requests
         ]
         while len(rows) > 1:  # one alone is always allowed
-            assert self._context([length for length, _ in rows]) <= self.bounds.memory.weight_limit
+            assert self._context([length for length, _ in rows]) <= self.bounds.memory.token_capacity
             rows = [[length + 1, rest - 1] for length, rest in rows if rest > 0]
 
     def _context(self, lengths: list[int]) -> int:
@@ -282,7 +282,7 @@ def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
 ) -> None:
     """It needs all the memory there is; the small ones of its first second may pass it, and no others."""
     batcher = Batcher(bounds, {EOS})
-    limit = bounds.memory.weight_limit
+    limit = bounds.memory.token_capacity
     limit -= limit % (bounds.block_size or 1)
     numbers = iter(range(1, 10**6))
     for step in range(1500):

@@ -1,7 +1,7 @@
 """When prefills interrupt, and how prompts are chunked, in made-up time."""
 
 import pytest
-from batches import EOS, busy, ids, limits, request
+from batches import EOS, busy, limits, request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,9 +47,7 @@ STREAMS = [TraceRequest(0.0, 20, 400)] * 31 + [TraceRequest(1.0, 8000, 10)]
 
 
 def longest_gap(*, chunked: bool) -> float:
-    bounds = BatchLimits(
-        64, MemoryModel.from_tokens(1 << 30), 256 if chunked else 1 << 20, block_size=16 if chunked else 0
-    )
+    bounds = BatchLimits(64, MemoryModel(1 << 30), 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
     return max(Simulation(bounds, SimulatedEngine(CHUNKS if chunked else WHOLE), STREAMS).run().longest_gap)
 
 
@@ -70,7 +68,7 @@ def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
 
 
 def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:
-    bounds = BatchLimits(64, MemoryModel.from_tokens(1 << 30), 256, block_size=16)
+    bounds = BatchLimits(64, MemoryModel(1 << 30), 256, block_size=16)
     jobs = [TraceRequest(0.0, 100_000, 2), *[TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]]
     outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
     assert len(outcome.ttft) == 21
@@ -86,8 +84,7 @@ def test_a_step_is_shared_without_waste(rows: list[tuple[int, bool]], budget: in
         if decoding:
             row.num_computed_tokens = len(row.tokens)
             row.tokens.append(7)
-    working, counts = split_budget(sequences, budget)
-    count = dict(zip(ids(working), counts, strict=True))
+    count = {seq.id: tokens for seq, tokens in split_budget(sequences, budget)}
     catching = [row for row in sequences if not row.decoding]
     assert all(count[row.id] == 1 for row in sequences if row.decoding)
     assert sum(count.get(row.id, 0) for row in catching) == min(

@@ -19,7 +19,7 @@ from tgis.bench.simulate import (
 
 
 def bounds(size: int) -> BatchLimits:
-    return BatchLimits(size, MemoryModel.from_tokens(1 << 30), 512, 0.2, padded=True)
+    return BatchLimits(size, MemoryModel(1 << 30), 512, 0.2, padded=True)
 
 
 def figures(policy: str, size: int, jobs: list[TraceRequest], clients: int) -> dict[str, float]:

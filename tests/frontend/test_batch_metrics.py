@@ -10,7 +10,7 @@ from harness import run_async
 from scraped_metrics import value
 
 from tgis.batcher.batcher import Batcher
-from tgis.engine_core.main import EngineCore
+from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics

@@ -16,7 +16,7 @@ EOS = 99
 def limits(weight: int = 1000, **changes: Any) -> BatchLimits:
     values: dict[str, Any] = {
         "max_batch_size": 4,
-        "memory": MemoryModel.from_tokens(weight),
+        "memory": MemoryModel(weight),
         "prefill_tokens": 64,
         "padded": True,
         "max_waiting_tokens": 0,

@@ -30,7 +30,7 @@ def requests() -> list[Request]:
 
 def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
     """As the worker does, without the messages."""
-    limits = BatchLimits(8, MemoryModel.from_tokens(10**6), prefill_tokens=100, max_prefill_padding=0.9, padded=True)
+    limits = BatchLimits(8, MemoryModel(10**6), prefill_tokens=100, max_prefill_padding=0.9, padded=True)
     batcher = Batcher(limits, {2})
     batcher.submit(wanted, 0.0)
     outcome: Outcome = {}

@@ -1,7 +1,7 @@
-"""Which row has which KV blocks: prefixes that are cached already, room for the tokens of a step, preemption.
+"""Which sequence has which KV blocks: cached prefixes, blocks for the tokens of a step, blocks to release.
 
-Rows are admitted on what their prompts need, not on what they may grow to. When blocks run out, the youngest rows
-give theirs back and wait to be computed anew; the oldest always gets on. The pool owns the blocks' states.
+Sequences are admitted on what their prompts need, not on what they may grow to. When blocks run out, the batcher
+preempts the youngest; the oldest always proceeds. BlockPool owns the blocks' states.
 """
 
 import hashlib
@@ -18,129 +18,126 @@ _HASH_BYTES = 16
 
 
 class BlockManager:
-    """Blocks of `size` tokens for rows, in their order: the n-th holds tokens n * size up to (n + 1) * size."""
+    """Block n of a block table holds tokens n * block_size up to (n + 1) * block_size."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool, lookahead: int = 0) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self.num_hashed_blocks = 0  # ever: it takes time
+        self.num_hashed_blocks = 0  # ever: hashing takes time
         self._prefix_cache = prefix_cache
         self._lookahead = lookahead
 
     @classmethod
     def from_limits(cls, limits: BatchLimits) -> Self:
-        """As many blocks as the memory holds."""
-        blocks = limits.memory.context_limit(padded=False) // limits.block_size
-        return cls(blocks, limits.block_size, prefix_cache=limits.prefix_cache, lookahead=limits.lookahead)
+        """As many blocks as fit into memory."""
+        num_blocks = limits.memory.token_capacity // limits.block_size
+        return cls(num_blocks, limits.block_size, prefix_cache=limits.prefix_cache, lookahead=limits.lookahead)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def missing_blocks(self, row: Sequence, tokens: int) -> int:
-        """Blocks that a row still needs to hold so many tokens."""
-        return max(0, -(-tokens // self.block_size) - len(row.block_table))
+    def missing_blocks(self, seq: Sequence, tokens: int) -> int:
+        """Blocks that a sequence lacks to hold so many tokens."""
+        return max(0, self.blocks_for(tokens) - len(seq.block_table))
 
-    def cached_prefix(self, row: Sequence) -> list[int]:
-        """Blocks that hold the beginning of a row that waits; never all of it: one token at least is to compute."""
+    def cached_prefix(self, seq: Sequence) -> list[int]:
+        """Cached blocks that a waiting sequence begins with; at least one token is left to compute."""
         found: list[int] = []
-        most, looked = self._max_cached_blocks(row), len(row.block_hashes)
+        most, looked = self._max_cached_blocks(seq), len(seq.block_hashes)
         while len(found) < most:
-            looked = min(max(looked, 2 * len(found) + 1), most)  # no more keys are made than are of use
-            found = self.pool.find_cached(self._block_hashes(row, looked))
+            looked = min(max(looked, 2 * len(found) + 1), most)  # hash no more blocks than are likely to be found
+            found = self.pool.find_cached(self._block_hashes(seq, looked)[:looked])
             if len(found) < looked:
                 break
         return found
 
-    def shares_inflight_prefix(self, row: Sequence, other: Sequence) -> bool:
-        """Whether the next block that `other` will fill is the first one that is missing to a row that waits."""
-        place = other.num_cached_blocks
-        if place >= min(self._max_cached_blocks(row), len(other.tokens) // self.block_size):
+    def shares_inflight_prefix(self, seq: Sequence, other: Sequence) -> bool:
+        """Whether the next block that `other` will fill is the first that a waiting sequence does not find cached."""
+        index = other.num_cached_blocks
+        if index >= min(self._max_cached_blocks(seq), len(other.tokens) // self.block_size):
             return False
-        same_start = self._block_hash(row, 0) == self._block_hash(other, 0)
-        return same_start and self._block_hash(row, place) == self._block_hash(other, place)
+        same_start = self._block_hash(seq, 0) == self._block_hash(other, 0)
+        return same_start and self._block_hash(seq, index) == self._block_hash(other, index)
 
-    def needs_at_least(self, row: Sequence, num_blocks: int) -> bool:
-        """Whether two looks tell that a row which waits needs `room` blocks at least: others use too little of it."""
-        last = self.blocks_for(len(row.tokens) + 1) - num_blocks  # of the blocks that others would have to use
+    def needs_at_least(self, seq: Sequence, num_blocks: int) -> bool:
+        """Whether two look-ups show that a waiting sequence needs so many free blocks: few of its own are in use."""
+        last = self.blocks_for(len(seq.tokens) + 1) - num_blocks  # of the blocks that would have to be in use
         if last < 0:
             return False
-        if last >= self._max_cached_blocks(row):
+        if last >= self._max_cached_blocks(seq):
             return True
-        return not (self.pool.is_used(self._block_hash(row, 0)) and self.pool.is_used(self._block_hash(row, last)))
+        return not (self.pool.is_used(self._block_hash(seq, 0)) and self.pool.is_used(self._block_hash(seq, last)))
 
-    def new_blocks_needed(self, row: Sequence) -> int:
-        """Blocks that nobody uses now and that a row which waits needs for all it has, and for one token more."""
-        return self.blocks_for(len(row.tokens) + 1) - self.pool.count_used(self.cached_prefix(row))
+    def new_blocks_needed(self, seq: Sequence) -> int:
+        """Free blocks needed for a waiting sequence plus one token; blocks that others use are not counted."""
+        return self.blocks_for(len(seq.tokens) + 1) - self.pool.count_used(self.cached_prefix(seq))
 
-    def attach_cached_prefix(self, row: Sequence, counters: AdmissionCounters) -> None:
-        """Let a row begin behind what is cached of it."""
-        row.block_table = self.cached_prefix(row)
-        self.pool.incref(row.block_table)
-        row.num_cached_blocks = len(row.block_table)
-        row.num_computed_tokens = row.num_cached_blocks * self.block_size
-        if self._uses_prefix_cache(row):
-            counters.prefix_cache_queries += len(row.tokens)
-            counters.prefix_cache_hits += row.num_computed_tokens
+    def attach_cached_prefix(self, seq: Sequence, counters: AdmissionCounters) -> None:
+        """Let a sequence begin with the blocks that are cached of it."""
+        seq.block_table = self.cached_prefix(seq)
+        self.pool.incref(seq.block_table)
+        seq.num_cached_blocks = len(seq.block_table)
+        seq.num_computed_tokens = seq.num_cached_blocks * self.block_size
+        if self._uses_prefix_cache(seq):
+            counters.prefix_cache_queries += len(seq.tokens)
+            counters.prefix_cache_hits += seq.num_computed_tokens
 
-    def allocate(self, row: Sequence, num_tokens: int) -> bool:
-        """Give a row the blocks for `count` more tokens, all or nothing."""
-        if row.num_computed_tokens + num_tokens <= len(row.block_table) * self.block_size:
-            return True
-        missing = self.missing_blocks(row, row.num_computed_tokens + num_tokens)
+    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Give a sequence the blocks for so many more tokens, all or none."""
+        missing = self.missing_blocks(seq, seq.num_computed_tokens + num_tokens)
         if missing > self.pool.num_available:
             return False
-        row.block_table += self.pool.allocate(missing)
+        if missing:
+            seq.block_table += self.pool.allocate(missing)
         return True
 
     def allocate_lookahead(self, scheduled: Iterable[tuple[Sequence, int]]) -> None:
-        """Give rows that get a token in this step, now that all have what they need for it, blocks for those after it,
-        as far as there are any: an engine that runs ahead needs them one step before a row does.
+        """Give sequences that get a token in this step blocks for those after it, as far as there are any.
+
+        An engine that launches the next step early needs them. All have what they need for this step already.
         """
-        for row, count in scheduled if self._lookahead else ():
-            if count == row.num_uncomputed_tokens:
-                self.allocate(row, count + min(self._lookahead, row.num_remaining_tokens - 1))
+        for seq, count in scheduled if self._lookahead else ():
+            if count == seq.num_uncomputed_tokens:
+                self.allocate(seq, count + min(self._lookahead, seq.num_remaining_tokens - 1))
 
-    def cache_full_blocks(self, row: Sequence) -> None:
-        """Let others find the blocks that the row has filled."""
+    def cache_full_blocks(self, seq: Sequence) -> None:
+        """Let others find the blocks that the sequence has filled."""
         if self._prefix_cache:
-            while row.num_cached_blocks < row.num_computed_tokens // self.block_size:
-                self.pool.set_hash(row.block_table[row.num_cached_blocks], self._block_hash(row, row.num_cached_blocks))
-                row.num_cached_blocks += 1
+            while seq.num_cached_blocks < seq.num_computed_tokens // self.block_size:
+                index = seq.num_cached_blocks
+                self.pool.set_hash(seq.block_table[index], self._block_hash(seq, index))
+                seq.num_cached_blocks += 1
 
-    def free(self, rows: Iterable[Sequence]) -> None:
-        """Take a row's blocks; it has nothing computed any more."""
-        for row in rows:
-            self.pool.free(row.block_table)
-            row.block_table = []
-            row.num_computed_tokens = row.num_cached_blocks = 0
+    def free(self, seqs: Iterable[Sequence]) -> None:
+        """Take away all blocks; nothing of these sequences is computed any more."""
+        for seq in seqs:
+            self.pool.free(seq.block_table)
+            seq.block_table = []
+            seq.num_computed_tokens = seq.num_cached_blocks = 0
 
-    def _uses_prefix_cache(self, row: Sequence) -> bool:
-        """Facts about input tokens come from computing them."""
-        return self._prefix_cache and not (row.request.logprob_options.input_tokens and not row.num_generated_tokens)
+    def _uses_prefix_cache(self, seq: Sequence) -> bool:
+        """Prompt logprobs come from computing the prompt."""
+        return self._prefix_cache and not (seq.request.logprob_options.input_tokens and not seq.num_generated_tokens)
 
-    def _max_cached_blocks(self, row: Sequence) -> int:
-        """Blocks of a row that need not be computed if they are cached."""
-        return (len(row.tokens) - 1) // self.block_size if self._uses_prefix_cache(row) else 0
+    def _max_cached_blocks(self, seq: Sequence) -> int:
+        """Blocks that need not be computed if they are cached."""
+        return (len(seq.tokens) - 1) // self.block_size if self._uses_prefix_cache(seq) else 0
 
-    def _block_hash(self, row: Sequence, index: int) -> bytes:
-        if index >= len(row.block_hashes):
-            self._hash_blocks(row, index + 1)
-        return row.block_hashes[index]
+    def _block_hash(self, seq: Sequence, index: int) -> bytes:
+        return self._block_hashes(seq, index + 1)[index]
 
-    def _block_hashes(self, row: Sequence, count: int) -> list[bytes]:
-        if count > len(row.block_hashes):
-            self._hash_blocks(row, count)
-        return row.block_hashes[:count]
-
-    def _hash_blocks(self, row: Sequence, count: int) -> None:
-        """Name full blocks, each after the one before it: equal keys mean equal tokens so far."""
-        tokens = array("i", row.tokens[len(row.block_hashes) * self.block_size : count * self.block_size])
-        width, data = self.block_size * tokens.itemsize, tokens.tobytes()
-        self.num_hashed_blocks += count - len(row.block_hashes)
-        for begin in range(0, len(data), width):
-            parent = row.block_hashes[-1] if row.block_hashes else _hash(row.request.cache_salt)
-            row.block_hashes.append(_hash(parent + data[begin : begin + width]))
+    def _block_hashes(self, seq: Sequence, count: int) -> list[bytes]:
+        """At least so many hashes, each over the one before it and the block: equal hashes mean equal prefixes."""
+        hashes = seq.block_hashes
+        if len(hashes) < count:
+            tokens = array("i", seq.tokens[len(hashes) * self.block_size : count * self.block_size])
+            width, data = self.block_size * tokens.itemsize, tokens.tobytes()
+            self.num_hashed_blocks += count - len(hashes)
+            for begin in range(0, len(data), width):
+                parent = hashes[-1] if hashes else _hash(seq.request.cache_salt)
+                hashes.append(_hash(parent + data[begin : begin + width]))
+        return hashes
 
 
 def _hash(data: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""The KV blocks of a paged engine: which are free, which are in use by how many rows, and what full ones hold.
+"""The KV blocks of a paged engine: which are free, which are in use by how many sequences, and what full ones hold.
 
-A full block may carry a key that names its content and all that came before it. It outlives its rows then, until
-its place is needed: least recently used ones go first. Knows block numbers only, no rows and no memory.
+A full block may have a hash that names its content and all that comes before it. It then outlives its sequences until
+its place is needed: least recently used first. Knows block numbers only, no sequences and no memory.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ _NOT_CACHED = -1
 
 
 class BlockPool:
-    """Blocks 0..count-1; each is free, or idle (nobody uses it, but its content has a key), or in use."""
+    """Blocks 0..num_blocks-1; each is free, evictable (unused, but cached), or in use."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -25,42 +25,41 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be taken."""
+        """Blocks that can be allocated, evictable ones included."""
         return self.num_blocks - len(self._ref_counts)
 
     @property
     def num_used(self) -> int:
-        """Blocks that some row uses."""
         return len(self._ref_counts)
 
     def count_used(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks some row uses."""
+        """How many of these blocks are in use."""
         return sum(map(self._ref_counts.__contains__, blocks))
 
     def is_used(self, block_hash: bytes) -> bool:
-        """Whether some row uses the block with this content."""
+        """Whether the block with this content is in use."""
         return self._cached_blocks.get(block_hash) in self._ref_counts
 
     def find_cached(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks with these contents, up to the first that is not here."""
+        """The blocks with these hashes, up to the first that is not cached."""
         found = [*map(self._cached_blocks.get, hashes, repeat(_NOT_CACHED))]
         return found[: found.index(_NOT_CACHED)] if _NOT_CACHED in found else found
 
     def allocate(self, count: int) -> list[int]:
         """Blocks to write to; there must be so many."""
         assert count <= self.num_available
-        taken = [self._allocate_one() for _ in range(count)]
-        self._ref_counts.update(dict.fromkeys(taken, 1))
-        return taken
+        allocated = [self._allocate_one() for _ in range(count)]
+        self._ref_counts.update(dict.fromkeys(allocated, 1))
+        return allocated
 
     def incref(self, blocks: Iterable[int]) -> None:
-        """One more user of blocks that were found."""
+        """Use blocks that were found in the cache."""
         for block in blocks:
             self._evictable.pop(block, None)
             self._ref_counts[block] = self._ref_counts.get(block, 0) + 1
 
     def free(self, blocks: list[int]) -> None:
-        """One user less; of what becomes idle, the last block is the first to be evicted."""
+        """Drop one reference each; of the blocks that become evictable, the last is evicted first."""
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
@@ -71,21 +70,21 @@ class BlockPool:
                     self._free_blocks.append(block)
 
     def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Say what a full block in use holds; of two with the same content the first one keeps the key."""
+        """Cache a full block that is in use; of two with the same content the first is kept."""
         assert block in self._ref_counts
         if block not in self._hashes and block_hash not in self._cached_blocks:
             self._hashes[block] = block_hash
             self._cached_blocks[block_hash] = block
 
     def check(self) -> None:
-        """Every block is in one state only, and keys lead back to their blocks."""
-        free, idle, used = set(self._free_blocks), set(self._evictable), set(self._ref_counts)
+        """Assert that every block is in one state only, and that hashes lead back to their blocks."""
+        free, evictable, used = set(self._free_blocks), set(self._evictable), set(self._ref_counts)
         assert len(free) == len(self._free_blocks)
-        assert len(free) + len(idle) + len(used) == self._first_untouched <= self.num_blocks
-        assert free | idle | used == set(range(self._first_untouched))
+        assert len(free) + len(evictable) + len(used) == self._first_untouched <= self.num_blocks
+        assert free | evictable | used == set(range(self._first_untouched))
         assert min(self._ref_counts.values(), default=1) > 0
-        assert idle <= set(self._hashes) <= idle | used
-        assert {key: block for block, key in self._hashes.items()} == self._cached_blocks
+        assert evictable <= set(self._hashes) <= evictable | used
+        assert {block_hash: block for block, block_hash in self._hashes.items()} == self._cached_blocks
 
     def _allocate_one(self) -> int:
         if self._free_blocks:

@@ -1,26 +1,28 @@
-"""Finding the row that breaks steps: rows of a failed step are tried again in halves, down to one alone."""
+"""Finding the sequence that breaks steps: those of a failed step are retried in halves, down to one alone."""
 
 from tgis.batcher.sequence import Sequence
 
-_MAX_SOLO_FAILURES = 2  # steps that a row may break alone before it is refused: an accident does not repeat itself
+_MAX_SOLO_FAILURES = 2  # one may be an accident
 
 
 class FaultIsolator:
-    """Numbers the groups of rows that are tried apart from each other. A row that gets a token is acquitted."""
+    """Numbers the groups of sequences that are retried apart. A sequence that gets a token leaves its group."""
 
     def __init__(self) -> None:
         self._last_group = 0
 
-    def split(self, rows: list[Sequence]) -> tuple[list[Sequence], list[list[Sequence]]]:
-        """After a step of these rows failed: the rows to refuse, and the groups to try again."""
-        if len(rows) == 1:
-            rows[0].solo_failures += 1
-            refused = rows if rows[0].solo_failures >= _MAX_SOLO_FAILURES else []
-            groups = [rows]
-        else:
-            refused, groups = [], [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-        for group in groups:
-            self._last_group += 1
-            for row in group:
-                row.retry_group = self._last_group
-        return refused, groups
+    def split(self, seqs: list[Sequence]) -> list[Sequence]:
+        """A step of these sequences failed: divide them into retry groups; return those to fail instead."""
+        if len(seqs) > 1:
+            middle = len(seqs) // 2
+            self._regroup(seqs[:middle])
+            self._regroup(seqs[middle:])
+            return []
+        self._regroup(seqs)
+        seqs[0].solo_failures += 1
+        return seqs if seqs[0].solo_failures >= _MAX_SOLO_FAILURES else []
+
+    def _regroup(self, seqs: list[Sequence]) -> None:
+        self._last_group += 1
+        for seq in seqs:
+            seq.retry_group = self._last_group

@@ -1,66 +1,83 @@
-"""What a batch costs in memory and in padding. Knows lengths only, never tokens.
+"""What a batch costs in memory and padding, now and at its peak, and how much of the memory may be used.
 
-A weight is in the unit of the memory model's coefficients: bytes, or percent, or tokens of context. Batches of a
-padded engine are rectangles; those of others weigh the sum of their rows.
+Knows lengths only, never tokens. The unit is the memory of one token of context. Batches of a padded engine are
+rectangles; those of other engines cost the sum of their lengths.
 """
 
-from collections.abc import Collection
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Self
+from itertools import accumulate
 
 from tgis.errors import StartError
 
-UNBOUNDED = 1 << 62
+_SHRINK_FACTOR = 0.9  # of what did not fit
+_RECOVERY_STEPS = 256  # successful steps before a limit grows again
+_RECOVERY_DIVISOR = 64  # by one part in so many
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Number and lengths of the sequences of a batch, or of the prompts of a prefill."""
+
+    padded: bool
+    num_seqs: int = 0
+    max_length: int = 0
+    total_tokens: int = 0
+
+    @classmethod
+    def of(cls, lengths: Collection[int], padded: bool) -> "BatchShape":
+        return cls(padded, len(lengths), max(lengths, default=0), sum(lengths))
+
+    def merge(self, other: "BatchShape") -> "BatchShape":
+        """Both as one batch."""
+        max_length = max(self.max_length, other.max_length)
+        total_tokens = self.total_tokens + other.total_tokens
+        return BatchShape(self.padded, self.num_seqs + other.num_seqs, max_length, total_tokens)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens, padding included."""
+        return self.num_seqs * self.max_length if self.padded else self.total_tokens
+
+    @property
+    def padding_ratio(self) -> float:
+        """Share of the tokens that is padding."""
+        return (self.padded_tokens - self.total_tokens) / self.padded_tokens if self.num_seqs else 0.0
+
+
+def padded_tokens(lengths: Collection[int], padded: bool) -> int:
+    """Tokens of a batch of sequences with these lengths, padding included."""
+    return BatchShape.of(lengths, padded).padded_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Weight of a pass, and how much there is room for; the coefficients are those of TGIS's ModelInfo."""
+    """Memory that steps need, and how much there is, in tokens of context."""
 
-    weight_limit: int
-    prefill_linear: float = 0.0  # per token
-    prefill_quadratic_0: float = 0.0  # per token, where the pass is quadratic
-    prefill_quadratic_1: float = 0.0  # per token and token of its row
-    next_token_input: float = 1.0  # per token of input
-    next_token_output: float = 1.0  # per generated token
+    token_capacity: int
+    prefill_linear: float = 0.0  # per token of a prefill
+    prefill_quadratic: float = 0.0  # and, on top, per token of the longest prompt
 
-    @classmethod
-    def from_tokens(cls, limit: int) -> Self:
-        """Room for so many tokens of context; a prefill needs nothing besides."""
-        return cls(weight_limit=limit)
-
-    def cost_per_token(self, padded: bool) -> float:
-        """Weight of one token of context."""
-        return max(self.next_token_input, self.next_token_output) if padded else self.next_token_output
-
-    def context_limit(self, padded: bool) -> int:
-        """Tokens of context that there is room for."""
-        gradient = self.cost_per_token(padded)
-        return int(self.weight_limit / gradient) if gradient else UNBOUNDED
-
-    def prefill_cost(self, num_seqs: int, max_length: int, total_tokens: int, padded: bool) -> int:
-        """Weight of a prefill of `count` rows with `total` tokens, the longest of `longest`."""
-        if not padded:
-            return int(self.prefill_linear * total_tokens)
-        tokens = num_seqs * max_length
-        quadratic = (self.prefill_quadratic_0 + self.prefill_quadratic_1 * max_length) * tokens
-        return int(max(self.prefill_linear * tokens, quadratic))
+    def prefill_cost(self, shape: BatchShape) -> int:
+        """Memory of a prefill, its keys and values included."""
+        return int((self.prefill_linear + self.prefill_quadratic * shape.max_length) * shape.padded_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What bounds a batch, and what sort of engine runs it."""
+    """What bounds a batch, and what kind of engine runs it."""
 
     max_batch_size: int
     memory: MemoryModel
-    prefill_tokens: int  # tokens of one prefill, padding included, or of one step of an engine that chunks
-    max_prefill_padding: float = 1.0  # share of padding in a prefill; 1 is off
-    padded: bool = False  # rectangular batches: rows x longest, not the sum of lengths
-    block_size: int = 0  # tokens of a KV block; 0 is an engine without, that computes whole prompts
-    prefix_cache: bool = False  # full blocks are found again by rows that begin with the same tokens
-    lookahead: int = 0  # tokens of a row beyond a step for which it gets a block, if one is free
-    max_slowdown: float = 2.0  # how much longer a step may take for prompts beside rows that decode
-    max_waiting_tokens: int = 24  # steps that waiting requests may be kept back for the sake of running ones
+    prefill_tokens: int  # of one prefill, padding included; of one step, where prefill is chunked
+    max_prefill_padding: float = 1.0  # share of a prefill; 1 is off
+    padded: bool = False
+    block_size: int = 0  # tokens of a KV block; 0: no blocks, no chunked prefill
+    prefix_cache: bool = False  # reuse full blocks for sequences that begin with the same tokens
+    lookahead: int = 0  # tokens beyond the step for which a sequence gets a block, if one is free
+    max_slowdown: float = 2.0  # how much longer a step may take because of prefill chunks beside decodes
+    max_waiting_tokens: int = 24  # decode steps that waiting requests may have to wait
 
     def __post_init__(self) -> None:
         assert not (self.padded and self.block_size), "a padded engine has no blocks"
@@ -68,10 +85,8 @@ class BatchLimits:
 
 def check_max_sequence_length(limits: BatchLimits, length: int) -> None:
     """StartError unless one request of this many tokens fits into memory."""
-    memory, padded = limits.memory, limits.padded
-    needed = max(memory.prefill_cost(1, length, length, padded), int(memory.cost_per_token(padded) * length))
-    if needed > memory.weight_limit:
-        most = max_request_tokens(limits, length)
+    most = max_request_tokens(limits, length)
+    if most < length:
         raise StartError(
             f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {most} does: lower it, "
             "or BATCH_SAFETY_MARGIN, or choose a smaller dtype"
@@ -80,56 +95,85 @@ def check_max_sequence_length(limits: BatchLimits, length: int) -> None:
 
 def max_request_tokens(limits: BatchLimits, upper_bound: int) -> int:
     """Tokens of the longest single request, input and output, that fits into memory."""
-    memory, padded = limits.memory, limits.padded
-    low, high = 0, min(upper_bound, memory.context_limit(padded))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if memory.prefill_cost(1, middle, middle, padded) <= memory.weight_limit:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    memory = limits.memory
+    lengths = range(min(upper_bound, memory.token_capacity) + 1)
+    cost = lambda length: memory.prefill_cost(BatchShape(limits.padded, 1, length, length))  # noqa: E731
+    return bisect_right(lengths, memory.token_capacity, key=cost) - 1
 
 
-def padded_tokens(lengths: Collection[int], padded: bool) -> int:
-    """Tokens of a batch of rows with these lengths, padding included."""
-    return len(lengths) * max(lengths, default=0) if padded else sum(lengths)
+class CapacityLimits:
+    """The limits at present, in tokens: lower after a step ran out of memory, then slowly higher again.
+
+    A failure in thousands of steps costs little; a limit that never recovered would cost for ever.
+    """
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.max_context_tokens = limits.memory.token_capacity
+        self.max_prefill_tokens = limits.prefill_tokens
+        self.context_tokens = self.max_context_tokens
+        self.prefill_tokens = self.max_prefill_tokens
+        self._steps_since_shrink = 0
+
+    def shrink_prefill(self, tokens: int) -> None:
+        """A prefill of several sequences with so many tokens ran out of memory."""
+        self.prefill_tokens = max(1, min(self.prefill_tokens, tokens // 2))
+        self._steps_since_shrink = 0
+
+    def shrink_context(self, tokens: int) -> None:
+        """A step ran out of memory while the batch held so many tokens of context."""
+        self.context_tokens = max(1, min(self.context_tokens, int(tokens * _SHRINK_FACTOR)))
+        self._steps_since_shrink = 0
+
+    def step_succeeded(self) -> None:
+        self._steps_since_shrink += 1
+        if self._steps_since_shrink % _RECOVERY_STEPS == 0:
+            self.context_tokens = _grow(self.context_tokens, self.max_context_tokens)
+            self.prefill_tokens = _grow(self.prefill_tokens, self.max_prefill_tokens)
 
 
-class BatchShape:
-    """The shape of a prefill, or of any batch, while it is put together."""
+def _grow(value: int, maximum: int) -> int:
+    return min(maximum, value + value // _RECOVERY_DIVISOR + 1)
 
-    def __init__(self, padded: bool) -> None:
+
+class PeakEstimator:
+    """The largest context that a batch will ever have: sequences that end early leave room for others to grow.
+
+    All sequences grow by one token per step, so the context grows until one ends: its peaks are the steps in which
+    sequences end.
+    """
+
+    def __init__(self, seqs: Iterable[tuple[int, int]], padded: bool, limit: int) -> None:
+        """`seqs` are pairs: the length, and how many tokens are still to be generated."""
         self._padded = padded
-        self.num_seqs = 0
-        self.max_length = 0
-        self.total_tokens = 0
+        self._limit = limit
+        self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # those that live longest first
 
-    def add(self, tokens: int) -> None:
-        """One more row, with so many tokens to compute."""
-        self.num_seqs += 1
-        self.max_length = max(self.max_length, tokens)
-        self.total_tokens += tokens
-
-    def with_seq(self, tokens: int) -> "BatchShape":
-        """What it would be with one more row."""
-        other = BatchShape(self._padded)
-        other.num_seqs, other.max_length, other.total_tokens = self.num_seqs, self.max_length, self.total_tokens
-        other.add(tokens)
-        return other
-
-    def combined_tokens(self, other: "BatchShape") -> int:
-        """Tokens of both together, padding included."""
+    def fits_worst_case(self, length: int, remaining: int) -> bool:
+        """Whether one more sequence fits even if all last as long as the last one."""
+        lengths = [length, *(other for _, other in self._seqs)]
         if self._padded:
-            return (self.num_seqs + other.num_seqs) * max(self.max_length, other.max_length)
-        return self.total_tokens + other.total_tokens
+            latest = max([remaining, *(-end for end, _ in self._seqs[:1])])
+            return (max(lengths) + latest) * len(lengths) <= self._limit
+        return sum(lengths) + remaining - sum(end for end, _ in self._seqs) <= self._limit
 
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens to compute, padding included."""
-        return self.num_seqs * self.max_length if self._padded else self.total_tokens
+    def fits(self, length: int, remaining: int) -> bool:
+        """Whether the batch with one more sequence stays within the limit for good."""
+        if self.fits_worst_case(length, remaining):
+            return True
+        at = bisect_left(self._seqs, (-remaining, 0))
+        seqs = [*self._seqs[:at], (-remaining, length), *self._seqs[at:]]
+        return max(self._context_at_ends(seqs)[at:]) <= self._limit  # those that live longer see no difference
 
-    @property
-    def padding_ratio(self) -> float:
-        """Share of the tokens that is padding."""
-        return (self.padded_tokens - self.total_tokens) / self.padded_tokens if self.padded_tokens else 0.0
+    def add(self, length: int, remaining: int) -> None:
+        insort(self._seqs, (-remaining, length))
+
+    def peak(self) -> int:
+        """The largest context, if no sequence ends before its time."""
+        return max(self._context_at_ends(self._seqs), default=0)
+
+    def _context_at_ends(self, seqs: list[tuple[int, int]]) -> list[int]:
+        """Tokens of context when each sequence ends; of those that end together, the last one counts them all."""
+        lengths = accumulate((length for _, length in seqs), max if self._padded else None)
+        if self._padded:
+            return [(length - end) * n for n, ((end, _), length) in enumerate(zip(seqs, lengths, strict=True), 1)]
+        return [length - end * n for n, ((end, _), length) in enumerate(zip(seqs, lengths, strict=True), 1)]

@@ -1,7 +1,7 @@
-"""One request for its whole life beside the engine, and the plan of one step over several of them.
+"""The state of one request for its whole life in the engine process, and the plan of one step over several of them.
 
-There is no prefill phase and no decode phase: a sequence has `len(tokens)` tokens of which `computed` are in
-the engine's KV cache, and a plan says how many more each row computes.
+There is no prefill phase and no decode phase: a sequence has tokens, of which `num_computed_tokens` are in the
+engine's KV cache, and a plan says how many more it computes.
 """
 
 from collections.abc import Collection, Iterable
@@ -13,22 +13,22 @@ from tgis.ipc.request import Request, StopReason
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of one request: its tokens, how far they are computed, and how it ended."""
+    """State of one request: its tokens, how many are computed, and how it ended."""
 
     request: Request
     arrival_time: float
     tokens: list[int] = field(init=False)  # prompt, then generated
     prompt_length: int = field(init=False)
-    max_length: int = field(init=False)  # tokens at the most
+    max_length: int = field(init=False)  # tokens, prompt included
     num_computed_tokens: int = 0
-    was_scheduled: bool = False  # whether it has ever been in the batch of a step that succeeded
-    solo_failures: int = 0  # steps in a row that failed with this row alone
-    retry_group: int = 0  # after a failed step: only rows of the same trial share its next step; 0 is none
+    was_scheduled: bool = False  # in the batch of a step that succeeded
+    solo_failures: int = 0  # consecutive steps that failed with this sequence alone
+    retry_group: int = 0  # after a failed step only sequences of the same group share a step; 0: none
     stop_reason: StopReason = StopReason.NOT_FINISHED
-    block_table: list[int] = field(default_factory=list)  # of a paged KV cache, in the order of the tokens
-    block_hashes: list[bytes] = field(default_factory=list)  # what names the content of each full block
-    num_cached_blocks: int = 0  # full blocks that others may find
-    adapter: Any = None  # the row's soft prompt or adapter, as the engine takes it; the batcher never looks
+    block_table: list[int] = field(default_factory=list)  # KV blocks in the order of the tokens
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as they have been needed
+    num_cached_blocks: int = 0  # full blocks that are in the prefix cache
+    adapter: Any = None  # soft prompt or LoRA adapter as the engine takes it; opaque to the batcher
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -37,17 +37,15 @@ class Sequence:
 
     @property
     def id(self) -> int:
-        """The request's id."""
         return self.request.id
 
     @property
     def arrival_order(self) -> tuple[float, int]:
-        """Sorts the oldest first."""
+        """Sort key: the oldest first."""
         return self.arrival_time, self.id
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens generated so far."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -57,13 +55,16 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens not computed yet; 1 for a row that decodes."""
         return len(self.tokens) - self.num_computed_tokens
 
     @property
     def decoding(self) -> bool:
-        """Whether the engine has all of its tokens but the newest."""
+        """Whether all tokens but the newest are computed."""
         return 0 < self.num_computed_tokens == len(self.tokens) - 1
+
+    @property
+    def finished(self) -> bool:
+        return self.stop_reason is not StopReason.NOT_FINISHED
 
     def expired(self, now: float) -> bool:
         """Whether its deadline has passed."""
@@ -72,27 +73,27 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: which rows, how many of its pending tokens each computes, and who gets a new token by it."""
+    """One step: which sequences run, how many tokens each computes, and which get a new token."""
 
     seqs: list[Sequence]
     num_scheduled_tokens: list[int]
-    sampled: list[Sequence]  # the rows that have no token pending afterwards
-    has_prefill: bool  # whether some row does more than decode
-    to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; some may be scheduled again by this one
+    sampled: list[Sequence]  # those whose tokens are all computed after the step
+    has_prefill: bool  # some sequence does more than decode
+    to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; this one may schedule them again
 
     @property
     def num_prefill_tokens(self) -> list[int]:
-        """How many tokens each row computes that does more than decode; not to be asked after the step."""
+        """Tokens that each sequence computes that does more than decode; valid until the step is committed."""
         if not self.has_prefill:
             return []
-        return [count for row, count in zip(self.seqs, self.num_scheduled_tokens, strict=True) if not row.decoding]
+        return [count for seq, count in zip(self.seqs, self.num_scheduled_tokens, strict=True) if not seq.decoding]
 
     @classmethod
     def of(cls, seqs: list[Sequence], counts: list[int], to_release: Iterable[Sequence] = ()) -> Self:
         """A step in which each sequence computes its count of tokens."""
         sampled = [seq for seq, count in zip(seqs, counts, strict=True) if count == seq.num_uncomputed_tokens]
-        prefill = not all(seq.decoding for seq in seqs)
-        return cls(seqs, counts, sampled, prefill, tuple(to_release))
+        has_prefill = not all(seq.decoding for seq in seqs)
+        return cls(seqs, counts, sampled, has_prefill, tuple(to_release))
 
     @classmethod
     def compute_all(cls, seqs: list[Sequence]) -> Self:

@@ -1,30 +1,27 @@
-"""What a step was, for the metrics: its shape is noted before its rows change, its effect after the commit."""
+"""Statistics of a step for the metrics: its shape is recorded before the step is committed, its effect afterwards."""
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import padded_tokens
 from tgis.batcher.sequence import StepPlan
 from tgis.ipc.messages import StepStats
-from tgis.ipc.request import StopReason
 
 
 class StepRecorder:
-    """One step, from plan to commit; all rows of the plan count, those included that failed in it."""
+    """One step, from plan to commit. All sequences of the plan count, those that failed in it included."""
 
     def __init__(self, plan: StepPlan, batcher: Batcher, *, padded: bool, started_at: float) -> None:
-        """To be made before anything of the step is committed or abandoned."""
+        """To be made before the step is committed or any sequence of it dropped."""
         self._plan = plan
         self._batcher = batcher
         self._started_at = started_at
         self._padded = padded
         self._num_prefill_tokens = plan.num_prefill_tokens
-        self._started_seqs = [row for row in plan.seqs if not row.num_computed_tokens] if plan.has_prefill else []
-        self._first_scheduled = (
-            [row for row in batcher.running_seqs if not row.was_scheduled] if plan.has_prefill else []
-        )
-        self._had_running = any(row.num_computed_tokens for row in batcher.running_seqs)
+        self._started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
+        self._first_scheduled = [seq for seq in batcher.running_seqs if not seq.was_scheduled]
+        self._had_running = any(seq.num_computed_tokens for seq in batcher.running_seqs)
 
     def stats(self, computed_at: float, now: float) -> StepStats:
-        """To be asked for once, after the commit; `computed` is when the engine had done its part."""
+        """To be called once, after the commit; `computed_at` is when the engine returned."""
         batcher = self._batcher
         return StepStats(
             prefill=self._plan.has_prefill,
@@ -35,12 +32,11 @@ class StepRecorder:
             forward_duration=computed_at - self._started_at,
             num_running=batcher.num_running,
             context_tokens=batcher.context_tokens,
-            remaining_tokens=sum(row.num_remaining_tokens for row in batcher.running_seqs),
-            concatenated=self._had_running
-            and any(row.stop_reason is StopReason.NOT_FINISHED for row in self._started_seqs),
+            remaining_tokens=sum(seq.num_remaining_tokens for seq in batcher.running_seqs),
+            concatenated=self._had_running and not all(seq.finished for seq in self._started_seqs),
             num_requeued=batcher.num_requeued,
-            queue_durations=[self._started_at - row.arrival_time for row in self._first_scheduled],
-            first_scheduled=[row.id for row in self._first_scheduled],
+            queue_durations=[self._started_at - seq.arrival_time for seq in self._first_scheduled],
+            first_scheduled=[seq.id for seq in self._first_scheduled],
             admissions=batcher.take_counters(),
             token_capacity=batcher.context_limit,
         )

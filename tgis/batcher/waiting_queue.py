@@ -1,4 +1,4 @@
-"""The waiting room: requests in the order in which they will be looked at, with their deadlines."""
+"""Requests that wait for a place in the batch, in the order in which they will be considered."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Iterator
 from tgis.batcher.sequence import Sequence
 
 OVERTAKING_WINDOW_SECONDS = 1.0
-MAX_OVERTAKERS = 64  # that are looked at in one step, so that a long queue of what does not fit costs little time
+MAX_OVERTAKERS = 64  # considered in one step: a long queue of what does not fit must cost little time
 
 
 class WaitingQueue:
-    """First come first served; rows of failed steps stand in front of all others.
+    """First come, first served, behind the sequences of failed steps.
 
-    Who does not fit may be overtaken, but only by those who were queued within a second of the first such one.
+    A request that does not fit may be overtaken, but only by those that arrived within a second of it.
     """
 
     def __init__(self) -> None:
@@ -25,60 +25,47 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._seqs)
 
-    def __bool__(self) -> bool:
-        return bool(self._seqs)
-
     @property
     def first(self) -> Sequence:
-        """The next in line."""
         return self._seqs[0]
 
     @property
     def num_requeued(self) -> int:
         """How many have been in a step before."""
-        return sum(row.was_scheduled for row in self._seqs)
+        return sum(seq.was_scheduled for seq in self._seqs)
 
-    def append(self, rows: Iterable[Sequence]) -> None:
-        """Queue new rows."""
-        for row in rows:
-            self._seqs.append(row)
-            self._earliest_deadline = min(self._earliest_deadline, _deadline(row))
+    def append(self, seqs: Iterable[Sequence]) -> None:
+        self._insert(len(self._seqs), seqs)
 
-    def requeue_front(self, rows: list[Sequence]) -> None:
-        """Queue rows that have been in a step in front of all others, in the order given."""
-        self._seqs[:0] = rows
-        self._earliest_deadline = min([self._earliest_deadline, *map(_deadline, rows)])
+    def requeue_front(self, seqs: Iterable[Sequence]) -> None:
+        """Put sequences of a failed step in front of all others, in the order given."""
+        self._insert(0, seqs)
 
-    def requeue_in_order(self, row: Sequence) -> None:
-        """Queue a row that had to make room behind those that are older: it may have overtaken them."""
-        place = next(
-            (place for place, other in enumerate(self._seqs) if other.arrival_order > row.arrival_order),
-            len(self._seqs),
-        )
-        self._seqs.insert(place, row)
-        self._earliest_deadline = min(self._earliest_deadline, _deadline(row))
+    def requeue_in_order(self, seq: Sequence) -> None:
+        """Put a preempted sequence behind those that are older: it may have overtaken them."""
+        later = (at for at, other in enumerate(self._seqs) if other.arrival_order > seq.arrival_order)
+        self._insert(next(later, len(self._seqs)), [seq])
 
-    def pop(self, rows: Collection[Sequence]) -> None:
-        """Take out rows that join a step."""
-        gone = {id(row) for row in rows}
-        self._seqs = [row for row in self._seqs if id(row) not in gone]
-
-    def remove_ids(self, ids: Collection[int]) -> list[Sequence]:
-        """Take out requests; those that were here."""
-        gone = [row for row in self._seqs if row.id in ids]
-        if gone:
-            self._seqs = [row for row in self._seqs if row.id not in ids]
-        return gone
+    def remove(self, ids: Collection[int]) -> list[Sequence]:
+        """Take out requests; return those that were here."""
+        removed = [seq for seq in self._seqs if seq.id in ids]
+        if removed:
+            self._seqs = [seq for seq in self._seqs if seq.id not in ids]
+        return removed
 
     def expire(self, now: float) -> list[Sequence]:
-        """Take out the rows whose deadline has passed."""
+        """Take out the sequences whose deadline has passed."""
         if now <= self._earliest_deadline:
             return []
-        late = [row for row in self._seqs if _deadline(row) < now]
-        self._seqs = [row for row in self._seqs if _deadline(row) >= now]
+        expired = self.remove({seq.id for seq in self._seqs if seq.expired(now)})
         self._earliest_deadline = min(map(_deadline, self._seqs), default=math.inf)
-        return late
+        return expired
+
+    def _insert(self, at: int, seqs: Iterable[Sequence]) -> None:
+        new = list(seqs)
+        self._seqs[at:at] = new
+        self._earliest_deadline = min([self._earliest_deadline, *map(_deadline, new)])
 
 
-def _deadline(row: Sequence) -> float:
-    return math.inf if row.request.deadline is None else row.request.deadline
+def _deadline(seq: Sequence) -> float:
+    return math.inf if seq.request.deadline is None else seq.request.deadline

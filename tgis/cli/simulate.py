@@ -64,7 +64,7 @@ def _parser(prog: str) -> Parser:
 def _limits(options: Namespace) -> BatchLimits:
     return BatchLimits(
         max_batch_size=options.max_batch_size,
-        memory=MemoryModel.from_tokens(options.weight_limit),
+        memory=MemoryModel(options.weight_limit),
         prefill_tokens=options.prefill_tokens,
         max_prefill_padding=options.max_prefill_padding,
         padded=options.engine == "padded",

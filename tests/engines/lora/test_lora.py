@@ -100,7 +100,7 @@ def test_eight_adapters_and_none_in_one_batch_give_what_each_gives_alone(
     )
     wanted.sort(key=lambda one: len(one.tokens))  # all adapters and none for one input, then for another
     jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    room = MemoryModel.from_tokens(setup.engine.info.token_capacity)
+    room = MemoryModel(setup.engine.info.token_capacity)
     for bounds in (setup.bounds, dataclasses.replace(setup.bounds, max_batch_size=16, memory=room, prefill_tokens=64)):
         generated, _ = generate_all(EngineSetup(setup.engine, bounds, setup.ids), jobs, seed=piece)
         assert generated == [one.generated for one in wanted]

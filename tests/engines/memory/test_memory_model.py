@@ -60,11 +60,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_margin_is_taken_off_once(start: Start) -> None:
     whole, _ = start(batch_safety_margin=0)
     less, engine = start(batch_safety_margin=25)
-    assert whole.weight_limit - less.weight_limit == pytest.approx(FREE / 4 / 61_000, abs=1)
+    assert whole.token_capacity - less.token_capacity == pytest.approx(FREE / 4 / 61_000, abs=1)
     assert not engine.steps  # the margin is no reason to measure again
     worst_step = 30 * MiB + 64 * MiB
-    assert less.weight_limit == int((0.75 * FREE - KV.fixed_bytes - worst_step) / 61_000)
-    assert (less.prefill_linear, less.cost_per_token(padded=True)) == (1.0, 1.0)
+    assert less.token_capacity == int((0.75 * FREE - KV.fixed_bytes - worst_step) / 61_000)
+    assert less.prefill_linear == 1.0
 
 
 def test_logits_with_facts_count_on_a_cpu_even_if_they_are_not_seen(start: Start) -> None:
@@ -73,20 +73,20 @@ def test_logits_with_facts_count_on_a_cpu_even_if_they_are_not_seen(start: Start
     known, _ = start(facts=silent | {"device": "cpu"})
     worst_pass = 3 * 512 * 50_000 * 4  # of three copies of all scores, in float32
     room = int((0.8 * FREE - KV.fixed_bytes - worst_pass) / 61_000)
-    assert known.weight_limit == pytest.approx(room, abs=1)
-    assert known.weight_limit < seen.weight_limit
+    assert known.token_capacity == pytest.approx(room, abs=1)
+    assert known.token_capacity < seen.token_capacity
 
 
 def test_prefills_of_whole_inputs_weigh_by_the_square(start: Start) -> None:
     found, _ = start(facts={"encoder_decoder": True, "formula": MemoryFormula(token=1000, square=610.0)})
-    assert found.prefill_quadratic_1 == pytest.approx(0.01, rel=0.01)  # of a token, which is 61,000 bytes
+    assert found.prefill_quadratic == pytest.approx(0.01, rel=0.01)  # of a token, which is 61,000 bytes
     assert found.prefill_linear == 1.0
 
 
 def test_off_runs_nothing_and_counts_keys_and_values(start: Start) -> None:
     found, engine = start(estimate_memory="off")
     assert not engine.steps
-    assert found.weight_limit == int((0.8 * FREE - KV.fixed_bytes) / KV.bytes_per_token)
+    assert found.token_capacity == int((0.8 * FREE - KV.fixed_bytes) / KV.bytes_per_token)
 
 
 def test_manual_runs_nothing_and_trusts(start: Start) -> None:
@@ -205,7 +205,7 @@ def test_a_system_that_tells_nothing_is_as_off(
         raise PermissionError("no clear_refs")
 
     monkeypatch.setattr(profiler, "peak_meter", refuse)
-    assert profiler.profile_padded(engine, options, CPU, KV, engine.held).weight_limit == expected.weight_limit
+    assert profiler.profile_padded(engine, options, CPU, KV, engine.held).token_capacity == expected.token_capacity
     assert warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
 
 

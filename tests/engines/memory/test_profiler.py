@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import MemoryFormula, MiB, SyntheticEngine
 
+from tgis.batcher.memory_model import BatchShape
 from tgis.engines.memory.fitting import Sample, StepCosts
 from tgis.engines.memory.probing import DummyRunner
 from tgis.engines.memory.profiler import declared_memory
@@ -119,13 +120,13 @@ def test_running_out_of_memory_is_a_clear_end() -> None:
 @given(length=st.integers(2, 200_000), rows=st.integers(1, 512), margin=st.integers(0, 100))
 def test_declared_memory_counts_the_margin_once_and_fits_one_request(length: int, rows: int, margin: int) -> None:
     memory = declared_memory(length, rows, margin)
-    assert memory.weight_limit == max(length, length * rows * (100 - margin) // 100)
-    assert memory.prefill_cost(1, length, length, padded=True) <= memory.weight_limit
+    assert memory.token_capacity == max(length, length * rows * (100 - margin) // 100)
+    assert memory.prefill_cost(BatchShape.of([length], padded=True)) <= memory.token_capacity
 
 
 def test_declared_memory_is_that_of_tgis_but_for_the_second_margin() -> None:
     """In tokens of context, not in percent: 100 percent are 8 x 200 tokens."""
     memory = declared_memory(200, 8, 20)
-    assert memory.weight_limit == 0.8 * 8 * 200
-    assert memory.prefill_cost(8, 200, 1600, padded=True) == 8 * 200
-    assert memory.prefill_cost(8, 100, 800, padded=True) == 0.25 * 8 * 200  # quadratic
+    assert memory.token_capacity == 0.8 * 8 * 200
+    assert memory.prefill_cost(BatchShape.of([200] * 8, padded=True)) == 8 * 200
+    assert memory.prefill_cost(BatchShape.of([100] * 8, padded=True)) == 0.25 * 8 * 200  # quadratic

@@ -57,7 +57,7 @@ def profile_padded(
     log.info("%s", text)
     if power == 1:
         return MemoryModel(tokens, prefill_linear=max(1.0, (costs.prefill + kv.bytes_per_token) / token))
-    return MemoryModel(tokens, prefill_linear=1.0, prefill_quadratic_1=costs.prefill / token)
+    return MemoryModel(tokens, prefill_linear=1.0, prefill_quadratic=costs.prefill / token)
 
 
 def profile_paged(
@@ -88,7 +88,7 @@ def declared_memory(length: int, rows: int, margin: int) -> MemoryModel:
 
     The margin counts once, in TGIS twice; and one request of the full length fits whatever the margin is.
     """
-    return MemoryModel(max(length, length * rows * (100 - margin) // 100), prefill_quadratic_1=1 / length)
+    return MemoryModel(max(length, length * rows * (100 - margin) // 100), prefill_quadratic=1 / length)
 
 
 def _profile(

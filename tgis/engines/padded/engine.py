@@ -48,7 +48,7 @@ class PaddedEngine:
         self._vocab_size = self._model.info.vocab_size
         self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, self._model.token_history)
         self._seqs: list[Sequence] = []
-        self._memory_model = MemoryModel.from_tokens(0)  # until it is warm
+        self._memory_model = MemoryModel(0)  # until it is warm
 
     @property
     def info(self) -> EngineInfo:
@@ -62,9 +62,9 @@ class PaddedEngine:
             encoder_decoder=facts.encoder_decoder,
             padded=True,
             max_batch_size=self._max_batch_size,
-            token_capacity=self._memory_model.weight_limit,
+            token_capacity=self._memory_model.token_capacity,
             prefill_linear=self._memory_model.prefill_linear,
-            prefill_quadratic=self._memory_model.prefill_quadratic_1,
+            prefill_quadratic=self._memory_model.prefill_quadratic,
             max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
             max_positions=self._model.max_positions,
             embedding_size=self._model.embedding_size,

@@ -1,0 +1,131 @@
+"""The loop of the engine process: read messages, plan, step, commit, send."""
+
+import logging
+import time
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.batcher.step_stats import StepRecorder
+from tgis.engines.base import Engine, StepResult
+from tgis.errors import OutOfMemory, StartError
+from tgis.ipc.channel import Channel
+from tgis.ipc.messages import (
+    Cancel,
+    Failed,
+    FailureKind,
+    GetSnapshot,
+    Shutdown,
+    Step,
+    StepStats,
+    Submit,
+    ToEngine,
+)
+from tgis.ipc.request import Request
+from tgis.prompts.resolver import AdapterResolver
+
+log = logging.getLogger(__name__)
+
+_MAX_SNAPSHOT_SEQS = 100  # of those that run and of those that wait
+
+
+class EngineCore:
+    """Owns the batcher and the engine."""
+
+    def __init__(
+        self, channel: Channel, engine: Engine, batcher: Batcher, resolver: AdapterResolver | None = None
+    ) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._batcher = batcher
+        self._resolver = resolver
+        self._padded = engine.info.padded
+
+    def run(self) -> None:
+        """Serve until Shutdown."""
+        while self._handle(self._channel.receive(wait=self._batcher.idle)):
+            if expired := self._batcher.expire(time.monotonic()):
+                self._send_step(expired, [[]] * len(expired))
+            plan = self._batcher.plan(time.monotonic())
+            self._engine.release(plan.to_release)
+            if plan.seqs:
+                self._step(plan)
+
+    def _handle(self, messages: list[ToEngine]) -> bool:
+        for message in messages:
+            match message:
+                case Submit(requests, arrival_time):
+                    self._submit(requests, arrival_time)
+                case Cancel(ids):
+                    self._batcher.cancel(ids)
+                    if self._resolver:
+                        self._resolver.release(ids)
+                case GetSnapshot():
+                    self._channel.send(self._batcher.snapshot(time.monotonic(), _MAX_SNAPSHOT_SEQS))
+                case Shutdown():
+                    return False
+                case _:
+                    raise AssertionError(f"unexpected {type(message).__name__}")
+        return True
+
+    def _submit(self, requests: list[Request], arrival_time: float) -> None:
+        for seq in self._batcher.submit(requests, arrival_time):
+            if seq.request.adapter:
+                assert self._resolver is not None
+                seq.adapter = self._resolver.adapter(seq.request.adapter)
+
+    def _step(self, plan: StepPlan) -> None:
+        started_at = time.monotonic()
+        try:
+            result = self._engine.step(plan)
+        except OutOfMemory as error:
+            self._rollback(plan, FailureKind.OUT_OF_MEMORY, str(error))
+        except StartError:
+            raise  # the engine cannot go on
+        except Exception as error:
+            log.exception("a step of %d rows failed", len(plan.seqs))
+            self._rollback(plan, FailureKind.ERROR, f"{type(error).__name__}: {error}")
+        else:
+            self._commit(plan, result, started_at, time.monotonic())
+
+    def _rollback(self, plan: StepPlan, kind: FailureKind, message: str) -> None:
+        """Retry the sequences of a failed step, but for those that failed alone."""
+        failed = self._batcher.rollback(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
+        log.warning("%d rows of a failed step (%s) are tried again", len(plan.seqs) - len(failed), kind)
+        self._channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
+
+    def _commit(self, plan: StepPlan, result: StepResult, started_at: float, computed_at: float) -> None:
+        recorder = StepRecorder(plan, self._batcher, padded=self._padded, started_at=started_at)
+        if result.failed:
+            plan, result = self._drop_failed(plan, result)
+        lengths = [len(seq.tokens) for seq in plan.sampled]
+        self._batcher.commit(plan, result.tokens, computed_at)
+        tokens = [seq.tokens[length:] for seq, length in zip(plan.sampled, lengths, strict=True)]
+        self._send_step(plan.sampled, tokens, result, recorder.stats(computed_at, time.monotonic()))
+
+    def _drop_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+        """Fail the sequences that the engine could not sample for; the step of the others."""
+        self._batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
+        for request_id, reason in result.failed.items():
+            self._channel.send(Failed([request_id], FailureKind.ERROR, reason))
+        kept = [i for i, seq in enumerate(plan.sampled) if seq.id not in result.failed]
+        logprobs = [result.logprobs[i] for i in kept] if result.logprobs else []
+        survivors = StepResult([result.tokens[i] for i in kept], logprobs, result.prompt_logprobs)
+        return plan.without(result.failed), survivors
+
+    def _send_step(
+        self,
+        seqs: list[Sequence],
+        tokens: list[list[int]],
+        result: StepResult | None = None,
+        stats: StepStats | None = None,
+    ) -> None:
+        self._channel.send(
+            Step(
+                ids=[seq.id for seq in seqs],
+                tokens=tokens,
+                stop_reasons=[seq.stop_reason for seq in seqs],
+                logprobs=result.logprobs if result else [],
+                prompt_logprobs=result.prompt_logprobs if result else {},
+                stats=stats,
+            )
+        )
