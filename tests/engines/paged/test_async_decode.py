@@ -151,12 +151,12 @@ def commit(plan: StepPlan, result: StepResult) -> None:
         row.tokens += tokens
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_any_plan_may_follow_any_other(
-    subject: Subject, passes: Passes, lists: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, passes: Passes, lists: str, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that stand still, in any order, in chunks of any size, with a block ahead or not; some go and come back."""
-    if recorded:
+    if captured:
         graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine._num_blocks * SIZE)
         graphs.capture(record, subject.engine._device)
         monkeypatch.setattr(subject.engine, "_graphs", graphs)

@@ -1,4 +1,4 @@
-"""Recorded decode steps: what is recorded is run again as it stands, here without a device that could record it."""
+"""Captured decode steps: what is captured is replayed as it is, here without a device that could capture it."""
 
 import random
 
@@ -13,16 +13,16 @@ from tgis.engines.paged.cuda_graphs import DecodeGraphs, capture_sizes, cuda_cap
 ROWS, WIDTH, SCRATCH = 37, 6, 999
 
 
-def batch_of(rows: int, draw: random.Random, kept: list[int] | None = None) -> FlatBatch:
+def batch_of(rows: int, draw: random.Random, logits_indices: list[int] | None = None) -> FlatBatch:
     """Random numbers of all kinds."""
 
     def some(*shape: int) -> Tensor:
         return torch.tensor([draw.randint(1, 90) for _ in range(torch.Size(shape).numel())]).view(shape)
 
     width = draw.randint(1, WIDTH)
-    kept = list(range(rows)) if kept is None else kept
+    indices = list(range(rows)) if logits_indices is None else logits_indices
     lengths = some(rows).clamp(max=width)
-    return FlatBatch(some(rows), some(rows), some(rows), some(rows, width), lengths, [], torch.tensor(kept), [])
+    return FlatBatch(some(rows), some(rows), some(rows), some(rows, width), lengths, [], torch.tensor(indices), [])
 
 
 def forward(batch: FlatBatch) -> Tensor:
@@ -54,8 +54,8 @@ def test_any_number_of_rows_in_any_order_of_sizes(graphs: DecodeGraphs) -> None:
         assert torch.equal(found, forward(batch))
 
 
-def test_a_later_step_leaves_the_logits_of_an_earlier_one_alone(graphs: DecodeGraphs) -> None:
-    """Of both nothing may have been read yet."""
+def test_a_later_step_does_not_overwrite_the_logits_of_an_earlier_one(graphs: DecodeGraphs) -> None:
+    """Neither may have been read yet."""
     draw = random.Random(3)
     batches = [batch_of(rows, draw) for rows in (4, 4, 3)]
     found = [graphs.run(batch) for batch in batches]
@@ -64,21 +64,21 @@ def test_a_later_step_leaves_the_logits_of_an_earlier_one_alone(graphs: DecodeGr
         assert torch.equal(logits, forward(batch))
 
 
-def test_the_order_of_logits_is_that_of_the_batch(graphs: DecodeGraphs) -> None:
-    batch = batch_of(4, random.Random(2), kept=[2, 0, 3, 1])
+def test_logits_are_in_the_order_of_the_batch(graphs: DecodeGraphs) -> None:
+    batch = batch_of(4, random.Random(2), logits_indices=[2, 0, 3, 1])
     found = graphs.run(batch)
     assert found is not None
     assert torch.equal(found[:, 0], forward(batch_with_all(batch))[[2, 0, 3, 1], 0])
 
 
 def batch_with_all(batch: FlatBatch) -> FlatBatch:
-    kept = torch.arange(batch.num_decodes)
+    indices = torch.arange(batch.num_decodes)
     return FlatBatch(
-        batch.input_ids, batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, [], kept, []
+        batch.input_ids, batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, [], indices, []
     )
 
 
-def test_rows_that_are_missing_read_nothing_and_write_to_the_scratch_slot() -> None:
+def test_padding_reads_nothing_and_writes_to_the_scratch_slot() -> None:
     seen: list[tuple[list[int], list[int]]] = []
 
     def spy(batch: FlatBatch) -> Tensor:
@@ -96,18 +96,18 @@ def test_rows_that_are_missing_read_nothing_and_write_to_the_scratch_slot() -> N
     assert all(lengths[:5])
 
 
-def test_other_batches_are_not_for_graphs(graphs: DecodeGraphs) -> None:
+def test_other_batches_are_not_replayed(graphs: DecodeGraphs) -> None:
     draw = random.Random(5)
     assert graphs.run(batch_of(ROWS + 1, draw)) is None
-    assert graphs.run(batch_of(3, draw, kept=[0, 2])) is None
+    assert graphs.run(batch_of(3, draw, logits_indices=[0, 2])) is None
     chunked = batch_of(3, draw)
     chunked.chunks.append(PrefillChunk(slice(3, 9), 0, torch.tensor([1])))
     assert graphs.run(chunked) is None
     assert DecodeGraphs(forward, ROWS, WIDTH, SCRATCH).run(batch_of(3, draw)) is None
 
 
-def test_what_waits_for_the_device_is_not_begun_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording that fails leaves torch 2.11's allocator in the middle of it (pytorch issue 180395)."""
+def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that fails leaves torch 2.11's allocator in a bad state (pytorch issue 180395)."""
     modes = ["default"]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -125,11 +125,11 @@ def test_what_waits_for_the_device_is_not_begun_to_be_recorded(monkeypatch: pyte
     assert made.run(batch_of(3, random.Random(6))) is None
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 63, 64, 65, 256])
-def test_sizes(most: int) -> None:
-    sizes = capture_sizes(most)
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 8, 9, 63, 64, 65, 256])
+def test_capture_sizes(max_batch_size: int) -> None:
+    sizes = capture_sizes(max_batch_size)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
-    assert sizes[-1] == most
+    assert sizes[-1] == max_batch_size
     waste = max(later - earlier for earlier, later in zip([0, *sizes], sizes, strict=False))
     assert waste <= 16

@@ -1,7 +1,6 @@
-"""Numbers on their way to the device and back, in one copy each way that the host does not wait for.
+"""Copies between host and device that the host does not wait for, one each way per step.
 
-On CUDA the host's side lies in pinned memory, which torch does not reuse before the copy is done. On CPUs nothing is
-copied at all.
+On CUDA the host's side is pinned memory, which torch does not reuse before the copy is done. On CPUs nothing is copied.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,23 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT_NUMBERS = 2  # numbers: 16 bytes, by which Triton tells variants of a kernel apart
+_ALIGNMENT = 2  # numbers: 16 bytes, by which Triton specializes kernels
 
 
 def upload(parts: Sequence[Collection[int]], device: torch.device) -> list[Tensor]:
-    """An int64 tensor of each part; all are views of one, aligned as kernels have been compiled for."""
+    """An int64 tensor of each part; all are views of one, aligned as compiled kernels expect."""
     numbers: list[int] = []
     starts = []
     for part in parts:
         starts.append(len(numbers))
         numbers += part
-        numbers += [0] * (-len(part) % _ALIGNMENT_NUMBERS)
+        numbers += [0] * (-len(part) % _ALIGNMENT)
     on_device = _copy_async(torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))), device)
     return [on_device[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.tensor, which waits on CUDA for everything that is queued."""
+    """As torch.tensor, which on CUDA waits for everything that is queued."""
     return _copy_async(torch.tensor(values, dtype=dtype), device)
 
 
@@ -36,7 +35,7 @@ def _copy_async(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 class Download:
-    """Numbers of the device: their copy is queued behind what computes them."""
+    """A copy to the host, queued behind what computes the numbers."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._host = numbers
@@ -48,7 +47,7 @@ class Download:
             self._copied.record()
 
     def wait(self) -> list[float]:
-        """All of them, once they are there; what has been queued since goes on."""
+        """The numbers, once they are on the host; what was queued since keeps running."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers: list[float] = self._host.tolist()

@@ -1,7 +1,7 @@
-"""PT2_COMPILE: torch.compile for what stands between the products and the attention of a decoder, in one graph.
+"""PT2_COMPILE: torch.compile of a decoder in one graph, with its linear layers and attention as they are.
 
-Attention is an operator of its own in it, since a paged cache is nothing that a compiler knows. Whatever would need
-another graph than those made at the start runs as it is: no request waits for a compiler.
+Attention is a custom operator in that graph, since no compiler knows a paged cache. Steps that would need a graph
+beyond those made at startup run eagerly: no request waits for a compiler.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ _ATTEND = "attend(Tensor q, Tensor k, Tensor v, int layer, float? scale, int? wi
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """Not where operators have been replaced by kernels of the CPU, which leave a compiler nothing to gain."""
+    """Not where CPU kernels have replaced operators, which leaves a compiler nothing to gain."""
     return not any(isinstance(module, (PackedLinear, RmsNorm)) for module in model.modules())
 
 
 class CompiledDecoder:
-    """The forward of one engine's model, compiled between `start` and `finish`; as it was before, and if undone."""
+    """The forward of one engine's model: compiles what comes between `enable` and `freeze`, later only runs it."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
         self._decoder = model.base_model
@@ -36,7 +36,7 @@ class CompiledDecoder:
         self._stance = "force_eager"
 
     def enable(self) -> None:
-        """Compile a graph for whatever comes that has none."""
+        """Compile a graph for every step that has none."""
         self._attention.operator = getattr(torch.ops, self._attention.name).attend
         self._decoder.forward = torch.compile(self._eager_forward, dynamic=True)
         self._stance = "default"
@@ -46,21 +46,21 @@ class CompiledDecoder:
         self._stance = "eager_on_recompile"
 
     def disable(self) -> None:
-        """Compute as before `start`."""
+        """Run eagerly, as before `enable`."""
         self._attention.operator = self._attention.attend
         self._decoder.forward = self._eager_forward
         self._stance = "force_eager"
 
     def stance(self, *, eager: bool) -> AbstractContextManager[None]:
-        """A block with passes that use what is compiled, unless they must be plain: those of changed layers."""
+        """A block of compiled steps; eager ones are for changed layers."""
         block: AbstractContextManager[None] = torch.compiler.set_stance("force_eager" if eager else self._stance)
         return block
 
-    def _define(self, schema: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
+    def _define(self, schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
         name = schema.partition("(")[0]
         self._library.define(schema)
         self._library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{self._attention.name}::{name}", shape, lib=self._library)
+        torch.library.register_fake(f"{self._attention.name}::{name}", fake, lib=self._library)
 
     def _attend(self, *arguments: Any) -> Tensor:
         return self._attention.attend(*arguments).contiguous()

@@ -1,7 +1,7 @@
-"""CUDA graphs of decode steps: passes of one token a row, recorded once for some numbers of rows and replayed.
+"""CUDA graphs of decode steps, captured once for some batch sizes and replayed.
 
-A recorded pass reads its batch from tensors that stay where they are; rows that are missing are filled up with rows of
-length 0, whose keys and values go to a slot that nobody reads.
+A captured step reads its batch from static tensors; missing sequences are padded with sequences of length 0, whose keys
+and values go to a slot that nobody reads.
 """
 
 import logging
@@ -22,18 +22,18 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 
-def capture_sizes(most: int) -> list[int]:
-    """Numbers of rows that are worth a graph each: one more row costs little, and so does a graph."""
-    sizes = {size for size in (1, 2, 4, *range(8, 64, 8), *range(64, most, 16)) if size < most}
-    return sorted(sizes | {most})
+def capture_sizes(max_batch_size: int) -> list[int]:
+    """Batch sizes to capture: a few padded sequences cost little, and so does a graph."""
+    sizes = {size for size in (1, 2, 4, *range(8, 64, 8), *range(64, max_batch_size, 16)) if size < max_batch_size}
+    return sorted(sizes | {max_batch_size})
 
 
 def cuda_capture() -> Capture:
-    """Records on the current CUDA device; all its graphs share their memory."""
+    """Captures on the current CUDA device; all its graphs share their memory."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        run()  # kernels are compiled and chosen now: none of that can be recorded
+        run()  # compiles and selects kernels, which cannot be captured
         with _forbid_synchronization():
             run()
         torch.cuda.synchronize()
@@ -47,7 +47,7 @@ def cuda_capture() -> Capture:
 
 @contextmanager
 def _forbid_synchronization() -> Iterator[None]:
-    """RuntimeError for what waits for the device: torch's allocator is not the same after a recording that failed."""
+    """RuntimeError for what waits for the device: a capture that fails leaves torch's allocator in a bad state."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -56,12 +56,12 @@ def _forbid_synchronization() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """Recorded passes by number of rows; empty until `record`."""
+    """Captured decode steps by batch size; empty until `capture`."""
 
     def __init__(
         self, forward: Callable[[FlatBatch], Tensor], max_batch_size: int, max_blocks: int, scratch_slot: int
     ) -> None:
-        """Up to `rows` rows of up to `width` blocks; `scratch` is the slot that nobody reads."""
+        """Sequences have up to `max_blocks` blocks; `scratch_slot` is the cache slot that nobody reads."""
         self._forward = forward
         self._scratch_slot = scratch_slot
         self._max_batch_size = max_batch_size
@@ -71,24 +71,24 @@ class DecodeGraphs:
         self._buffers: tuple[Tensor, ...] = ()
 
     def capture(self, capture_graph: Capture, device: torch.device) -> None:
-        """Record passes of all sizes, the largest first, so that the others find their memory; RuntimeError if the
-        model does what cannot be recorded.
+        """Capture all sizes, the largest first, so that the others reuse its memory; RuntimeError if the model does
+        what cannot be captured.
         """
-        rows = [torch.zeros(self._max_batch_size, dtype=torch.int64, device=device) for _ in range(4)]
-        tables = torch.zeros(self._max_batch_size, self._max_blocks, dtype=torch.int64, device=device)
-        self._buffers = *rows, tables, torch.arange(self._max_batch_size, device=device)
+        columns = [torch.zeros(self._max_batch_size, dtype=torch.int64, device=device) for _ in range(4)]
+        block_tables = torch.zeros(self._max_batch_size, self._max_blocks, dtype=torch.int64, device=device)
+        self._buffers = *columns, block_tables, torch.arange(self._max_batch_size, device=device)
         sizes = capture_sizes(self._max_batch_size)
         started = time.monotonic()
-        log.info("recording decode steps of 1 to %d rows", self._max_batch_size)
-        with log_progress(lambda: f"{len(self._captured)} of {len(sizes)} recorded"):
+        log.info("capturing decode steps of 1 to %d sequences", self._max_batch_size)
+        with log_progress(lambda: f"{len(self._captured)} of {len(sizes)} captured"):
             for size in reversed(sizes):
                 self._reset_padding(0, size)
                 self._captured[size] = capture_graph(lambda size=size: self._forward(self._static_batch(size)))  # type: ignore[misc]
-        log.info("recorded %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
+        log.info("captured %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
         self._capture_sizes = sizes
 
     def run(self, batch: FlatBatch) -> Tensor | None:
-        """Those of a batch, which no later call changes; None if it is not of a recorded kind."""
+        """The logits of a batch, which no later call changes; None if no graph is for such a batch."""
         count = batch.num_decodes
         others = batch.chunks or batch.spans or batch.adapters
         if not self._capture_sizes or others or count > self._max_batch_size or len(batch.logits_indices) != count:
@@ -97,28 +97,24 @@ class DecodeGraphs:
         self._copy_inputs(batch, size)
         replay, output = self._captured[size]
         replay()
-        return output[:count][batch.logits_indices]  # a copy: the next replay writes to the same place
+        return output[:count][batch.logits_indices]  # a copy: the next replay overwrites the output
 
     def _static_batch(self, size: int) -> FlatBatch:
-        ids, positions, slots, lengths, tables, kept = self._buffers
-        return FlatBatch(ids[:size], positions[:size], slots[:size], tables[:size], lengths[:size], [], kept[:size], [])
+        input_ids, positions, slots, seq_lens, tables, indices = (buffer[:size] for buffer in self._buffers)
+        return FlatBatch(input_ids, positions, slots, tables, seq_lens, [], indices, [])
 
     def _copy_inputs(self, batch: FlatBatch, size: int) -> None:
-        ids, positions, slots, lengths, tables, _ = self._buffers
+        input_ids, positions, slot_mapping, seq_lens, block_tables, _ = self._buffers
         count, width = batch.block_tables.shape
-        given = (
-            (ids, batch.input_ids),
-            (positions, batch.positions),
-            (slots, batch.slot_mapping),
-            (lengths, batch.seq_lens),
-        )
-        for buffer, values in given:
-            buffer[:count].copy_(values)
-        tables[:count, :width].copy_(batch.block_tables)
+        input_ids[:count].copy_(batch.input_ids)
+        positions[:count].copy_(batch.positions)
+        slot_mapping[:count].copy_(batch.slot_mapping)
+        seq_lens[:count].copy_(batch.seq_lens)
+        block_tables[:count, :width].copy_(batch.block_tables)
         self._reset_padding(count, size)
 
     def _reset_padding(self, first: int, last: int) -> None:
-        ids, positions, slots, lengths, tables, _ = self._buffers
-        for buffer in (ids, positions, lengths, tables):
+        input_ids, positions, slot_mapping, seq_lens, block_tables, _ = self._buffers
+        for buffer in (input_ids, positions, seq_lens, block_tables):
             buffer[first:last].zero_()
-        slots[first:last].fill_(self._scratch_slot)
+        slot_mapping[first:last].fill_(self._scratch_slot)

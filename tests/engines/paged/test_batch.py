@@ -1,0 +1,41 @@
+"""The model inputs of a step."""
+
+import numpy as np
+import torch
+
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.paged.batch import prepare_inputs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def test_a_batch_is_one_copy() -> None:
+    """Everything in it; the floats among it bit by bit."""
+    rows = [Sequence(Request(n, list(range(20)), 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(3)]
+    for row, blocks, computed in zip(rows, ([7, 1, 4], [3, 9], [2, 5]), (19, 0, 12), strict=True):
+        row.block_table, row.num_computed_tokens = blocks, computed
+    numbers = np.array([[0.1, 2.0**-53, 5e-324], [np.inf, -0.0, 1e300]])
+    batch, _ = prepare_inputs(StepPlan(rows, [1, 3, 2], rows[:1], has_prefill=True), 8, CPU, numbers)
+    assert batch.input_ids.tolist() == [19, 0, 1, 2, 12, 13]
+    assert batch.positions.tolist() == [19, 0, 1, 2, 12, 13]
+    assert batch.slot_mapping.tolist() == [4 * 8 + 3, 24, 25, 26, 5 * 8 + 4, 5 * 8 + 5]
+    assert batch.block_tables.tolist() == [[7, 1, 4]]
+    assert batch.seq_lens.tolist() == [20]
+    assert batch.logits_indices.tolist() == [0]
+    assert [(chunk.tokens, chunk.num_computed_tokens, chunk.block_table.tolist()) for chunk in batch.chunks] == [
+        (slice(1, 4), 0, [3]),
+        (slice(4, 6), 12, [2, 5]),
+    ]
+    assert batch.step_metadata.numpy().tobytes() == numbers.tobytes()
+    tensors = [
+        batch.input_ids,
+        batch.positions,
+        batch.slot_mapping,
+        batch.block_tables,
+        batch.seq_lens,
+        batch.logits_indices,
+        batch.step_metadata,
+    ]
+    tensors += [chunk.block_table for chunk in batch.chunks]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
