@@ -1,4 +1,4 @@
-"""Ids of soft prompts on the front end: what a call that names one gets, without an engine."""
+"""tgis.frontend.adapters: what a call that names an adapter gets, without an engine."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +16,8 @@ from tgis.frontend.validation import RequestLimits
 from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions
 
 
-class Engine:
-    """Answers every lookup alike."""
+class FakeEngineClient:
+    """Gives every lookup the same answer."""
 
     def __init__(self, answer: AdapterResolved | None) -> None:
         self.answer = answer
@@ -32,14 +32,16 @@ class Engine:
             self.open.remove(adapter_id)
 
 
-def made(answer: AdapterResolved | None, refusal: str | None = None) -> tuple[AdapterClient, Engine, Metrics]:
-    engine: Any = Engine(answer)
+def make_client(
+    answer: AdapterResolved | None, reason: str | None = None
+) -> tuple[AdapterClient, FakeEngineClient, Metrics]:
+    engine: Any = FakeEngineClient(answer)
     metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    return AdapterClient(engine, metrics, refusal), engine, metrics
+    return AdapterClient(engine, metrics, reason), engine, metrics
 
 
-def counted(metrics: Metrics) -> tuple[str, str]:
-    """Failed lookups, and loads."""
+def failures_and_loads(metrics: Metrics) -> tuple[str, str]:
+    """The counters, as scraped."""
     lines = metrics.scrape().decode().splitlines()
     names = ("tgi_prompt_load_failure ", "tgi_prompt_load_duration_count ")
     failed, loaded = (next(line.split()[1] for line in lines if line.startswith(name)) for name in names)
@@ -47,25 +49,25 @@ def counted(metrics: Metrics) -> tuple[str, str]:
 
 
 @run_async
-async def test_no_id_asks_nobody() -> None:
-    adapters, _, metrics = made(None, refusal="no adapter store was configured")
-    async with adapters.acquire(None) as prefix:
-        assert prefix is None
-    assert counted(metrics) == ("0.0", "0.0")
+async def test_a_call_without_an_adapter_looks_nothing_up() -> None:
+    adapters, _, metrics = make_client(None, reason="no adapter store was configured")
+    async with adapters.acquire(None) as adapter:
+        assert adapter is None
+    assert failures_and_loads(metrics) == ("0.0", "0.0")
 
 
 @run_async
-async def test_what_is_found_is_kept_until_the_call_ends() -> None:
-    adapters, engine, metrics = made(AdapterResolved(7, length=5, decoder_length=2, version=3, loaded=True))
-    async with adapters.acquire(("adapter_id", "a/b")) as prefix:
-        assert prefix == AdapterRef("a/b", 5, 2, 7, 3)
+async def test_an_adapter_is_kept_until_the_call_ends() -> None:
+    adapters, engine, metrics = make_client(AdapterResolved(7, length=5, decoder_length=2, version=3, loaded=True))
+    async with adapters.acquire(("adapter_id", "a/b")) as adapter:
+        assert adapter == AdapterRef("a/b", 5, 2, 7, 3)
         assert engine.open == ["a/b"]
     assert engine.open == []
-    assert counted(metrics) == ("0.0", "1.0")
+    assert failures_and_loads(metrics) == ("0.0", "1.0")
     engine.answer = AdapterResolved(8, length=5, version=3)
     async with adapters.acquire(("prefix_id", "a/b")):
         pass
-    assert counted(metrics) == ("0.0", "1.0")
+    assert failures_and_loads(metrics) == ("0.0", "1.0")
 
 
 CASES: dict[str, tuple[str, AdapterResolved | None, str]] = {
@@ -104,39 +106,39 @@ CASES: dict[str, tuple[str, AdapterResolved | None, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_not_to_be_had_is_said_in_the_words_of_tgis(case: str) -> None:
+def test_errors_use_the_words_of_tgis(case: str) -> None:
     field, answer, text = CASES[case]
 
     @run_async
     async def ask() -> None:
-        adapters, engine, metrics = made(answer)
+        adapters, engine, metrics = make_client(answer)
         with pytest.raises(InvalidRequest) as caught:
             async with adapters.acquire((field, "x")):
                 pass
         assert (str(caught.value), caught.value.field) == (text, field)
-        assert counted(metrics) == ("1.0", "0.0")
+        assert failures_and_loads(metrics) == ("1.0", "0.0")
         assert engine.open == []
 
     ask()
 
 
 @run_async
-async def test_without_a_store_every_id_is_refused() -> None:
-    adapters, _, metrics = made(None, refusal="FakeEngine takes no soft prompts")
+async def test_without_a_store_every_id_is_an_error() -> None:
+    adapters, _, metrics = make_client(None, reason="FakeEngine takes no soft prompts")
     with pytest.raises(InvalidRequest, match="prefix_id supplied but FakeEngine takes no soft prompts"):
         async with adapters.acquire(("prefix_id", "x")):
             pass
-    assert counted(metrics) == ("1.0", "0.0")
+    assert failures_and_loads(metrics) == ("1.0", "0.0")
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:
-    """What the engine is told, for sequences of `length` tokens."""
+    """What the engine process gets, for sequences of up to `length` tokens."""
     path = {"PREFIX_STORE_PATH": str(store)} if store else {}
     parsed = config.parse([], {"MODEL_NAME": "m", **path, **environ}, "tgis serve")
     return server._adapter_store_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
 
 
-def test_prompts_may_take_half_of_a_sequence_unless_an_option_says_otherwise(tmp_path: Path) -> None:
+def test_soft_prompts_take_up_to_half_of_a_sequence_by_default(tmp_path: Path) -> None:
     assert options(None, 101, MAX_PROMPT_PREFIX_LENGTH="200") is None
     assert options(tmp_path, 101) == AdapterStoreOptions(str(tmp_path), 512 << 20, 51)
     assert options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="100", PROMPT_CACHE_SIZE_MB="3") == AdapterStoreOptions(

@@ -1,4 +1,4 @@
-"""What the metrics of batches and of the queue say after each step, on small loads counted by hand."""
+"""Batch and queue metrics after each step, on small loads counted by hand."""
 
 import time
 from pathlib import Path
@@ -25,16 +25,16 @@ Turn = list[Submit | Cancel]
 
 
 class After(NamedTuple):
-    """What is seen after a step: gauges, then what the step added to counters and sums."""
+    """Gauges after a step, then what the step added to counters and sums."""
 
-    running: float
-    context: float
-    remaining: float
-    prefilled: float = 0  # sums of tgi_batch_inference_batch_size
-    decoded: float = 0
-    prompt_tokens: float = 0
+    num_running: float
+    context_tokens: float
+    remaining_tokens: float
+    num_prefills: float = 0  # sums of tgi_batch_inference_batch_size
+    num_decodes: float = 0
+    prefill_tokens: float = 0
     concatenated: float = 0
-    left_the_queue: float = 0
+    scheduled: float = 0
 
 
 SAMPLES: list[tuple[str, dict[str, str]]] = [
@@ -49,8 +49,8 @@ SAMPLES: list[tuple[str, dict[str, str]]] = [
 ]
 
 
-class Script:
-    """Instead of the socket: one turn of messages before each step, and what the metrics say after it."""
+class ScriptedChannel:
+    """Stands in for the channel: one turn of messages before each step, and the metrics after it."""
 
     def __init__(self, turns: list[Turn], metrics: Metrics) -> None:
         self._turns = iter(turns)
@@ -73,10 +73,10 @@ class Script:
             self._sums = now
 
 
-def run(directory: Path, turns: list[Turn], **kind: Any) -> Script:
-    """A worker with the engine that repeats its prompts, through these turns."""
+def run(directory: Path, turns: list[Turn], **kind: Any) -> ScriptedChannel:
+    """Run an engine core with the fake engine through these turns."""
     metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    script = Script(turns, metrics)
+    script = ScriptedChannel(turns, metrics)
     memory_tokens = kind.pop("memory_tokens", None)
     steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
     engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4, None))
@@ -98,46 +98,46 @@ TWO_THEN_ONE: list[Turn] = [
 
 def test_steps_of_a_padded_engine(tmp_path: Path) -> None:
     assert run(tmp_path, TWO_THEN_ONE, padded=True).seen == [
-        After(2, 2 * 6, 3 + 1, prefilled=2, prompt_tokens=2 * 5, left_the_queue=2),
-        After(1, 5, 2, decoded=2),  # the second has ended
-        After(2, 2 * 5, 2 + 8, prefilled=1, prompt_tokens=2, concatenated=1, left_the_queue=1),
-        After(2, 2 * 6, 1 + 7, decoded=2),
+        After(2, 2 * 6, 3 + 1, num_prefills=2, prefill_tokens=2 * 5, scheduled=2),
+        After(1, 5, 2, num_decodes=2),  # the second has ended
+        After(2, 2 * 5, 2 + 8, num_prefills=1, prefill_tokens=2, concatenated=1, scheduled=1),
+        After(2, 2 * 6, 1 + 7, num_decodes=2),
     ]
 
 
 def test_steps_of_an_engine_without_padding(tmp_path: Path) -> None:
     assert run(tmp_path, TWO_THEN_ONE, padded=False).seen == [
-        After(2, 4 + 6, 3 + 1, prefilled=2, prompt_tokens=3 + 5, left_the_queue=2),
-        After(1, 5, 2, decoded=2),
-        After(2, 5 + 3, 2 + 8, prefilled=1, prompt_tokens=2, concatenated=1, left_the_queue=1),
-        After(2, 6 + 4, 1 + 7, decoded=2),
+        After(2, 4 + 6, 3 + 1, num_prefills=2, prefill_tokens=3 + 5, scheduled=2),
+        After(1, 5, 2, num_decodes=2),
+        After(2, 5 + 3, 2 + 8, num_prefills=1, prefill_tokens=2, concatenated=1, scheduled=1),
+        After(2, 6 + 4, 1 + 7, num_decodes=2),
     ]
 
 
-def test_steps_that_mix_chunks_and_decode(tmp_path: Path) -> None:
+def test_steps_that_mix_prefill_chunks_and_decodes(tmp_path: Path) -> None:
     turns: list[Turn] = [
         [submit(request(1, 3, 4))],
-        [submit(request(2, 9, 3))],  # in chunks of 4 less 1 for the row that decodes
+        [submit(request(2, 9, 3))],  # in chunks of 4, less 1 for the decode
         [],
         [],
         [],
     ]
     assert run(tmp_path, turns, padded=False, block_size=1, prefill_tokens=4).seen == [
-        After(1, 4, 3, prefilled=1, prompt_tokens=3, left_the_queue=1),
-        After(2, 5 + 9, 2 + 3, prefilled=1, decoded=1, prompt_tokens=3, concatenated=1, left_the_queue=1),
-        After(2, 6 + 9, 1 + 3, prefilled=1, decoded=1, prompt_tokens=3),
-        After(1, 10, 2, prefilled=1, decoded=1, prompt_tokens=3),  # one ends while the other gets its first token
-        After(1, 11, 1, decoded=1),
+        After(1, 4, 3, num_prefills=1, prefill_tokens=3, scheduled=1),
+        After(2, 5 + 9, 2 + 3, num_prefills=1, num_decodes=1, prefill_tokens=3, concatenated=1, scheduled=1),
+        After(2, 6 + 9, 1 + 3, num_prefills=1, num_decodes=1, prefill_tokens=3),
+        After(1, 10, 2, num_prefills=1, num_decodes=1, prefill_tokens=3),  # one ends as the other starts
+        After(1, 11, 1, num_decodes=1),
     ]
 
 
-def test_a_request_with_a_place_in_the_batch_is_not_in_the_queue(tmp_path: Path) -> None:
-    """The step's tokens are shared by two prompts: the third row gets none of them yet."""
+def test_a_running_request_without_scheduled_tokens_is_not_queued(tmp_path: Path) -> None:
+    """The token budget of the step goes to two prompts: the third sequence gets nothing yet."""
     turns: list[Turn] = [[submit(request(1, 50, 4), request(2, 2, 4), request(3, 9, 4))], []]
     script = run(tmp_path, turns, padded=False, block_size=1, prefill_tokens=4)
     assert script.seen == [
-        After(3, 50 + 3 + 9, 4 + 3 + 4, prefilled=2, prompt_tokens=2 + 2, left_the_queue=3),
-        After(3, 50 + 4 + 9, 4 + 2 + 4, prefilled=2, decoded=1, prompt_tokens=2 + 1, concatenated=1),
+        After(3, 50 + 3 + 9, 4 + 3 + 4, num_prefills=2, prefill_tokens=2 + 2, scheduled=3),
+        After(3, 50 + 4 + 9, 4 + 2 + 4, num_prefills=2, num_decodes=1, prefill_tokens=2 + 1, concatenated=1),
     ]
     assert [stats.first_scheduled for stats in script.stats] == [[1, 2, 3], []]
 
@@ -149,45 +149,45 @@ def test_a_request_with_a_place_in_the_batch_is_not_in_the_queue(tmp_path: Path)
         ([[submit(request(1, 3, 4))], [], [submit(request(2, 3, 1))]], 0),  # ends with its first token
         ([[submit(request(1, 3, 9), request(2))], [], [Cancel([2]), submit(request(3))]], 1),
         ([[submit(request(1, 3, 9))], [], [Cancel([1]), submit(request(2))]], 0),
-        ([[submit(request(1, 3, 9))], [], [submit(request(2), request(3))]], 1),  # batches, not rows
+        ([[submit(request(1, 3, 9))], [], [submit(request(2), request(3))]], 1),  # batches are counted, not sequences
     ],
 )
-def test_a_batch_is_concatenated_when_new_rows_stay_beside_old_ones(
+def test_a_prefill_that_joins_a_running_batch_is_a_concatenation(
     tmp_path: Path, turns: list[Turn], expected: int
 ) -> None:
     script = run(tmp_path, turns, padded=True)
     assert sum(after.concatenated for after in script.seen) == expected
 
 
-def test_a_new_row_beside_one_that_ends_in_the_same_step_is_a_concatenation(tmp_path: Path) -> None:
+def test_joining_a_sequence_that_ends_in_the_same_step_is_a_concatenation(tmp_path: Path) -> None:
     turns: list[Turn] = [[submit(request(1, 3, 2))], [submit(request(2, 3, 4))]]
     script = run(tmp_path, turns, padded=False, block_size=1)
-    assert [(after.running, after.concatenated) for after in script.seen] == [(1, 0), (1, 1)]
+    assert [(after.num_running, after.concatenated) for after in script.seen] == [(1, 0), (1, 1)]
 
 
-def test_rows_that_fail_in_a_step_were_in_it(tmp_path: Path) -> None:
+def test_sequences_that_fail_in_a_step_count_as_part_of_it(tmp_path: Path) -> None:
     poisoned = Request(1, [77, 77], 5, False, request(1).sampling_params, request(1).logprob_options)
     script = run(tmp_path, [[submit(poisoned, request(2, 3, 4))], [submit(request(3, 3, 9))]], padded=True)
-    assert script.seen[0] == After(1, 4, 3, prefilled=2, prompt_tokens=2 * 3, left_the_queue=2)
-    assert script.seen[1] == After(1, 5, 2, decoded=1)
+    assert script.seen[0] == After(1, 4, 3, num_prefills=2, prefill_tokens=2 * 3, scheduled=2)
+    assert script.seen[1] == After(1, 5, 2, num_decodes=1)
 
 
-def test_waiting_is_counted_from_the_call_also_during_a_long_step(tmp_path: Path) -> None:
+def test_queue_time_starts_at_arrival_even_during_a_long_step(tmp_path: Path) -> None:
     now = time.monotonic()
     script = run(tmp_path, [[Submit([request(1)], now - 500)], [], [Submit([request(2)], now - 200)]])
     assert [int(seconds) // 100 for stats in script.stats for seconds in stats.queue_durations] == [5, 2]
 
 
-def test_rows_of_a_failed_step_wait_again(tmp_path: Path) -> None:
-    """The third step of two rows runs out of memory; then one of them is computed again alone."""
+def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path) -> None:
+    """The third step of two sequences runs out of memory; then one of them is recomputed alone."""
     turns: list[Turn] = [[submit(*[request(n, 3, 9) for n in range(4)])], [], [], []]
     script = run(tmp_path, turns, padded=False, max_batch_size=2, memory_tokens=9)
     assert [stats.num_requeued for stats in script.stats] == [0, 0, 1]  # the other two have never run
-    assert script.seen[-1] == After(1, 6, 6, prefilled=1, prompt_tokens=5)
+    assert script.seen[-1] == After(1, 6, 6, num_prefills=1, prefill_tokens=5)
 
 
 def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, int, int, int]:
-    """What is counted while requests of these lengths and new tokens come, one step per turn."""
+    """Count admissions of requests with these prompt lengths and new tokens, one step per turn."""
     batcher, now, ids = Batcher(limits(**kind), {EOS}), 0.0, iter(range(99))
     total = [0, 0, 0, 0]
     for turn in turns:
@@ -202,43 +202,43 @@ def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, in
     return total[0], total[1], total[2], total[3]
 
 
-def test_how_rows_joined_is_counted() -> None:
+def test_admission_counters() -> None:
     kind = {"padded": False}
     assert admissions([[(3, 5), (3, 5)]], **kind) == (0, 0, 0, 0)
-    # 60 of 100 tokens are spoken for, 70 do not fit: the third joins before the second
+    # 60 of 100 tokens are taken, 70 do not fit: the third joins before the second
     assert admissions([[(4, 56)], [], [(4, 66), (4, 6)]], weight=100, **kind) == (1, 0, 0, 0)
-    # at worst 50 + 42 + 40 of 100 tokens, but the second will have left
+    # at worst 50 + 42 + 40 of 100 tokens, but the second will have ended
     assert admissions([[(8, 42), (38, 4)], [], [(5, 35)]], weight=100, **kind, prefill_tokens=50) == (0, 1, 0, 0)
-    # 10 tokens of prompts are one step's
+    # one step takes 10 prompt tokens
     assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=10) == (0, 0, 3, 0)
 
 
-def test_how_rows_joined_is_counted_with_blocks() -> None:
-    """They join on what they need now."""
+def test_admission_counters_of_a_paged_engine() -> None:
+    """They are admitted by the blocks that they need now."""
     kind = {"padded": False, "block_size": 1}
     assert admissions([[(3, 5), (3, 5)]], **kind) == (0, 0, 0, 0)
     assert admissions([[(4, 56)], [], [(4, 66), (4, 6)]], weight=100, **kind) == (0, 2, 0, 0)
     assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=10) == (0, 0, 1, 0)
 
 
-def test_padding_keeps_requests_back() -> None:
+def test_padding_keeps_requests_out_of_a_prefill() -> None:
     kind = {"padded": True, "max_prefill_padding": 0.2}
     assert admissions([[(20, 5), (2, 5), (19, 5)]], **kind) == (1, 0, 0, 1)
 
 
-class Gone:
-    """Instead of the socket, on the side of the front end."""
+class FakeTransport:
+    """Stands in for the transport of the front end."""
 
     def write(self, data: bytes) -> None:
         assert data
 
 
 @run_async
-async def test_the_queue_changes_with_arrivals_cancels_joins_and_ends() -> None:
+async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
     metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
     client = EngineClient()
     client.metrics = metrics
-    client._transport = cast("Any", Gone())
+    client._transport = cast("Any", FakeTransport())
 
     def queue() -> tuple[float, int]:
         return value(metrics, "tgi_queue_size"), client.queued_tokens

@@ -1,4 +1,4 @@
-"""tgis.frontend.detokenizer: token by token must give what the library gives for the whole output."""
+"""tgis.frontend.detokenizer: incremental text must equal the library's decoding of the whole output."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ Families = Callable[[str], tuple[Backend, Tokenizer]]
 
 @pytest.fixture(scope="module")
 def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
-    """The library's tokenizer and ours, by name."""
+    """The library's tokenizer and ours, by family."""
     loaded: dict[str, tuple[Backend, Tokenizer]] = {}
 
     def load(family: str) -> tuple[Backend, Tokenizer]:
@@ -55,7 +55,7 @@ def whole(backend: Backend, family: str, ids: list[int], *, encoder_decoder: boo
 
 
 def byte_ids(backend: Backend, data: bytes) -> list[int]:
-    """The tokens that stand for single bytes where there is byte fallback."""
+    """The tokens that stand for single bytes in vocabularies with byte fallback."""
     vocabulary = backend.get_vocab()
     return [vocabulary[f"<0x{byte:02X}>"] for byte in data]
 
@@ -65,7 +65,7 @@ def _any_word(backend: Backend) -> int:
 
 
 def some_ids(backend: Backend, tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Any ids, with many of the first ones, which are special tokens and bytes, and unknown ones.
+    """Any ids, with many of the first ones, which are special tokens and bytes, and with unknown ones.
 
     Bytes of byte fallback are those of valid text: else the library replaces the whole run, however late.
     """
@@ -81,7 +81,7 @@ def some_ids(backend: Backend, tokenizer: Tokenizer) -> st.SearchStrategy[list[i
 
 @pytest.mark.parametrize("encoder_decoder", [False, True])
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_texts_equal_whole_decoding(families: Families, family: str, encoder_decoder: bool) -> None:
+def test_incremental_text_equals_whole_decoding(families: Families, family: str, encoder_decoder: bool) -> None:
     backend, tokenizer = families(family)
     tokens = decoder(tokenizer, encoder_decoder=encoder_decoder)
     for text in zoo.SAMPLES:
@@ -94,7 +94,7 @@ def test_texts_equal_whole_decoding(families: Families, family: str, encoder_dec
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 @given(data=st.data())
 @settings(deadline=None)
-def test_any_ids_equal_whole_decoding(
+def test_incremental_text_of_any_ids_equals_whole_decoding(
     families: Families, family: str, encoder_decoder: bool, data: st.DataObject
 ) -> None:
     backend, tokenizer = families(family)
@@ -107,7 +107,7 @@ def test_any_ids_equal_whole_decoding(
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "byte_fallback"])
 @pytest.mark.parametrize("sample", [sample for sample in zoo.SAMPLES if sample.strip()])
-def test_real_text_survives(families: Families, family: str, sample: str) -> None:
+def test_text_survives_a_round_trip(families: Families, family: str, sample: str) -> None:
     backend, tokenizer = families(family)
     text = "".join(pieces(decoder(tokenizer), backend.encode(sample).ids))
     assert text == (sample if family == "gpt2" else " " + sample)
@@ -126,12 +126,12 @@ def test_words_of_a_suffix_vocabulary_stay_apart(families: Families) -> None:
     assert "".join(pieces(decoder(tokenizer, encoder_decoder=True), ids)) == "The first word"
 
 
-def test_character_over_several_tokens_arrives_with_its_last(families: Families) -> None:
+def test_a_character_of_several_tokens_arrives_with_the_last(families: Families) -> None:
     backend, tokenizer = families("byte_fallback")
     assert pieces(decoder(tokenizer), byte_ids(backend, "é😀".encode())) == ["", "é", "", "", "", "😀"]
 
 
-def test_text_is_not_delayed_by_tokens_that_all_end_inside_a_character(tmp_path: Path) -> None:
+def test_tokens_that_all_end_inside_a_character_do_not_delay_text(tmp_path: Path) -> None:
     head, middle = "ä½", "łä½"  # E4 BD; A0 E4 BD
     backend = Backend(models.BPE({"A": 0, head: 1, middle: 2}, []))
     backend.decoder = decoders.ByteLevel()
@@ -139,7 +139,7 @@ def test_text_is_not_delayed_by_tokens_that_all_end_inside_a_character(tmp_path:
     assert pieces(decoder(tokenizer), [1, *[2] * 50, 0]) == ["", *["你"] * 50, "\ufffdA"]
 
 
-def test_broken_middle_is_text(families: Families) -> None:
+def test_invalid_bytes_in_the_middle_are_text(families: Families) -> None:
     backend, tokenizer = families("byte_level")
     vocabulary = backend.get_vocab()
     ids = [vocabulary["naÿ"], vocabulary["ÿ"], vocabulary["T"]]
@@ -147,7 +147,7 @@ def test_broken_middle_is_text(families: Families) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "byte_level", "byte_fallback"])
-def test_broken_end_is_no_text(families: Families, family: str) -> None:
+def test_invalid_bytes_at_the_end_are_not_text(families: Families, family: str) -> None:
     backend, tokenizer = families(family)
     emoji = backend.encode("🫎", add_special_tokens=False).ids
     ids = [*backend.encode("deer").ids, *emoji[:-1]]
@@ -167,13 +167,13 @@ def test_invalid_bytes_are_replaced_one_by_one(families: Families, family: str, 
     assert text == expected.rstrip("\ufffd")
 
 
-def test_cut_off_character_before_a_word_is_as_in_the_library(families: Families) -> None:
+def test_a_truncated_character_before_a_word_is_as_in_the_library(families: Families) -> None:
     backend, tokenizer = families("mistral")
     ids = [*byte_ids(backend, b"\xe4\xbd"), *backend.encode("word").ids]
     assert "".join(pieces(decoder(tokenizer), ids)) == "\ufffd\ufffd word" == backend.decode(ids)
 
 
-def test_special_tokens_are_text_only_if_wanted(families: Families) -> None:
+def test_special_tokens_are_text_only_if_requested(families: Families) -> None:
     backend, tokenizer = families("mistral")
     ids = [*backend.encode("one").ids, 2]
     assert "".join(pieces(decoder(tokenizer, 2), ids)) == " one"
@@ -183,7 +183,7 @@ def test_special_tokens_are_text_only_if_wanted(families: Families) -> None:
 @pytest.mark.parametrize(
     ("ends", "text"), [([], " one"), ([2], " one"), ([2, 2], " one</s>"), ([2, 13, 2], " one</s>\n")]
 )
-def test_one_last_eos_adds_no_text(families: Families, ends: list[int], text: str) -> None:
+def test_one_final_eos_adds_no_text(families: Families, ends: list[int], text: str) -> None:
     backend, tokenizer = families("mistral")
     ids = [*backend.encode("one", add_special_tokens=False).ids, *ends]
     assert "".join(pieces(decoder(tokenizer, 2, special=True), ids)) == text

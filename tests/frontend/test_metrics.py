@@ -1,4 +1,4 @@
-"""What Prometheus sees: the scrape against a literal table of TGIS's metrics, events against their values."""
+"""tgis.frontend.metrics: the scrape against a literal table of TGIS's metrics, events against their values."""
 
 import itertools
 import re
@@ -83,7 +83,7 @@ def make_metrics() -> Metrics:
 
 
 def changed(metrics: Metrics) -> dict[str, float]:
-    """What is not as at the start, of the untyped twins, the gauges, and the counts and sums of histograms."""
+    """Values other than 0 of untyped twins, gauges, and counts and sums of histograms."""
     skipped = ("_bucket", "_total", "_context_limit")
     return {
         " ".join([name, *(label for _, label in sorted(labels))]): number
@@ -139,17 +139,17 @@ def test_every_family_has_help_and_type_once_and_nothing_is_created(metrics: Met
     assert "_created" not in text
 
 
-def test_the_process_is_there_too(metrics: Metrics) -> None:
+def test_process_metrics_are_exported(metrics: Metrics) -> None:
     assert value(metrics, "process_resident_memory_bytes") > 1 << 20
 
 
-def test_two_are_independent_and_the_global_registry_stays_untouched(metrics: Metrics) -> None:
+def test_registries_are_independent_of_each_other_and_of_the_global_one(metrics: Metrics) -> None:
     metrics.request_started(CallKind.SINGLE, 1)
     assert changed(make_metrics()) == {}
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tgi_")]
 
 
-def test_counters_and_their_twins_agree(metrics: Metrics) -> None:
+def test_counters_and_their_untyped_twins_agree(metrics: Metrics) -> None:
     metrics.request_started(CallKind.BATCH, 3)
     metrics.request_failed(FailureReason.CANCELLED, 2)
     metrics.step_failed(FailureKind.OUT_OF_MEMORY, prefill=True)
@@ -161,7 +161,7 @@ def test_counters_and_their_twins_agree(metrics: Metrics) -> None:
     assert value(metrics, "tgi_request_failure_total", err="cancelled") == 2
 
 
-def test_a_request_that_ends_well(metrics: Metrics) -> None:
+def test_a_request_that_succeeds(metrics: Metrics) -> None:
     metrics.request_started(CallKind.STREAM, 1)
     metrics.input_tokenized(200)
     metrics.request_validated([90], 20, 0.25)
@@ -289,7 +289,7 @@ def test_a_prefill(metrics: Metrics) -> None:
     }
 
 
-def test_a_pass_that_mixes_chunks_of_prompts_and_decode_is_one_prefill(metrics: Metrics) -> None:
+def test_a_step_that_mixes_prefill_and_decode_is_one_prefill(metrics: Metrics) -> None:
     metrics.step_succeeded(msgspec.structs.replace(PREFILL, num_decodes=3), 0.125)
     for name in ("count", "success", "duration_count", "batch_size_count"):
         labels = {"makeup": "single_only"} if "duration" in name else {}
@@ -307,7 +307,7 @@ def gauges(metrics: Metrics) -> list[float]:
     return [value(metrics, name) for name in GAUGE_NAMES]
 
 
-def test_gauges_follow_steps_and_fall_to_zero_when_nothing_is_left(metrics: Metrics) -> None:
+def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
     assert GAUGE_NAMES[0:2] == ["tgi_batch_current_size", "tgi_batch_input_tokens"]
     metrics.step_succeeded(DECODE, 0.0)
     assert gauges(metrics) == [3, 250, 27, 0.25, 0]
@@ -319,9 +319,9 @@ def test_gauges_follow_steps_and_fall_to_zero_when_nothing_is_left(metrics: Metr
     assert gauges(metrics) == [0, 0, 0, 0, 0]
 
 
-def test_the_queue_is_what_has_never_run_and_what_waits_again(metrics: Metrics) -> None:
+def test_queue_size_is_new_and_requeued_requests(metrics: Metrics) -> None:
     metrics.set_queued(4)
-    assert value(metrics, "tgi_queue_size") == 4  # without a step: the engine may be busy for long
+    assert value(metrics, "tgi_queue_size") == 4  # without waiting for a step
     metrics.step_succeeded(msgspec.structs.replace(DECODE, num_requeued=2), 0.0)
     assert value(metrics, "tgi_queue_size") == 6
     metrics.set_queued(1)
@@ -330,7 +330,7 @@ def test_the_queue_is_what_has_never_run_and_what_waits_again(metrics: Metrics) 
     assert value(metrics, "tgi_queue_size") == 1
 
 
-def test_how_rows_joined_and_what_room_there_is(metrics: Metrics) -> None:
+def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
         stats = msgspec.structs.replace(PREFILL, admissions=AdmissionCounters(1, 2, 3, 4), token_capacity=900)
@@ -342,7 +342,7 @@ def test_how_rows_joined_and_what_room_there_is(metrics: Metrics) -> None:
     assert value(metrics, "tgi_prefill_padding_limit_exceeded") == 8
 
 
-def test_a_failed_pass_and_an_engine_that_comes_and_goes(metrics: Metrics) -> None:
+def test_a_failed_step_and_engine_up(metrics: Metrics) -> None:
     metrics.engine_up(True)
     metrics.step_failed(FailureKind.ERROR, prefill=False)
     assert changed(metrics) == {

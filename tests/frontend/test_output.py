@@ -1,4 +1,4 @@
-"""tgis.frontend.output: however tokens are spread over steps, unary calls and streams say the same."""
+"""tgis.frontend.output: unary calls and streams give the same output, however tokens are grouped into steps."""
 
 import itertools
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def spread_ids(draw: st.DrawFn, decoder: TokenDecoder) -> tuple[list[int], Steps
 @pytest.mark.parametrize("tokens", [False, True])
 @given(data=st.data())
 @settings(deadline=None)
-def test_neither_steps_nor_streaming_change_an_output(decoder: TokenDecoder, tokens: bool, data: st.DataObject) -> None:
+def test_steps_and_streaming_do_not_change_an_output(decoder: TokenDecoder, tokens: bool, data: st.DataObject) -> None:
     whole, steps = data.draw(spread_ids(decoder))
     stops = data.draw(st.lists(st.text(ALPHABET, min_size=1, max_size=3), max_size=2))
     wanted = params(stops, tokens=tokens, minimum=data.draw(st.integers(0, 3)))
@@ -96,7 +96,7 @@ def test_neither_steps_nor_streaming_change_an_output(decoder: TokenDecoder, tok
     assert all(not chunk.stop_reason for chunk in chunks[:-1])
 
 
-def test_a_message_per_token_where_tokens_are_asked_for(decoder: TokenDecoder) -> None:
+def test_a_message_per_token_if_tokens_are_requested(decoder: TokenDecoder) -> None:
     steps = [ids(decoder, "abc"), ids(decoder, "de")]
     chunks = streamed(decoder, params([], tokens=True), steps)
     assert [chunk.generated_token_count for chunk in chunks] == [1, 2, 3, 4, 5]
@@ -104,25 +104,25 @@ def test_a_message_per_token_where_tokens_are_asked_for(decoder: TokenDecoder) -
     assert [chunk.tokens[0].logprob for chunk in chunks] == [-float(i) for i in ids(decoder, "abcde")]
 
 
-def test_a_message_per_step_where_they_are_not(decoder: TokenDecoder) -> None:
+def test_a_message_per_step_otherwise(decoder: TokenDecoder) -> None:
     chunks = streamed(decoder, params([], tokens=False), [ids(decoder, "abc"), ids(decoder, "de")])
     assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("ab", 3), ("cde", 5)]
 
 
-def test_tokens_behind_a_stop_sequence_are_dropped(decoder: TokenDecoder) -> None:
+def test_tokens_after_a_stop_sequence_are_dropped(decoder: TokenDecoder) -> None:
     whole = unary(decoder, params(["b"], tokens=True), [ids(decoder, "abcde")])
     assert (whole.text, whole.generated_token_count, whole.stop_reason) == ("ab", 2, StopReason.STOP_SEQUENCE)
     assert [info.text for info in whole.tokens] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("text", "reason"), [("xb", StopReason.MAX_TOKENS), ("xby", StopReason.STOP_SEQUENCE)])
-def test_the_reason_of_the_engine_is_that_of_the_last_token(
+def test_the_stop_reason_of_a_step_is_that_of_its_last_token(
     decoder: TokenDecoder, text: str, reason: StopReason
 ) -> None:
     assert unary(decoder, params(["b"], tokens=False), [ids(decoder, text)]).stop_reason is reason
 
 
-def test_a_request_that_expires_in_the_queue_has_nothing_but_its_reason(decoder: TokenDecoder) -> None:
+def test_a_request_that_expires_in_the_queue_has_only_a_stop_reason(decoder: TokenDecoder) -> None:
     output = builder(decoder, params([], tokens=True))
     (chunk,) = output.chunks(NewTokens(stop_reason=StopReason.TIME_LIMIT))
     assert chunk == RequestOutput(stop_reason=StopReason.TIME_LIMIT, tokens=[])

@@ -1,4 +1,4 @@
-"""What the log says about requests: one line for each input, however it ends, and no text unless asked."""
+"""tgis.frontend.request_log: one line per input, however it ends, and no text unless requested."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def lines(server: Server, correlation_id: str, count: int) -> list[dict[str, Any]]:
-    """The log's lines with that id, once there are so many."""
+    """Wait for so many log lines with the correlation id."""
     until = time.monotonic() + 5
     while True:
         found = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
@@ -56,7 +56,7 @@ def test_each_input_has_one_line(server: Server) -> None:
     assert all(0 <= line["queue_seconds"] <= line["total_seconds"] for line in found)
 
 
-def test_the_correlation_id_comes_back(server: Server) -> None:
+def test_the_correlation_id_is_in_the_trailing_metadata(server: Server) -> None:
     with server.stub() as stub:
         _, done = stub.Generate.with_call(unary_request("abc", 3), metadata=metadata("unary-id"))
         assert ("x-correlation-id", "unary-id") in [tuple(entry) for entry in done.trailing_metadata()]
@@ -91,7 +91,7 @@ def test_no_text_and_no_credentials_are_logged(server: Server) -> None:
     assert "sesame" not in log
 
 
-def test_text_is_logged_cut_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_truncated_text_is_logged_with_log_text(tmp_path: Path) -> None:
     with start(tmp_path, LOG_TEXT="true") as server:
         with server.stub() as stub:
             stub.Generate(unary_request(SECRET, 60), metadata=metadata("open-id"))

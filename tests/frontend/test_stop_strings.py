@@ -37,7 +37,7 @@ def naive(pieces: list[str], stops: list[str], include: bool, minimum: int = 0) 
 def assemble(
     pieces: list[str], stops: list[str], include: bool, hold: bool, minimum: int = 0
 ) -> tuple[list[str], str | None]:
-    """What is passed on after each token and at the end, and the matched stop sequence."""
+    """The text released after each token and at the end, and the matched stop sequence."""
     assembler = StopStringMatcher(stops, include_stop_sequence=include, hold_last_grapheme=hold)
     deltas = []
     for count, piece in enumerate(pieces, 1):
@@ -47,8 +47,8 @@ def assemble(
     return [*deltas, assembler.flush()], assembler.matched
 
 
-def begun(output: str, stops: list[str]) -> int:
-    """How many characters at the end of the output may be the beginning of a stop sequence."""
+def partial_match(output: str, stops: list[str]) -> int:
+    """Length of the longest suffix of the output that is a proper prefix of a stop sequence."""
     lengths = range(len(output), 0, -1)
     return next((n for n in lengths if any(s.startswith(output[-n:]) and len(s) > n for s in stops)), 0)
 
@@ -70,20 +70,20 @@ def test_equals_naive_search_in_any_script(pieces: list[str], stops: list[str], 
 
 @given(wild_tokens, wild_stop_sequences, st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_holds_back_no_more_than_it_must(pieces: list[str], stops: list[str], include: bool, hold: bool) -> None:
+def test_releases_all_text_that_is_final(pieces: list[str], stops: list[str], include: bool, hold: bool) -> None:
     assembler = StopStringMatcher(stops, include_stop_sequence=include, hold_last_grapheme=hold)
     output = emitted = ""
     for piece in pieces:
         output += piece
         emitted += assembler.add(piece, may_stop=False)
-        limit = len(output) - (0 if include else begun(output, stops))
+        limit = len(output) - (0 if include else partial_match(output, stops))
         cuts = {cluster.start() for cluster in CLUSTERS.finditer(output)} if hold else range(limit + 1)
         assert emitted == output[: max((cut for cut in cuts if cut <= limit), default=0)]
 
 
 @given(wild_tokens, st.booleans())
 @settings(deadline=None)
-def test_never_splits_a_cluster(pieces: list[str], include: bool) -> None:
+def test_never_splits_a_grapheme_cluster(pieces: list[str], include: bool) -> None:
     deltas, _ = assemble(pieces, ["😀Z", "\u0301Z", "bZ"], include, hold=True)
     text = "".join(deltas)
     starts = {cluster.start() for cluster in CLUSTERS.finditer(text)} | {0, len(text)}
@@ -94,13 +94,13 @@ def test_never_splits_a_cluster(pieces: list[str], include: bool) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_characters_arrive_whole_when_every_code_point_is_a_token(sample: str) -> None:
+def test_graphemes_arrive_whole_when_every_code_point_is_a_token(sample: str) -> None:
     deltas, _ = assemble(list(sample), [], include=True, hold=True)
     assert [delta for delta in deltas if delta] == CLUSTERS.findall(sample)
 
 
 @pytest.mark.parametrize("whole", ["👨‍👩‍👧‍👦", "🇩🇪", "👩🏽‍🚒", "a\u0308\u0323", "\u1112\u1161\u11ab", "\r\n", "क्षि"])
-def test_cluster_is_one_delta(whole: str) -> None:
+def test_a_grapheme_cluster_is_one_delta(whole: str) -> None:
     deltas, _ = assemble([*f"x{whole}y"], [], include=True, hold=True)
     assert [delta for delta in deltas if delta] == ["x", whole, "y"]
 
@@ -109,11 +109,11 @@ def test_example_of_tgis() -> None:
     assert assemble(["The", " first"], [], include=True, hold=True)[0] == ["Th", "e firs", "t"]
 
 
-def test_other_decoders_pass_text_on_at_once() -> None:
+def test_other_decoders_release_text_at_once() -> None:
     assert assemble(["The", " first"], ["x"], include=False, hold=False)[0] == ["The", " first", ""]
 
 
-def test_beginning_of_a_stop_is_held_only_if_the_stop_is_cut_off() -> None:
+def test_a_partial_match_is_held_back_only_if_stop_sequences_are_excluded() -> None:
     assert assemble(["x st", "ay"], ["stop"], include=False, hold=False)[0] == ["x ", "stay", ""]
     assert assemble(["x st", "ay"], ["stop"], include=True, hold=False)[0] == ["x st", "ay", ""]
 
@@ -121,10 +121,10 @@ def test_beginning_of_a_stop_is_held_only_if_the_stop_is_cut_off() -> None:
 @pytest.mark.parametrize(
     ("pieces", "stops", "include", "text", "matched"),
     [
-        (["a\n\n"], ["\n"], False, "a\n", "\n"),  # the last occurrence of those that are new
+        (["a\n\n"], ["\n"], False, "a\n", "\n"),  # the last new occurrence
         (["is", " confused"], ["confu"], True, "is confu", "confu"),
         (["is", " confused"], ["confu"], False, "is ", "confu"),
-        (["xaby"], ["y", "ab"], False, "xab", "y"),  # the order of the list, not of the text
+        (["xaby"], ["y", "ab"], False, "xab", "y"),  # in the order of the list, not of the text
         (["ab", ""], ["abc"], False, "ab", None),
         (["a", "b", "c", "d"], ["abc"], False, "", "abc"),
         (["a", "b", "c", "d"], ["abc"], True, "abc", "abc"),
@@ -137,29 +137,29 @@ def test_cut(pieces: list[str], stops: list[str], include: bool, text: str, matc
     assert ("".join(deltas), found) == (text, matched)
 
 
-def test_stop_of_a_token_that_may_not_stop_is_never_matched_later() -> None:
+def test_a_stop_sequence_before_the_minimum_is_never_matched_later() -> None:
     deltas, matched = assemble(["x stop", " more"], ["stop"], False, hold=False, minimum=2)
     assert ("".join(deltas), matched) == ("x stop more", None)
 
 
-def test_stop_that_begins_another_is_not_matched_later() -> None:
+def test_a_stop_sequence_that_begins_another_is_not_matched_later() -> None:
     deltas, matched = assemble(["a", "x"], ["ab", "a"], False, hold=False, minimum=2)
     assert ("".join(deltas), matched) == ("ax", None)
 
 
-def test_stop_that_begins_before_the_minimum_is_matched() -> None:
+def test_a_stop_sequence_that_begins_before_the_minimum_is_matched() -> None:
     deltas, matched = assemble(["x st", "op more"], ["stop"], False, hold=False, minimum=2)
     assert ("".join(deltas), matched) == ("x ", "stop")
 
 
-def test_stop_at_the_last_allowed_token_is_not_trimmed() -> None:
+def test_a_stop_sequence_at_the_last_allowed_token_is_not_trimmed() -> None:
     assembler = StopStringMatcher(["stop"], include_stop_sequence=False, hold_last_grapheme=True)
     deltas = [assembler.add("x st", may_stop=True), assembler.add("op", may_stop=False), assembler.flush()]
     assert ("".join(deltas), assembler.matched) == ("x stop", None)
 
 
 @pytest.mark.parametrize("mark", ["\u0301", "\u200d", "\U000e0067"])
-def test_endless_cluster_is_not_held_for_ever(mark: str) -> None:
+def test_an_endless_grapheme_cluster_is_released(mark: str) -> None:
     assembler = StopStringMatcher(["zz"], include_stop_sequence=False, hold_last_grapheme=True)
     emitted = assembler.add("e", may_stop=True)
     for count in range(2, 2000):

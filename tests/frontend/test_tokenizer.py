@@ -1,4 +1,4 @@
-"""tgis.frontend.tokenizer: ids and offsets against the library called plainly, truncation, and broken files."""
+"""tgis.frontend.tokenizer: ids and offsets against plain calls of the library, truncation, broken files."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ Families = Callable[[str], tuple[Backend, Tokenizer]]
 
 @pytest.fixture(scope="module")
 def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
-    """The library's tokenizer and ours, by name."""
+    """The library's tokenizer and ours, by family."""
     loaded: dict[str, tuple[Backend, Tokenizer]] = {}
 
     def load(family: str) -> tuple[Backend, Tokenizer]:
@@ -68,7 +68,7 @@ def test_offsets_are_bytes_of_the_text(families: Families) -> None:
     assert text.encode()[slice(*encoded.offsets[-1])] == b" end"
 
 
-def test_added_special_tokens_are_nowhere(families: Families) -> None:
+def test_added_special_tokens_have_empty_offsets(families: Families) -> None:
     _, tokenizer = families("word_piece")
     (encoded,) = encode(tokenizer, "The first", offsets=True)
     assert encoded.offsets[0] == encoded.offsets[-1] == (0, 0)
@@ -126,7 +126,7 @@ def test_trailing_special_token_survives_truncation(families: Families) -> None:
     assert ids == [*backend.encode("word", add_special_tokens=False).ids[-1:], backend.token_to_id("</s>")]
 
 
-def test_special_token_after_a_text_is_no_bos(tmp_path: Path) -> None:
+def test_a_special_token_after_the_text_is_not_bos(tmp_path: Path) -> None:
     backend = Backend(models.BPE({"</s>": 0, "B": 1}, []))  # drops the unknown A
     backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
     tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1)
@@ -147,12 +147,12 @@ def test_token_texts_are_raw_vocabulary(families: Families) -> None:
     assert [i for i in range(300) if tokenizer.is_special(i)] == [0, 1, 2]
 
 
-def test_bare_ids_have_no_special_tokens(families: Families) -> None:
+def test_encode_without_special_tokens(families: Families) -> None:
     backend, tokenizer = families("byte_fallback")
     assert tokenizer.encode_without_special_tokens("The") == backend.encode("The").ids[1:]
 
 
-def test_unknown_word_without_unknown_token_is_the_callers_error(tmp_path: Path) -> None:
+def test_an_unknown_word_without_an_unknown_token_is_an_invalid_request(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"A": 0})).to_str()), workers=1)
     assert encode(tokenizer, "A")[0].ids == [0]
     with pytest.raises(InvalidRequest, match="cannot tokenize") as caught:
@@ -171,12 +171,12 @@ def test_broken_file(tmp_path: Path, content: str) -> None:
         Tokenizer.load(zoo.write(tmp_path, content), workers=1)
 
 
-def test_tokenizer_that_knows_no_letter(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_encode_a(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="letter A"):
         Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"B": 0})).to_str()), workers=1)
 
 
-def test_decoder_types_are_listed_from_the_outside(families: Families) -> None:
+def test_decoder_types_are_listed_outermost_first(families: Families) -> None:
     assert families("mistral")[1].decoder_types == ("Sequence", "Replace", "ByteFallback", "Fuse", "Strip")
     assert families("gpt2")[1].decoder_types == ("ByteLevel",)
     assert json.loads(families("no_decoder")[0].to_str())["decoder"] is None

@@ -1,4 +1,4 @@
-"""Validation against the rules written out once more: which one fails first, and what is left if none does."""
+"""tgis.frontend.validation: against the rules of the specification written out once more."""
 
 import math
 from typing import Any
@@ -50,10 +50,10 @@ def finite(value: float | None) -> bool:
     return value is None or math.isfinite(value)
 
 
-def first_broken(p: RawParams) -> str | None:
-    """The field of the first rule that the parameters break, straight from the table of the specification."""
+def first_violated(p: RawParams) -> str | None:
+    """The field of the first rule that the parameters violate, in the order of the specification."""
     stops = p.stop_sequences
-    most = p.max_new_tokens or 20
+    max_new = p.max_new_tokens or 20
     decay = p.length_penalty[1] if p.length_penalty else 1.0
     wants_detail = p.logprob_options.logprobs or p.logprob_options.ranks or p.logprob_options.top_n_tokens != 0
     temperature = 1.0 if p.temperature is None else p.temperature
@@ -68,8 +68,8 @@ def first_broken(p: RawParams) -> str | None:
         ("sampling.top_p", p.do_sample and p.top_p != 0 and (p.top_p < 0 or p.top_p > 1)),
         ("sampling.typical_p", p.do_sample and (p.typical_p < 0 or p.typical_p > 1)),
         ("sampling.top_k", p.do_sample and p.top_k >= 2**31),
-        ("stopping.max_new_tokens", most > 169),
-        ("stopping.min_new_tokens", p.min_new_tokens > most),
+        ("stopping.max_new_tokens", max_new > 169),
+        ("stopping.min_new_tokens", p.min_new_tokens > max_new),
         ("decoding.repetition_penalty", p.repetition_penalty < 0),
         ("decoding.length_penalty.decay_factor", decay < 1 or decay > 10),
         ("stopping.stop_sequences", len(stops) > 6),
@@ -77,19 +77,19 @@ def first_broken(p: RawParams) -> str | None:
         ("response.top_n_tokens", p.logprob_options.top_n_tokens > 10),
         ("stopping.stop_sequences", any(s == "" or len(s.encode("utf-8")) > 240 for s in stops)),
     ]
-    return next((field for field, broken in table if broken), None)
+    return next((field for field, violated in table if violated), None)
 
 
 @settings(max_examples=1500, deadline=None)
 @given(PARAMETERS)
-def test_the_first_rule_broken_is_the_one_reported(asked: RawParams) -> None:
-    assert reported(asked) == first_broken(asked)
+def test_the_first_violated_rule_is_reported(raw: RawParams) -> None:
+    assert reported(raw) == first_violated(raw)
 
 
-def reported(asked: RawParams) -> str | None:
+def reported(raw: RawParams) -> str | None:
     """The field that validation names."""
     try:
-        validate(asked, LIMITS)
+        validate(raw, LIMITS)
     except InvalidRequest as error:
         return field_path(error.field).removeprefix("params.")
     except Unimplemented:
@@ -98,48 +98,48 @@ def reported(asked: RawParams) -> str | None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(PARAMETERS.filter(lambda p: first_broken(p) is None))
-def test_defaults_fill_what_is_zero_or_absent(asked: RawParams) -> None:
-    found = validate(asked, LIMITS)
-    greedy = not asked.do_sample or asked.temperature == 0
-    assert found.sampling_params.greedy == greedy
-    assert found.max_new_tokens == (asked.max_new_tokens or 20)
-    assert found.sampling_params.repetition_penalty == (asked.repetition_penalty or 1.0)
-    assert (found.deadline is None) == (asked.time_limit_millis == 0)
-    include = asked.include_stop_sequence
-    assert found.include_stop_sequence == (True if include is None else include)
+@given(PARAMETERS.filter(lambda p: first_violated(p) is None))
+def test_defaults_replace_zero_and_absent(raw: RawParams) -> None:
+    params = validate(raw, LIMITS)
+    greedy = not raw.do_sample or raw.temperature == 0
+    assert params.sampling_params.greedy == greedy
+    assert params.max_new_tokens == (raw.max_new_tokens or 20)
+    assert params.sampling_params.repetition_penalty == (raw.repetition_penalty or 1.0)
+    assert (params.deadline is None) == (raw.time_limit_millis == 0)
+    include = raw.include_stop_sequence
+    assert params.include_stop_sequence == (True if include is None else include)
     if greedy:
-        assert (found.sampling_params.top_k, found.sampling_params.top_p, found.sampling_params.typical_p) == (
+        assert (params.sampling_params.top_k, params.sampling_params.top_p, params.sampling_params.typical_p) == (
             0,
             1.0,
             1.0,
         )
     else:
-        assert found.sampling_params.temperature == (1.0 if asked.temperature is None else asked.temperature)
-        assert (found.sampling_params.top_k, found.sampling_params.top_p) == (asked.top_k, asked.top_p or 1.0)
-        assert found.sampling_params.typical_p == (asked.typical_p or 1.0)
+        assert params.sampling_params.temperature == (1.0 if raw.temperature is None else raw.temperature)
+        assert (params.sampling_params.top_k, params.sampling_params.top_p) == (raw.top_k, raw.top_p or 1.0)
+        assert params.sampling_params.typical_p == (raw.typical_p or 1.0)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(0, 230), st.integers(0, 40), st.integers(1, 169), st.integers(0, 169))
-def test_lengths_bound_the_output(length: int, prefix: int, most: int, least: int) -> None:
-    asked = RawParams(max_new_tokens=most, min_new_tokens=min(least, most))
-    found, least = validate(asked, LIMITS), min(least, most)
+def test_the_sequence_length_limits_the_output(length: int, prefix: int, max_new: int, min_new: int) -> None:
+    raw = RawParams(max_new_tokens=max_new, min_new_tokens=min(min_new, max_new))
+    params, min_new = validate(raw, LIMITS), min(min_new, max_new)
     soft = AdapterRef("p", prefix, 0, 1, 1) if prefix else None
-    arguments: dict[str, Any] = {"adapter": soft, "params": found, "limits": LIMITS, "field": "x"}
-    if length == 0 or length + prefix >= 200 or length + prefix + least > 200:
+    arguments: dict[str, Any] = {"adapter": soft, "params": params, "limits": LIMITS, "field": "x"}
+    if length == 0 or length + prefix >= 200 or length + prefix + min_new > 200:
         with pytest.raises(InvalidRequest):
             make_request(1, [5] * length, **arguments)
         return
     request = make_request(1, [5] * length, **arguments)
-    assert request.max_new_tokens == min(most, 200 - length - prefix)
-    assert request.limited_by_context == (length + prefix + most > 200)
+    assert request.max_new_tokens == min(max_new, 200 - length - prefix)
+    assert request.limited_by_context == (length + prefix + max_new > 200)
 
 
-@pytest.mark.parametrize(("decoder", "places"), [(0, (18, 20)), (3, (14, 23))])
-def test_places_are_those_of_the_side_that_they_are_on(decoder: int, places: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("decoder", "positions"), [(0, (18, 20)), (3, (14, 23))])
+def test_positions_of_encoder_and_decoder(decoder: int, positions: tuple[int, int]) -> None:
     """Eight virtual tokens; with those of a decoder, the start token is one of them."""
-    found = validate(RawParams(), LIMITS)
-    request = make_request(1, [5] * 10, AdapterRef("p", 8, decoder, 1, 1), found, LIMITS, "x")
+    params = validate(RawParams(), LIMITS)
+    request = make_request(1, [5] * 10, AdapterRef("p", 8, decoder, 1, 1), params, LIMITS, "x")
     assert (request.soft_prompt_length, request.input_length) == (8, 10)
-    assert (request.input_positions, request.output_positions) == places
+    assert (request.input_positions, request.output_positions) == positions
