@@ -1,1 +1,1 @@
-"""Measurements of this project for its makers; not shipped."""
+"""Benchmarks and the soak test for the developers of this project; not part of the package."""

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.adapters`: what LoRA adapters cost, all of them in one batch, beside a batch without any.
+"""`python -m benchmarks.adapters`: the cost of LoRA adapters, all in one batch, beside a batch without any.
 
-SmolLM2 with random adapters, of the attention's layers and of all linear ones. The last line is one JSON object.
+SmolLM2 with random adapters of the attention layers, and of all linear layers. The last line is one JSON object.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _ROUNDS = 3
 
 
 def _write_adapters(store: Path, model: Path, targets: tuple[str, ...], rank: int, count: int) -> list[str]:
-    """Adapters that change little, so that texts stay texts; their names."""
+    """Write adapters that change little; returns their names."""
     with safe_open(model / "model.safetensors", "pt") as weights:
         layers = [name.removesuffix(".weight") for name in weights.keys() if name.endswith(_suffixes(targets))]  # noqa: SIM118 - it is no dict
         shapes = {layer: weights.get_slice(f"{layer}.weight").get_shape() for layer in layers}
@@ -52,7 +52,7 @@ def _suffixes(targets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _tokens_per_second(stub: GenerationServiceStub, streams: int, adapters: list[str]) -> float:
-    """Output tokens a second of so many calls at once, each with the next adapter; "" is none."""
+    """Output tokens per second of concurrent calls, which take the adapters in turn; "" is none."""
     stopping = pb.StoppingCriteria(max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS)
     names = itertools.cycle(adapters)
     calls = [
@@ -69,7 +69,7 @@ async def _tokens_per_second(stub: GenerationServiceStub, streams: int, adapters
 
 
 async def _compare(target: str, concurrencies: list[int], adapters: list[str]) -> dict[str, float]:
-    """Medians of alternating rounds; everything has run once before."""
+    """Medians of alternating rounds, after a warm-up."""
     figures: dict[str, float] = {}
     async with grpc.aio.insecure_channel(target) as channel:
         stub = GenerationServiceStub(channel)
@@ -83,7 +83,6 @@ async def _compare(target: str, concurrencies: list[int], adapters: list[str]) -
 
 
 def main(arguments: list[str]) -> int:
-    """Run all parts and print what they gave."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adapters", description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--rank", type=int, default=16, metavar="N")

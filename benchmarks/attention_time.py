@@ -1,8 +1,7 @@
-"""How fast attention over the paged cache is on this machine's GPU: `python -m benchmarks.attention_time`.
+"""The speed of attention over the paged KV cache on this machine's GPU: `python -m benchmarks.attention_time`.
 
-Decode in GB/s of the keys and values that are read, prefill in TFLOP/s, beside what the GPU copies and multiplies at.
-A case runs in a CUDA graph, over the KV caches of so many layers that the chip's own cache is of no use. The last line
-is JSON.
+Decode in GB/s of keys and values read, prefill in TFLOP/s, beside the GPU's own copy and matrix multiply.
+A case runs in a CUDA graph, over the KV caches of enough layers to overflow the L2 cache. The last line is JSON.
 """
 
 import json
@@ -23,7 +22,7 @@ _BEYOND_CACHE = 1 << 29  # bytes
 
 @dataclass(frozen=True)
 class Shape:
-    """Of Llama-3.1-8B, if nothing else is said."""
+    """The attention of a model; the defaults are those of Llama-3.1-8B."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -48,7 +47,7 @@ DECODES: dict[str, tuple[list[int], Shape]] = {
     "256 x 512, 48 heads, 1 KV head": ([512] * 256, Shape(48, 1)),
     "256 x 512, 16 heads of 256, 8 KV heads": ([512] * 256, Shape(16, 8, 256)),
 }
-PREFILLS: dict[str, tuple[int, int, int]] = {  # rows, tokens before, new tokens
+PREFILLS: dict[str, tuple[int, int, int]] = {  # sequences, cached tokens, new tokens
     "16 x 512": (16, 0, 512),
     "4 x 2048": (4, 0, 2048),
     "1 x 8192": (1, 0, 8192),
@@ -58,7 +57,7 @@ PREFILLS: dict[str, tuple[int, int, int]] = {  # rows, tokens before, new tokens
 
 
 def seconds(action: Callable[[int], object], layers: int) -> float:
-    """Of one call: the median over replays of a graph that calls it once for each layer."""
+    """Seconds of one call: the median over replays of a graph that calls it once for each layer."""
     action(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -76,7 +75,7 @@ def seconds(action: Callable[[int], object], layers: int) -> float:
 
 
 def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
-    """Microseconds, and GB/s of keys and values that are seen."""
+    """Microseconds, and GB/s of keys and values read."""
     from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - Triton comes with torch for CUDA only
 
     per_token = 4 * shape.kv_heads * shape.size
@@ -109,7 +108,7 @@ def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
 
 
 def prefill(rows: int, before: int, count: int) -> dict[str, float]:
-    """Milliseconds, and TFLOP/s of what causal attention has to compute."""
+    """Milliseconds, and TFLOP/s of causal attention."""
     shape, width = Shape(), -(-(before + count) // BLOCK)
     layers = _layers(rows * width, shape, 2)
     blocks = torch.randperm(rows * width).cuda().split(width)
@@ -125,7 +124,7 @@ def prefill(rows: int, before: int, count: int) -> dict[str, float]:
 
 
 def machine() -> dict[str, object]:
-    """What the GPU can do."""
+    """The GPU's name, copy bandwidth and matrix multiply rate."""
     source, target = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
     left, right = _random(8192, 8192), _random(8192, 8192)
     return {
@@ -137,7 +136,7 @@ def machine() -> dict[str, object]:
 
 
 def main() -> int:
-    """Measure all cases; 1 without a GPU."""
+    """Measure all cases; exit code 1 without a GPU."""
     if not torch.cuda.is_available():
         print("attention_time: needs a CUDA device, and this machine has none", file=sys.stderr)
         return 1
@@ -152,7 +151,6 @@ def main() -> int:
 
 
 def shown(name: str, figures: dict[str, float]) -> dict[str, float]:
-    """The figures, printed."""
     print(f"{name:<44}", *(f"{value} {unit}" for unit, value in figures.items()), flush=True)
     return figures
 

@@ -1,7 +1,7 @@
-"""What transformers alone does with static batches, as the peer that `make bench` measures tgis against.
+"""Times transformers' generate with static batches: what `make bench` compares tgis with.
 
-`python -m benchmarks.baseline MODEL` is a process of its own: it imports torch, `tgis bench` never does.
-Every row has the same number of random input tokens, so that no time goes into padding.
+`python -m benchmarks.baseline MODEL` runs as its own process: it imports torch, `tgis bench` never does.
+Every sequence has the same number of random input tokens, so that no time goes into padding.
 """
 
 import argparse
@@ -19,7 +19,7 @@ WARMUP_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Batches of one size: seconds of each repeat, and the rate of the median one."""
+    """One batch size: the seconds of each repeat, and the rate of the median one."""
 
     size: int
     seconds: list[float]
@@ -27,7 +27,7 @@ class Timing:
 
 
 def load(path: str, dtype: str, device: str) -> torch.nn.Module:
-    """The model of a local directory, with SDPA, ready to generate."""
+    """Load a model from a local directory, with SDPA."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_pretrained(path, local_files_only=True, dtype=getattr(torch, dtype), attn_implementation="sdpa")
@@ -50,7 +50,7 @@ def time_generate(model: torch.nn.Module, inputs: torch.Tensor, tokens: int) -> 
 
 
 def measure(model: torch.nn.Module, size: int, input_tokens: int, output_tokens: int, repeats: int) -> Timing:
-    """Time `repeats` batches of `size` rows, after a short one that does not count."""
+    """Time `repeats` batches of `size` sequences, after a short warm-up."""
     rng = torch.Generator().manual_seed(size)
     vocabulary = model.config.get_text_config().vocab_size
     inputs = torch.randint(vocabulary, (size, input_tokens), generator=rng).to(model.device)
@@ -60,7 +60,6 @@ def measure(model: torch.nn.Module, size: int, input_tokens: int, output_tokens:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.baseline", description="time transformers alone")
     made.add_argument("model", metavar="MODEL", help="model directory")
     made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
@@ -75,7 +74,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line for each size, and last one line of JSON."""
     args = parser().parse_args(arguments)
     torch.set_num_threads(args.threads)
     model = load(args.model, args.dtype, args.device)

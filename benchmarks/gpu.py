@@ -1,8 +1,8 @@
-"""`make bench-gpu`: what tgis_native gives on one GPU, with a model of random weights that is made here.
+"""`make bench-gpu`: the speed of tgis_native on one GPU, with a model of random weights that is made here.
 
-Attention by itself, the engine alone with static batches and a mixed load, and the server with streams, these two also
-compiled. It needs no network and nothing that is not in the tree. A part that fails stops no other; the last line is
-one JSON object, with what failed under "error". `--shape tiny` tries all of it out on any machine.
+Attention by itself, the engine alone with static batches and a mixed load, and the server with streams, the last two
+also compiled. Needs no network and no files. A part that fails does not stop the others; the last line is one JSON
+object, with failures under "error". `--shape tiny` runs all of it on any machine.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from tgis.utils import logs
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model, and how much is asked of it: rows at once, tokens in and out."""
+    """A model, the batch sizes and the lengths of its load."""
 
     config: dict[str, int]
     batch_sizes: tuple[int, ...]
-    input_tokens: int  # in; half as many out
-    mixed_requests: int  # requests
+    input_tokens: int  # half as many are generated
+    mixed_requests: int  # of the mixed load
 
 
 LLAMA = {
@@ -67,11 +67,11 @@ SHAPES = {
 }
 SEED = 1
 PARTS = ("attention", "alone", "alone compiled", "served", "served compiled")
-_PART_SECONDS = 240.0  # then it has failed
+_PART_SECONDS = 240.0  # then it counts as failed
 
 
 def make_model(shape: Shape, directory: Path) -> None:
-    """Random weights, and a tokenizer with as many tokens as the model has."""
+    """Random weights, and a tokenizer with the model's vocabulary size."""
     config = LlamaConfig(**shape.config, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(SEED)
@@ -82,7 +82,7 @@ def make_model(shape: Shape, directory: Path) -> None:
 
 
 def _tokenizer(size: int) -> Tokenizer:
-    """Bytes, and words of several of them, merged from nothing: none is ever found in a text."""
+    """A byte-level BPE filled up with words that no merge produces: every text is encoded as bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [chr(ord("a") + n) for n in range(26)]
     words = ("".join(word) for length in (3, 4) for word in product(letters, repeat=length))
@@ -94,7 +94,7 @@ def _tokenizer(size: int) -> Tokenizer:
 
 
 def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The engine without a server: by name, what `Simulation` tells."""
+    """The engine without a server: the figures of `Simulation` for each load."""
     options = engine_options("tgis_native", model, "bfloat16", max(shape.batch_sizes))
     machine, limits = load_timed_engine(msgspec.structs.replace(options, compile=compiled))
     cases = {
@@ -118,7 +118,7 @@ def _identical_jobs(rows: int, tokens: int, shape: Shape) -> list[TraceRequest]:
 
 
 def _mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
-    """Of the large shape about 226 tokens in and 191 out, on average."""
+    """For the large shape, 226 tokens in and 191 out on average."""
     most = MAX_SEQUENCE_LENGTH // 2 - 1
     for job in lognormal_trace(
         shape.mixed_requests, 1.0, SEED, 3 * shape.input_tokens // 8, 5 * shape.input_tokens // 16
@@ -127,7 +127,7 @@ def _mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
 
 
 def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) -> Iterator[tuple[str, Any]]:
-    """Streams of the server, by concurrency, and how long it took to start."""
+    """The server's start time, and the report for each number of streams."""
     options = ["--max-batch-size", str(max(shape.batch_sizes)), "--deployment-framework", "tgis_native"]
     options += ["--pt2-compile", str(compiled).lower(), "--max-concurrent-requests", "512"]
     with running_server(model, cache, *options) as server:
@@ -141,7 +141,7 @@ def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) ->
 
 
 def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
-    """Print what it gives, a line of JSON for each case."""
+    """Print a line of JSON for each case."""
     kind, _, compiled = part.partition(" ")
     if kind == "model":
         make_model(shape, model)
@@ -157,7 +157,7 @@ def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
 
 
 def run_part_process(*command: str) -> dict[str, Any]:
-    """The figures that a Python process prints, lines of JSON; under "error" why it did not come to its end."""
+    """The figures that a Python process prints as lines of JSON; under "error" why it failed."""
     figures: dict[str, Any] = {}
     started = time.monotonic()
     command = (sys.executable, *command)
@@ -182,13 +182,13 @@ def run_part_process(*command: str) -> dict[str, Any]:
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
-    """It, and the server that it may have started."""
+    """Kill the process, and any server that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> int:
-    """Make the model, and run the parts, each in a process of its own; 1 if one has failed."""
+    """Make the model and run the parts, each in its own process; exit code 1 if one failed."""
     parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"of {', '.join(PARTS)}")

@@ -1,8 +1,8 @@
-"""What the batcher's rules are worth: the same mixed load with and without them, on a real engine and simulated.
+"""The gain of the batcher's policies: the same mixed load with and without them, on a real engine and simulated.
 
-`python -m benchmarks.mixed` puts a table and last one line of JSON out. "plain" is continuous joining in the order of
-arrival, whoever fits into a slot, without weights and padding limit; "unpadded" is the default policy but for
-MAX_PREFILL_PADDING=1. Batch size, memory and requests are the same. Neither gRPC nor text is in the times.
+`python -m benchmarks.mixed` prints a table and, last, one line of JSON. "plain" is first-come, first-served continuous
+batching without memory costs and padding limit; "unpadded" is the default policy with MAX_PREFILL_PADDING=1. Batch
+size, memory and requests are the same. The times include neither gRPC nor text.
 """
 
 import argparse
@@ -49,12 +49,12 @@ COLUMNS = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "pr
 
 @dataclass(frozen=True, slots=True)
 class TimedEngine:
-    """A real engine, and a clock beside it."""
+    """A real engine whose steps are timed."""
 
     engine: Engine
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
-        """Compute it, and say how long that took."""
+        """The tokens, and the seconds that the step took."""
         started = time.perf_counter()
         result = self.engine.step(plan)
         assert not result.failed
@@ -65,7 +65,7 @@ class TimedEngine:
 
 
 def engine_options(name: str, model: Path, dtype: str, size: int) -> EngineOptions:
-    """Those of a server with all defaults, but for its batch size, and without cached prefixes."""
+    """The defaults of a server, except for the batch size and without a prefix cache."""
     return EngineOptions(
         engine=name,
         model_path=str(model),
@@ -85,7 +85,7 @@ def engine_options(name: str, model: Path, dtype: str, size: int) -> EngineOptio
 
 
 def load_timed_engine(options: EngineOptions) -> tuple[TimedEngine, BatchLimits]:
-    """An engine that is ready, and what bounds its batches."""
+    """A warmed-up engine, and the limits of its batches."""
     engine = load_engine(options, sys.exit)
     engine.warm_up()
     return TimedEngine(engine), batch_limits(options, engine.info)
@@ -94,7 +94,6 @@ def load_timed_engine(options: EngineOptions) -> tuple[TimedEngine, BatchLimits]
 def compare_policies(
     machine: StepEngine, limits: BatchLimits, trace: str, requests: int, clients: int
 ) -> dict[str, Any]:
-    """The figures of every policy."""
     figures: dict[str, Any] = {}
     for name, policy in POLICIES.items():
         outcome = Simulation(policy(limits), machine, TRACES[trace](requests), clients).run()
@@ -109,7 +108,7 @@ def _row(figures: dict[str, float]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare the policies on the engine, then in made-up time at scale."""
+    """Compare the policies on the engine, then simulated at scale."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed", description="measure the batcher's rules")
     parser.add_argument("--engine", default="hf_transformers", metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -124,7 +123,7 @@ def main(arguments: list[str]) -> int:
     machine, limits = load_timed_engine(
         engine_options(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes))
     )
-    Simulation(limits, machine, TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # does not count
+    Simulation(limits, machine, TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # warm-up
     report: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     print(f"{args.engine:<26}{''.join(f'{name:>18}' for name in COLUMNS)}")
     runs = list(product(args.traces.split(","), sizes))

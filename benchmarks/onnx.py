@@ -1,7 +1,7 @@
-"""`python -m benchmarks.onnx`: SmolLM2 as ONNX graphs beside transformers, and what int8 costs in other tokens.
+"""`python -m benchmarks.onnx`: SmolLM2 as ONNX graphs beside transformers, and how many tokens int8 changes.
 
-Speed: `tgis bench` against one server after the other; rounds alternate between them. Agreement: of the greedy tokens
-of float32, those that a variant would choose at the same place. The last line is one JSON object.
+Speed: `tgis bench` against one server at a time, in alternating rounds. Agreement: the share of float32's greedy tokens
+that a variant ranks first at the same position. The last line is one JSON object.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Variant:
     name: str
     engine: str
     dtype: str
-    conversion: tuple[str, ...] | None  # options of tgis convert-to-onnx; None: the model itself
+    conversion: tuple[str, ...] | None  # options of tgis convert-to-onnx; None: not converted
 
 
 REFERENCE = Variant("hf_transformers float32", "hf_transformers", "float32", None)
@@ -71,7 +71,7 @@ VARIANTS = (
 
 
 def model_directory(variant: Variant, model: Path, cache: Path) -> Path:
-    """That to serve; graphs are exported once."""
+    """The model directory to serve; graphs are exported once."""
     if variant.conversion is None:
         return model
     out = cache / "bench-onnx" / "-".join([model.name, *(option.strip("-") for option in variant.conversion)])
@@ -82,7 +82,7 @@ def model_directory(variant: Variant, model: Path, cache: Path) -> Path:
 
 
 def measure_speed(variant: Variant, model: Path, cache: Path) -> dict[int, dict[str, Any]]:
-    """Reports at each number of concurrent streams."""
+    """The reports for each number of streams."""
     options = ("--deployment-framework", variant.engine, "--dtype", variant.dtype)
     with running_server(model_directory(variant, model, cache), cache, *options) as server:
         print(f"{variant.name} ready after {server.start_seconds:.1f} s", file=sys.stderr)
@@ -93,7 +93,7 @@ def measure_speed(variant: Variant, model: Path, cache: Path) -> dict[int, dict[
 
 
 def measure_agreement(model: Path, cache: Path) -> dict[str, float]:
-    """For each variant the share of the reference's greedy tokens that it ranks first at their places."""
+    """For each variant, the share of the reference's greedy tokens that it ranks first."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     outputs = _greedy(_engine(REFERENCE, model, cache), prompts)
@@ -153,7 +153,6 @@ def _agreement_rate(engine: Engine, prompts: list[list[int]], outputs: list[list
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and print what was asked for, or all of it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.onnx", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of speed; 0 leaves it out")
     parser.add_argument("--agreement", action=argparse.BooleanOptionalAction, default=True, help="tell it too")

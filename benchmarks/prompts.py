@@ -1,6 +1,6 @@
-"""`python -m benchmarks.prompts`: what a long prompt does to running streams, and what a shared prefix saves.
+"""`python -m benchmarks.prompts`: how a long prompt delays running streams, and what the prefix cache saves.
 
-Each part starts the server anew, with SmolLM2. The last line is one JSON object; times in milliseconds.
+Each part starts a new server of SmolLM2. The last line is one JSON object; times in milliseconds.
 """
 
 import argparse
@@ -27,20 +27,19 @@ _LONG, _SHARED, _SHARERS = 4000, 1000, 32  # tokens, tokens, requests
 
 
 class _UniquePrompts:
-    """Texts of about so many tokens: a common word is one; the numbers in front make each one new."""
+    """Texts of roughly a number of tokens (a common word is one token), made unique by their first digits."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1000)
 
     def text(self, tokens: int) -> str:
-        """One that no other begins like."""
         number = next(self._numbers)
         rng = random.Random(number)
         return " ".join([*str(number), *rng.choices(_WORDS, k=tokens - 4)])
 
 
 async def _send(client: Client, text: str, new_tokens: int) -> RequestRecord:
-    """One stream to its end."""
+    """Run one stream to its end."""
     stopping = pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
     sample = RequestRecord(scheduled_at=perf_counter(), requested_tokens=new_tokens)
     await client.stream(BenchRequest(text, new_tokens), pb.Parameters(stopping=stopping), sample)
@@ -56,14 +55,14 @@ async def _with_client(part: Any, target: str) -> dict[str, float]:
 
 
 async def _long_prompt(client: Client, prompts: _UniquePrompts) -> dict[str, float]:
-    """The longest gap of streams in the middle of which the long prompt comes, by their gap without it."""
+    """The longest gap of running streams while a long prompt is computed, relative to their usual step."""
 
     async def streams() -> list[RequestRecord]:
         return await asyncio.gather(*(_send(client, prompts.text(40), _STREAM_TOKENS) for _ in range(_STREAMS)))
 
     quiet = await streams()
     running = asyncio.create_task(streams())
-    await asyncio.sleep(2.0)  # past their own prompts
+    await asyncio.sleep(2.0)  # their own prompts are computed by then
     long = await _send(client, prompts.text(_LONG), 4)
     disturbed = await running
     step = statistics.median(
@@ -80,7 +79,7 @@ async def _long_prompt(client: Client, prompts: _UniquePrompts) -> dict[str, flo
 
 
 async def _shared_prefix(client: Client, prompts: _UniquePrompts) -> dict[str, float]:
-    """Time to the first token of requests that share their beginning: none of it cached at first, then all."""
+    """Time to first token of requests that share a prefix: with an empty cache, and with the prefix cached."""
     prefix = prompts.text(_SHARED)
 
     def sharers() -> list[Coroutine[Any, Any, RequestRecord]]:
@@ -100,7 +99,6 @@ def _run_part(part: Any, model: Path, cache: Path, *options: str) -> dict[str, f
 
 
 def main(arguments: list[str]) -> int:
-    """Run all parts and print what they gave."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prompts", description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     args = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""A server for a measurement: `tgis serve` as a child process, from its start to its end."""
+"""Runs `tgis serve` as a child process for a benchmark."""
 
 import contextlib
 import random
@@ -16,7 +16,7 @@ from tgis.errors import StartError
 
 START_SECONDS = 200.0
 STOP_SECONDS = 60.0
-_PORTS = range(20000, 32000)  # below those that the kernel gives to clients: none takes one before the server does
+_PORTS = range(20000, 32000)  # below the ephemeral ports, so that no client's connection takes one first
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,34 +24,32 @@ class Server:
     """A server that has answered 200 on /health."""
 
     process: subprocess.Popen[bytes]
-    target: str  # of gRPC calls
+    target: str  # host:port of gRPC
     http_port: int
     start_seconds: float
 
     @property
     def pid(self) -> int:
-        """The front-end process."""
+        """Of the front-end process."""
         return self.process.pid
 
     def engine_pid(self) -> int:
-        """The engine process."""
+        """Of the engine process."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         (pid,) = [int(c) for c in children if b"tgis.engine_core.main" in Path(f"/proc/{c}/cmdline").read_bytes()]
         return pid
 
     def cpu_seconds(self) -> float:
-        """What the front-end process has used so far."""
+        """CPU time of the front-end process so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100
 
     def metrics(self) -> str:
-        """The scrape of now."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=10) as answer:
             text: str = answer.read().decode()
             return text
 
     def healthy(self) -> bool:
-        """Whether /health says 200."""
         return _is_healthy(self.http_port)
 
     def stop(self) -> int:
@@ -62,7 +60,7 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(model: Path, cache: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
-    """Serve `model` until the block is left; the log goes to a file, or warnings alone to stderr."""
+    """Serve `model` until the end of the block; logs to a file, or else only warnings to stderr."""
     grpc_port, http_port = _free_ports()
     command = [sys.executable, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
     command += ["--grpc-port", str(grpc_port), "--port", str(http_port), "--bind-address", "127.0.0.1"]

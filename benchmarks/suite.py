@@ -1,7 +1,7 @@
-"""`make bench`: tgis against transformers' own static batches, and its front end alone, in one run.
+"""`make bench`: tgis beside transformers' own static batches, and tgis's front end alone, in one run.
 
-Every part is a process of its own, one at a time: the machine is theirs. Rounds alternate between the peers, so that
-a slow minute hits both; the figures are medians over the rounds. The last line is one JSON object.
+Every part is a process that has the machine to itself. Rounds alternate between the two, so that a slow minute hits
+both; the figures are medians over the rounds. The last line is one JSON object.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FRONT_END_STREAMS = 64
 
 
 def measure_transformers(model: Path, dtype: str) -> dict[int, float]:
-    """Tokens/s of transformers' generate at each size."""
+    """Tokens/s of transformers' generate at each batch size."""
     lengths = ("--input-tokens", str(INPUT_TOKENS), "--output-tokens", str(OUTPUT_TOKENS))
     sizes = ("--sizes", ",".join(map(str, STREAMS)), "--repeats", "1")
     report = _run_json("-m", "benchmarks.baseline", str(model), "--dtype", dtype, *lengths, *sizes, "--json")
@@ -32,7 +32,7 @@ def measure_transformers(model: Path, dtype: str) -> dict[int, float]:
 
 
 def run_load(target: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """`tgis bench` of streams against a running server: the report of its one level."""
+    """Run `tgis bench` with streams against a server; returns the report of its one level."""
     lengths = ("--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens))
     amount = ("--concurrency", str(concurrency), "--requests", str(requests))
     report = _run_json("-m", "tgis", "bench", "--target", target, *amount, *lengths, "--stream", "--quiet")
@@ -41,14 +41,14 @@ def run_load(target: str, concurrency: int, requests: int, input_tokens: int, ou
 
 
 def measure_server(model: Path, cache: Path, dtype: str) -> dict[int, dict[str, Any]]:
-    """Reports of tgis at each number of concurrent streams."""
+    """The reports for each number of streams."""
     with running_server(model, cache, "--dtype", dtype) as server:
         print(f"tgis ready after {server.start_seconds:.1f} s", file=sys.stderr)
         return {size: run_load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in STREAMS}
 
 
 def measure_front_end(cache: Path) -> dict[str, Any]:
-    """The front end alone: the fake engine answers at once."""
+    """The front end alone, with the fake engine, which answers at once."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_fake_model(Path(directory))
         with running_server(model, cache, "--deployment-framework", "fake") as server:
@@ -61,7 +61,6 @@ def measure_front_end(cache: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run everything and print the comparison."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
@@ -113,7 +112,7 @@ def _print_summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_json(*command: str) -> dict[str, Any]:
-    """The last line that a Python process prints."""
+    """The JSON on the last line that a Python process prints."""
     done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return value

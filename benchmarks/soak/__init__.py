@@ -1,5 +1,6 @@
-"""The soak: a server under everything that clients do to it, and then the reconcile. `python -m benchmarks.soak`.
+"""The soak test: a server under everything that clients do to it. `python -m benchmarks.soak`.
 
-`cases` asks what is right while the server is idle, `calls` makes the load and compares, `victim` is a client to be
-killed, `log` what the clients saw, `reconcile` the server's counters against it, `memory` how its processes grow.
+`cases` collects expected answers from the idle server, `calls` makes the load and compares with them,
+`killed_client` is a client that gets killed, `client_log` counts what clients saw, `reconcile` compares the server's
+metrics with that log, `memory` watches whether its processes grow.
 """

@@ -1,4 +1,4 @@
-"""`make soak`: starts a server of the small demo model in float32, soaks it, and closes the reconcile.
+"""`make soak`: serves the small demo model in float32 under random load, and reconciles its metrics with the clients.
 
 The last line is one JSON object; the exit code is 1 when anything is wrong.
 """
@@ -30,12 +30,12 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_CASES = 24
-MAX_CONCURRENT_REQUESTS = 512  # that the server takes at once
-MAX_QUEUED_TOKENS = 40_000  # more than the load ever queues, less than the last call does
+MAX_CONCURRENT_REQUESTS = 512
+MAX_QUEUED_TOKENS = 40_000  # more than the load ever queues, fewer than the last call does
 SERVER_OPTIONS = (
     *("--dtype", "float32"),
-    *("--max-batch-size", "32"),  # less than the load, so that there is a queue
-    *("--kv-cache-size-mb", "4"),  # where there are blocks: too few for so many rows, so that some are taken away
+    *("--max-batch-size", "32"),  # fewer than the calls in flight, so that some queue
+    *("--kv-cache-size-mb", "4"),  # too few blocks for that batch size, so that sequences are preempted
     *("--max-concurrent-requests", str(MAX_CONCURRENT_REQUESTS)),
     *("--max-queued-tokens", str(MAX_QUEUED_TOKENS)),
 )
@@ -43,7 +43,7 @@ IDLE_TIMEOUT_SECONDS = 30.0
 
 
 async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> SoakReport:
-    """Load the server, wait until it is idle again, and look at everything."""
+    """Load the server, wait until it is idle again, and check everything."""
     draw, log = random.Random(seed), ClientLog()
     monitor = MemoryMonitor({"server": server.pid, "engine": server.engine_pid()}, server.healthy)
     async with grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS) as channel:
@@ -70,7 +70,7 @@ async def _server_limits(stub: GenerationServiceStub) -> ServerLimits:
 
 
 async def _wait_until_idle(server: Server, log: ClientLog) -> reconcile.MetricValues:
-    """The counters once all gauges are zero; a problem if they never are."""
+    """The metrics once all gauges are zero; a problem if they never are."""
     until = time.monotonic() + IDLE_TIMEOUT_SECONDS
     while busy := reconcile.nonzero_gauges(series := reconcile.parse_metrics(await asyncio.to_thread(server.metrics))):
         if time.monotonic() > until:
@@ -81,7 +81,7 @@ async def _wait_until_idle(server: Server, log: ClientLog) -> reconcile.MetricVa
 
 
 async def _use_full_capacity(stub: GenerationServiceStub, bounds: ServerLimits, log: ClientLog) -> None:
-    """One call that needs every permit, and whose tokens may queue only where none do: nothing has been lost."""
+    """One call that needs every concurrency permit and the whole token queue: shows that none of them leaked."""
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1), truncate_input_tokens=100)
     request = batch_request(["word " * bounds.max_sequence_length] * bounds.max_inputs, params)
     try:
@@ -93,7 +93,6 @@ async def _use_full_capacity(stub: GenerationServiceStub, bounds: ServerLimits, 
 
 
 def main(arguments: list[str]) -> int:
-    """Soak and report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="soak a server")
     parser.add_argument("--engine", default="hf_transformers", metavar="NAME")
     parser.add_argument("--minutes", type=float, default=15.0, metavar="M")

@@ -1,4 +1,4 @@
-"""The calls of a soak: what a client may do, at random, and whether the answers are right."""
+"""The calls of a soak: everything that a client may do, at random, and the check of the answers."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,15 @@ from benchmarks.soak.requests import Request, ServerLimits, batch_request, inval
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-CALL_TIMEOUT_SECONDS = 120.0  # no honest call takes so long
-_MAX_PATIENCE_SECONDS = 3.0  # seconds, of clients and of time limits
+CALL_TIMEOUT_SECONDS = 120.0  # no call takes this long unless it is stuck
+_MAX_PATIENCE_SECONDS = 3.0  # of clients' deadlines and of time limits
 UnaryCall: TypeAlias = "grpc.aio.UnaryUnaryCall[Any, pb.BatchedGenerationResponse]"
 StreamCall: TypeAlias = "grpc.aio.UnaryStreamCall[Any, pb.GenerationResponse]"
 _METHOD = "/fmaas.GenerationService/Generate"
 
 
 class SoakClient:
-    """Makes one call after the other, each of a random sort, and keeps the log."""
+    """Makes one random call after the other, and records them in the log."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SoakClient:
         ]
 
     async def call(self, _due: float) -> bool:
-        """Make one call, to its end; always a success for the load loop."""
+        """Make one call; the load loop counts it as a success whatever happens."""
         await self._draw.choice(self._actions)()
         return True
 
@@ -66,7 +66,7 @@ class SoakClient:
         await self._stream(case, case.params)
 
     async def _with_time_limit(self) -> None:
-        """The server is to end in time: the answer may be cut."""
+        """With a time limit, so the answer may be truncated."""
         case = self._draw.choice(self._cases)
         params = pb.Parameters()
         params.CopyFrom(case.params)
@@ -75,14 +75,14 @@ class SoakClient:
         await (self._stream(case, params) if streamed else self._unary(case, params))
 
     async def _with_sampling(self) -> None:
-        """Chosen by chance: the text cannot be compared."""
+        """Sampled, so the text cannot be compared."""
         params = pb.Parameters(method=pb.SAMPLE, stopping=pb.StoppingCriteria(max_new_tokens=5))
         params.sampling.temperature, params.sampling.top_k = 1.5, 50
         params.response.generated_tokens = True
         await self._unary(Case(self._draw.choice(self._cases).texts, params, []), params)
 
     async def _with_deadline(self) -> None:
-        """A client with a deadline of its own."""
+        """A client with a short deadline."""
         case = self._draw.choice(self._cases)
         await self._unary(case, case.params, patience=self._random_patience())
 
@@ -95,7 +95,7 @@ class SoakClient:
         await self._finish_unary(case, call, left=True)
 
     async def _cancel_stream(self) -> None:
-        """A client that leaves in the middle of a stream."""
+        """A client that cancels in the middle of a stream."""
         case = self._draw.choice(self._singles)
         await self._stream(case, case.params, max_messages=self._draw.randint(1, 20))
 
@@ -152,7 +152,7 @@ class SoakClient:
     def _check(
         self, case: Case, number: int, kind: str, responses: list[pb.GenerationResponse], *, whole: bool = True
     ) -> None:
-        """Note the end of an input; compare its answer with that of an idle server."""
+        """Record the end of an input, and compare its answer with that of the idle server."""
         try:
             got = assemble_answer(responses)
         except ValueError as error:
@@ -176,12 +176,12 @@ class SoakClient:
         self.log.add_problem(f"{text}; the request: {str(request)[:300]}")
 
     def _random_patience(self) -> float:
-        """Seconds: about as long as a call takes."""
+        """Seconds, about as many as a call takes."""
         return self._draw.random() * _MAX_PATIENCE_SECONDS
 
 
 async def _read_messages(call: StreamCall, max_messages: float = math.inf) -> list[pb.GenerationResponse]:
-    """The messages of a stream until its end, whatever that is; cancelled after so many."""
+    """The messages of a stream until it ends or fails; cancelled after `max_messages`."""
     messages: list[pb.GenerationResponse] = []
     with contextlib.suppress(grpc.aio.AioRpcError):
         async for message in call:

@@ -1,4 +1,4 @@
-"""What is sent, and what each request answers while nothing else runs: the expected values of the soak."""
+"""The requests of a soak, and their expected answers: those of the idle server."""
 
 import random
 from collections.abc import Sequence
@@ -10,27 +10,27 @@ from tgis.bench.workload import WORDS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-NEAR_TIE = 1e-3  # of log-probabilities: here another order of sums in a larger batch may choose the other token
+NEAR_TIE = 1e-3  # of log-probabilities; another order of summation in a larger batch may choose the other token
 CASE_TIMEOUT_SECONDS = 60.0
-_MIN_TOKENS, _MAX_TOKENS = 2, 128  # of an output
-_MAX_WORDS = 40  # of an input
-_ODD_WORDS = ("“é…”", "naïve", "—", "日本", "🎉", "\n", "3,000")  # some of several tokens a character
+_MIN_TOKENS, _MAX_TOKENS = 2, 128
+_MAX_WORDS = 40
+_ODD_WORDS = ("“é…”", "naïve", "—", "日本", "🎉", "\n", "3,000")  # some have characters of several tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The output of one input, whole or in part."""
+    """The output of one input, complete or not."""
 
     text: str
     tokens: list[str]
-    reason: int  # pb.StopReason; NOT_FINISHED where the client did not wait for the end
-    texts: list[str] = field(default_factory=list)  # of a stream: texts[n] is what n tokens had shown at least
-    text_without_stops: str = ""  # a beginning of the text that there would be without stop sequences
+    reason: int  # pb.StopReason; NOT_FINISHED if the client did not wait for the end
+    texts: list[str] = field(default_factory=list)  # of a stream: texts[n] is the text sent by the time of n tokens
+    text_without_stops: str = ""  # the text without stop sequences, as far as it is known
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Inputs that share their parameters, greedy, and the answer of each alone."""
+    """Inputs with the same greedy parameters, and the answer to each of them alone."""
 
     texts: list[str]
     params: pb.Parameters
@@ -38,9 +38,9 @@ class Case:
 
 
 def difference(expected: Answer, got: Answer) -> str:
-    """What is wrong with the answer to a request under load, '' if nothing; a cut one must be a beginning.
+    """What is wrong with an answer under load, '' if nothing; a truncated one must be a prefix.
 
-    A time limit comes before a stop sequence of the same token, which is not cut off then.
+    A time limit takes precedence over a stop sequence of the same token, which then stays in the text.
     """
     count = len(got.tokens)
     if got.tokens != expected.tokens[:count]:
@@ -60,7 +60,7 @@ def _mismatch_unless(fits: bool, got: Answer, whole: str) -> str:
 
 
 def assemble_answer(responses: Sequence[pb.GenerationResponse]) -> Answer:
-    """The one response of a unary call, or the messages of a stream so far; ValueError if they break the rules."""
+    """Merge a unary response or the messages of a stream so far; ValueError if they violate the protocol."""
     if any(response.stop_reason for response in responses[:-1]):
         raise ValueError("messages after the end")
     text, texts = "", [""]
@@ -75,7 +75,7 @@ def assemble_answer(responses: Sequence[pb.GenerationResponse]) -> Answer:
 
 
 async def make_cases(stub: GenerationServiceStub, bounds: ServerLimits, count: int, draw: random.Random) -> list[Case]:
-    """Cases of all lengths; one after the other, so that each answer is that of an idle server."""
+    """Cases of all lengths, made one at a time so that the server is idle for each."""
     cases: list[Case] = []
     while len(cases) < count:
         inputs = draw.choice((1, 1, 1, 2, 4, 6))
@@ -93,7 +93,7 @@ def _random_text(draw: random.Random, bounds: ServerLimits) -> str:
 async def _make_case(
     stub: GenerationServiceStub, texts: list[str], bounds: ServerLimits, draw: random.Random
 ) -> Case | None:
-    """None if the outputs are too short, or soon depend on the order of sums."""
+    """None if an output is too short, or nearly ties too early."""
     params = _params(draw.randint(_MIN_TOKENS, min(bounds.max_new_tokens, _MAX_TOKENS)))
     probes = [await _stream_messages(stub, text, params) for text in texts]
     most = min(_num_certain_tokens(probe) for probe in probes)
@@ -122,7 +122,7 @@ async def _stream_messages(
 
 
 def _num_certain_tokens(responses: list[pb.GenerationResponse]) -> int:
-    """Tokens before the first that was nearly another one."""
+    """Tokens before the first near tie."""
     tops = [token.top_tokens for response in responses for token in response.tokens]
     certain = (len(top) == 2 and top[0].logprob - top[1].logprob > NEAR_TIE for top in tops)
     return sum(accumulate(certain, min))

@@ -19,13 +19,13 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 _STREAMS = 4  # of each client
-_PAUSE_SECONDS = 3.0  # between clients, at the most: starting Python takes time from the server
+_PAUSE_SECONDS = 3.0  # at most, between clients: starting Python takes CPU time from the server
 _START_SECONDS = 60.0
 _TEXT = "Once upon a time"
 
 
 async def kill_clients(target: str, new: int, seconds: float, log: ClientLog, draw: random.Random) -> None:
-    """Start a client, kill it soon after its streams have begun, sometimes before, and again until time is over."""
+    """Start one client after the other, and kill each soon after its streams have started, sometimes before."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         command = (sys.executable, "-m", "benchmarks.soak.killed_client", target, str(_STREAMS), str(new), _TEXT)
@@ -37,7 +37,7 @@ async def kill_clients(target: str, new: int, seconds: float, log: ClientLog, dr
             await asyncio.sleep(0.1 * draw.random())
         except TimeoutError:
             started = False
-        with contextlib.suppress(ProcessLookupError):  # its streams have ended
+        with contextlib.suppress(ProcessLookupError):  # it has exited: its streams have ended
             process.kill()
         if code := max(await process.wait(), 0):
             log.add_problem(f"a client failed with exit code {code}")

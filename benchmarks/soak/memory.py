@@ -1,4 +1,4 @@
-"""How much memory the processes of a server hold, second by second, and whether that levels off."""
+"""Samples the memory of the server's processes every second, and judges whether it levels off."""
 
 import asyncio
 import statistics
@@ -9,23 +9,23 @@ from itertools import pairwise
 from pathlib import Path
 
 _SAMPLE_SECONDS = 1.0  # between samples
-_JUDGED_MINUTES = 10  # that are judged, at the end
-_MAX_GROWTH = 0.01  # a minute
-_LEVEL_GROWTH = 0.0025  # growth a minute that is as good as none
+_JUDGED_MINUTES = 10  # the last ones are judged
+_MAX_GROWTH = 0.01  # share per minute
+_LEVEL_GROWTH = 0.0025  # growth per minute that counts as none
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """The medians of the last minutes, and what they show. Growth is a share, a minute."""
+    """The medians of the last minutes, and their growth as a share per minute."""
 
     medians: list[int]  # bytes, of each minute
     growth: float
-    first_half_growth: float  # growth in the first half
-    second_half_growth: float  # and in the second
+    first_half_growth: float
+    second_half_growth: float
 
     @property
     def problem(self) -> str:
-        """What is wrong with it, '' if nothing or if there are too few minutes to tell."""
+        """What is wrong; '' if nothing or if there are too few minutes to tell."""
         if len(self.medians) < _JUDGED_MINUTES:
             return ""
         if self.growth >= _MAX_GROWTH:
@@ -39,15 +39,14 @@ class Trend:
 
 @dataclass(slots=True)
 class MemoryMonitor:
-    """Samples of processes by name, in bytes, and of the health of the server."""
+    """Samples the memory of processes, by name, and the health of the server."""
 
     processes: Mapping[str, int]  # name: pid
     healthy: Callable[[], bool]
     samples: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # seconds, bytes
-    unhealthy: int = 0  # times that the server was not
+    unhealthy: int = 0  # samples at which the server was not healthy
 
     async def run(self, seconds: float) -> None:
-        """Sample for so long."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             self.unhealthy += not await asyncio.to_thread(self.healthy)
@@ -56,18 +55,16 @@ class MemoryMonitor:
             await asyncio.sleep(_SAMPLE_SECONDS)
 
     def problems(self) -> Iterator[str]:
-        """What is wrong."""
         if self.unhealthy:
             yield f"/health was not 200 {self.unhealthy} times"
         yield from (f"{name}: {trend.problem}" for name, trend in self.trends().items() if trend.problem)
 
     def trends(self) -> dict[str, Trend]:
-        """Of each process."""
         return {name: compute_trend(samples) for name, samples in self.samples.items()}
 
 
 def resident_bytes(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Resident memory of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -75,7 +72,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def compute_trend(samples: list[tuple[float, int]]) -> Trend:
-    """The last whole minutes of ascending samples, at the most as many as are judged."""
+    """The trend over the last whole minutes of ascending samples."""
     end = samples[-1][0]
     minutes = min(int(end // 60), _JUDGED_MINUTES)
     edges = [end - 60 * left for left in range(minutes, -1, -1)]
@@ -87,5 +84,5 @@ def compute_trend(samples: list[tuple[float, int]]) -> Trend:
 
 
 def _growth(medians: list[int]) -> float:
-    """By which share they grow from one to the next, on average."""
+    """The average growth from one to the next, as a share."""
     return (medians[-1] / medians[0]) ** (1 / (len(medians) - 1)) - 1 if len(medians) > 1 else 0.0

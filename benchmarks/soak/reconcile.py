@@ -1,4 +1,4 @@
-"""The server's counters against what the clients saw: every input of every call must have exactly one end."""
+"""Compares the server's counters with what the clients saw: every input of every call must end exactly once."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.soak.client_log import ClientLog
 
-MetricValues = dict[tuple[str, ...], float]  # name and the values of its labels in the order of their names: value
+MetricValues = dict[tuple[str, ...], float]  # (name, label values in the order of the label names) -> value
 
 GAUGES = (
     "tgi_queue_size",
@@ -28,7 +28,6 @@ _FAILURE_STATUSES = {
 
 
 def parse_metrics(scrape: str) -> MetricValues:
-    """Every value of a scrape."""
     return {
         (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
         for family in text_string_to_metric_families(scrape)
@@ -37,12 +36,11 @@ def parse_metrics(scrape: str) -> MetricValues:
 
 
 def nonzero_gauges(series: MetricValues) -> list[str]:
-    """The gauges that are not zero."""
     return [f"{name} is {series[name,]:g}" for name in GAUGES if series[name,]]
 
 
 def discrepancies(before: MetricValues, after: MetricValues, log: ClientLog) -> Iterator[str]:
-    """Where the counters of a server that is idle again disagree with the clients."""
+    """Differences between the counters of a server that is idle again and the clients' log."""
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     yield from _check_calls(grown, log)
     yield from _check_ends(grown, log)

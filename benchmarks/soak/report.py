@@ -1,4 +1,4 @@
-"""How a soak is shown: a page for people, JSON for programs."""
+"""Formats the report of a soak: text for people, JSON for programs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,23 +13,22 @@ _MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SoakReport:
-    """All that is known of a soak."""
+    """The results of a soak."""
 
     seconds: float
     in_flight: int
     seed: int
     log: ClientLog
     monitor: MemoryMonitor
-    preemptions: int  # rows whose blocks were taken away
+    preemptions: int  # of running sequences
 
 
 def format_report(report: SoakReport) -> str:
-    """The page."""
     return "\n".join(_lines(report))
 
 
 def to_json(report: SoakReport, *, samples: bool) -> dict[str, Any]:
-    """JSON values, with the samples of memory if wanted."""
+    """The report as JSON values, with the memory samples if wanted."""
     log = report.log
     values: dict[str, Any] = {
         "seconds": round(report.seconds, 1),

@@ -1,4 +1,4 @@
-"""Requests as messages, and those that must be refused."""
+"""Builds requests, and invalid requests with the statuses expected for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tgis.pb import generation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What the server allows, in tokens, and inputs at once."""
+    """The server's limits."""
 
     max_sequence_length: int
     max_new_tokens: int
@@ -21,17 +21,15 @@ Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 
 def batch_request(texts: Sequence[str], params: pb.Parameters) -> pb.BatchedGenerationRequest:
-    """A unary call."""
     return pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts], params=params)
 
 
 def stream_request(text: str, params: pb.Parameters) -> pb.SingleGenerationRequest:
-    """A stream."""
     return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
 
 
 def invalid_requests(bounds: ServerLimits) -> list[tuple[StatusCode, Request]]:
-    """What a server must answer to requests that cannot be served."""
+    """Requests that a server must refuse, with the status of each."""
     few = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=2))
     many = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=bounds.max_new_tokens + 1))
     odd = pb.Parameters(method=pb.SAMPLE, sampling=pb.SamplingParameters(temperature=float("nan")))

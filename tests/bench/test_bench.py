@@ -1,4 +1,4 @@
-"""The load generator against a fake server of known counts and errors, and its figures against numpy."""
+"""The load generator against a fake server with known counts and errors; its figures against numpy."""
 
 import asyncio
 import datetime
@@ -42,12 +42,12 @@ GAP = 0.005  # seconds between its tokens
 
 @dataclass
 class FakeServer(pb_grpc.GenerationServiceServicer):
-    """Counts a token for each word and one more; fails the calls whose number is in `fail`."""
+    """Counts one token per word plus one; fails the calls whose number is in `fail`."""
 
     fail: dict[int, grpc.StatusCode] = field(default_factory=dict)
     kill_at: int | None = None  # the call that interrupts the process instead of answering
     max_sequence_length: int = 0
-    stop_after: int | None = None  # tokens after which outputs end, whatever was asked
+    stop_after: int | None = None  # tokens after which outputs end, whatever was requested
     texts: list[str] = field(default_factory=list)
     stopping: list[pb.StoppingCriteria] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -120,12 +120,12 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 100))
-def test_percentile_is_that_of_numpy(values: list[float], percent: float) -> None:
+def test_percentile_equals_numpy(values: list[float], percent: float) -> None:
     expected = np.percentile(values, percent)
     assert percentile(sorted(values), percent) == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
-def test_percentiles_of_nothing_are_none() -> None:
+def test_percentiles_of_no_values_are_none() -> None:
     assert percentiles([]).p99 is None
 
 
@@ -139,7 +139,7 @@ def test_times_of_a_stream() -> None:
     note(sample, 11.0, 2)
     note(sample, 12.0, 3)
     note(sample, 15.0, 6)
-    note(sample, 15.5, 6, text="")  # says nothing new
+    note(sample, 15.5, 6, text="")  # no new output
     sample.ended_at, sample.status = 16.0, "OK"
     summary = summarize([sample], cpu_seconds=3.5)
     assert summary.ttft_ms.p50 == pytest.approx(2000)
@@ -151,7 +151,7 @@ def test_times_of_a_stream() -> None:
     assert summary.client_cpu == pytest.approx(0.5)
 
 
-def test_one_message_has_no_time_per_token() -> None:
+def test_a_single_message_has_no_time_per_token() -> None:
     sample = RequestRecord(scheduled_at=0.0, requested_tokens=5)
     note(sample, 1.0, 5)
     sample.ended_at, sample.status = 1.0, "OK"
@@ -161,7 +161,7 @@ def test_one_message_has_no_time_per_token() -> None:
     assert summary.max_gap_ms.p50 is None
 
 
-def test_only_successes_count_and_unfinished_requests_do_not_exist() -> None:
+def test_only_successes_count_and_unfinished_requests_are_ignored() -> None:
     ok = RequestRecord(scheduled_at=1.0, requested_tokens=4, ended_at=3.0, output_tokens=4, status="OK")
     late = RequestRecord(scheduled_at=2.0, requested_tokens=4, ended_at=5.0, output_tokens=3, status="UNAVAILABLE")
     running = RequestRecord(scheduled_at=0.0, requested_tokens=4, output_tokens=2)
@@ -175,7 +175,7 @@ def test_only_successes_count_and_unfinished_requests_do_not_exist() -> None:
 # Load
 
 
-def test_arrivals_are_poisson_and_repeat_with_the_seed() -> None:
+def test_arrivals_are_poisson_and_depend_only_on_the_seed() -> None:
     first, again, other = (list(itertools.islice(OpenLoop(50.0, s).arrivals(), 4000)) for s in (1, 1, 2))
     assert first == again
     assert first != other
@@ -206,7 +206,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     assert most == 5
 
 
-def test_open_loop_sends_what_is_due_within_the_duration() -> None:
+def test_open_loop_sends_what_is_scheduled_within_the_duration() -> None:
     sent: list[float] = []
 
     async def send(due: float) -> bool:
@@ -239,7 +239,7 @@ def test_closed_loop_keeps_its_concurrency() -> None:
 # Workload
 
 
-def test_calibration_takes_the_largest_group_of_equal_words() -> None:
+def test_calibration_takes_the_largest_group_of_words_with_equal_token_counts() -> None:
     def tokens(text: str) -> int:  # a special token, "the", and a token for every two letters
         return 2 + sum((len(word) + 1) // 2 for word in text.split()[1:])
 
@@ -250,7 +250,7 @@ def test_calibration_takes_the_largest_group_of_equal_words() -> None:
         assert abs(tokens(vocabulary.prompt(wanted, random.Random(0))) - wanted) <= 1
 
 
-def test_lengths_follow_the_log_normal() -> None:
+def test_lengths_are_log_normal() -> None:
     rng = random.Random(0)
     assert list(itertools.islice(workload.lengths(7, 0.0, None, rng), 5)) == [7] * 5
     drawn = np.array(list(itertools.islice(workload.lengths(1000, 0.5, None, rng), 5000)))
@@ -259,13 +259,13 @@ def test_lengths_follow_the_log_normal() -> None:
     assert max(itertools.islice(workload.lengths(1000, 0.5, 1100, rng), 100)) == 1100
 
 
-def test_jobs_leave_room_for_the_output() -> None:
+def test_prompts_leave_room_for_the_output() -> None:
     vocabulary = workload.Vocabulary(["a"], base_tokens=1, tokens_per_word=1)
     made = workload.random_requests(vocabulary, iter([5, 50]), iter([4, 4]), 12, random.Random(0))
     assert [len(job.text.split()) for job in itertools.islice(made, 2)] == [5, 8]
 
 
-def test_prompts_of_a_file_come_over_and_over(tmp_path: Path) -> None:
+def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:
     lines, objects = tmp_path / "p.txt", tmp_path / "p.jsonl"
     lines.write_text('one é\n\n{"text": 2}\n', encoding="utf-8")
     objects.write_text('{"text": "a\\nb", "id": 1}\n{"text": ""}\n', encoding="utf-8")
@@ -285,7 +285,7 @@ def test_bad_prompt_files_are_named(tmp_path: Path, content: str) -> None:
 # The command
 
 
-def test_streams_are_counted_exactly_and_warmup_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer()
     with serving(fake) as target:
         options = ("--requests", "12", "--warmup", "5", "--input-tokens", "20", "--output-tokens", "8")
@@ -302,11 +302,11 @@ def test_streams_are_counted_exactly_and_warmup_is_not(capsys: pytest.CaptureFix
         assert level["tpot_ms"]["p50"] > 0
         assert level["latency_ms"]["p50"] >= 1000 * (FIRST_DELAY + 7 * GAP)
     assert len(fake.texts) == 2 * (12 + 5)
-    assert len(set(fake.texts)) == len(fake.texts)  # no prompt twice: nothing for a prefix cache
+    assert len(set(fake.texts)) == len(fake.texts)  # no prompt twice, so a prefix cache cannot help
     assert {(s.max_new_tokens, s.min_new_tokens) for s in fake.stopping} == {(8, 8)}
 
 
-def test_the_seed_repeats_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_sends_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
     sent = []
     options = ("--requests", "6", "--unary", "--input-spread", "0.7", "--output-spread", "0.7")
     for seed in ("1", "1", "2"):
@@ -330,7 +330,7 @@ def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> 
     assert captured.err == ""
 
 
-def test_errors_are_counted_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     codes = grpc.StatusCode
     fake = FakeServer(fail={1: codes.RESOURCE_EXHAUSTED, 2: codes.RESOURCE_EXHAUSTED, 5: codes.INTERNAL})
     with serving(fake) as target:
@@ -343,13 +343,13 @@ def test_errors_are_counted_and_stop_nothing(capsys: pytest.CaptureFixture[str])
     assert "2 failed with RESOURCE_EXHAUSTED, the first: as the test wants it" in captured.out
 
 
-def test_nothing_succeeded_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_1_if_nothing_succeeded(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(fail=dict.fromkeys(range(3), grpc.StatusCode.UNKNOWN))
     with serving(fake) as target:
         assert bench("--target", target, "--requests", "3", "--warmup", "0") == 1
 
 
-def test_outputs_that_end_early_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_that_end_early_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(FakeServer(stop_after=2)) as target:
         assert bench("--target", target, "--requests", "3", "--output-tokens", "4") == 0
     assert "3 ended before all tokens asked for" in capsys.readouterr().out
@@ -380,7 +380,7 @@ def test_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert content.endswith(b"IEND\xaeB`\x82")
 
 
-def test_plot_without_matplotlib_is_known_before_the_run(
+def test_plot_without_matplotlib_fails_before_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plot, "find_spec", lambda _: None)
@@ -388,7 +388,7 @@ def test_plot_without_matplotlib_is_known_before_the_run(
     assert "tgis[bench]" in capsys.readouterr().err
 
 
-def test_an_unreachable_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:  # bound, never listening
         taken.bind(("127.0.0.1", 0))
         assert bench("--target", f"127.0.0.1:{taken.getsockname()[1]}") == 1
@@ -398,7 +398,7 @@ def test_an_unreachable_server_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert "UNAVAILABLE" in line
 
 
-def test_lengths_above_the_servers_are_known_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_above_the_servers_limits_fail_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(fake := FakeServer(max_sequence_length=150)) as target:
         assert bench("--target", target, "--output-tokens", "1001") == 1
         assert bench("--target", target, "--output-tokens", "100", "--input-tokens", "51") == 1
@@ -406,7 +406,7 @@ def test_lengths_above_the_servers_are_known_before_the_run(capsys: pytest.Captu
     assert fake.texts == []
 
 
-def test_an_interrupt_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--warmup", "0", "--output-tokens", "2")
     with serving(FakeServer(kill_at=4)) as target:
         assert bench("--target", target, "--concurrency", "1,2", "--requests", "8", *options) == 130
@@ -417,7 +417,7 @@ def test_an_interrupt_prints_what_was_measured(capsys: pytest.CaptureFixture[str
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """A certificate for localhost that is its own authority, and its key."""
+    """A self-signed certificate for localhost, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -498,7 +498,7 @@ def test_baseline_times_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
-        eos_token_id=list(range(16)),  # would end soon, but for min_new_tokens
+        eos_token_id=list(range(16)),  # would end early without min_new_tokens
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     options = ["--dtype", "float32", "--sizes", "1,3", "--input-tokens", "4", "--output-tokens", "5"]

@@ -1,4 +1,4 @@
-"""`tgis simulate`: its figures against hand-made traces, its traces, its output."""
+"""`tgis simulate`: figures of traces computed by hand, the traces themselves, the output."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,9 @@ MODEL = StepModel(padded=True, step_seconds=1.0, row_seconds=0.1, prefill_token_
 BOUNDS = BatchLimits(4, MemoryModel(10**6), 10**6, 1.0, padded=True, max_waiting_tokens=0)
 
 
-def test_two_requests_by_hand() -> None:
+def test_two_requests_computed_by_hand() -> None:
     outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 3), TraceRequest(0.0, 20, 2)]).run()
-    assert outcome.seconds == pytest.approx(1.4 + 1.2 + 1.1)  # a prefill of 2 x 20, steps of two rows and of one
+    assert outcome.seconds == pytest.approx(1.4 + 1.2 + 1.1)  # a prefill of 2 x 20, decodes of two sequences and of one
     assert outcome.tokens == 5
     assert outcome.ttft == pytest.approx([1.4, 1.4])
     assert outcome.tpot == pytest.approx([1.2, 1.15])
@@ -41,7 +41,7 @@ def test_one_client_sends_one_request_after_the_other() -> None:
     assert outcome.ttft == pytest.approx([1.1] * 3)
 
 
-def test_requests_that_come_later_find_an_idle_server() -> None:
+def test_late_requests_find_an_idle_server() -> None:
     outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 1), TraceRequest(50.0, 10, 1)]).run()
     assert outcome.seconds == pytest.approx(51.1)
     assert outcome.ttft == pytest.approx([1.1, 1.1])
@@ -55,7 +55,7 @@ def test_the_step_times_of_two_cores_are_those_measured(rows: int, milliseconds:
     assert 1e3 * step == pytest.approx(milliseconds, rel=0.06)
 
 
-def test_made_up_traces() -> None:
+def test_synthetic_traces() -> None:
     jobs = list(lognormal_trace(2000, 5.0, seed=3))
     assert jobs == list(lognormal_trace(2000, 5.0, seed=3))
     assert sorted(job.prompt_tokens for job in jobs)[1000] == pytest.approx(60, rel=0.1)
@@ -64,7 +64,7 @@ def test_made_up_traces() -> None:
     assert len(long) == pytest.approx(200, rel=0.2)
 
 
-def test_a_trace_as_azure_publishes_them(tmp_path: Path) -> None:
+def test_azure_traces_are_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -75,14 +75,14 @@ def test_a_trace_as_azure_publishes_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "TIMESTAMP\xff"])
-def test_what_is_no_trace_is_one_line(tmp_path: Path, text: str) -> None:
+def test_an_invalid_trace_is_one_error_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_bytes(text.encode("latin1"))
     with pytest.raises(OptionError, match="is no trace"):
         read_trace(path)
 
 
-def test_the_command_prints_a_table_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_table_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "plot.png"
     assert run(["simulate", "--requests", "20", "--clients", "8", "--plot", str(plot)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
@@ -93,7 +93,7 @@ def test_the_command_prints_a_table_json_and_a_plot(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("engine", ["flat", "chunked"])
-def test_every_kind_of_engine(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_model(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["simulate", "--engine", engine, "--trace", "bimodal", "--requests", "50", "--max-batch-size", "8"]
     assert run(argv) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 50

@@ -1,4 +1,4 @@
-"""`make bench-gpu`, as far as a machine without a GPU can tell: what fails stops nothing else, the JSON comes last."""
+"""`make bench-gpu` as far as it runs without a GPU: a failed part does not stop the others, JSON comes last."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ raise SystemExit(7)
 """
 
 
-def test_a_part_that_fails_keeps_what_it_had(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_part_keeps_its_figures(capfd: pytest.CaptureFixture[str]) -> None:
     figures = run_part_process("-c", PART)
     assert figures["first"] == {"tokens_per_second": 1.5}
     assert figures["second"] == 2
@@ -29,7 +29,7 @@ def test_a_part_that_fails_keeps_what_it_had(capfd: pytest.CaptureFixture[str]) 
     assert "as it goes\n" in output.err
 
 
-def test_the_mixed_load_is_that_of_the_peers_figure() -> None:
+def test_the_mixed_load_has_the_published_lengths() -> None:
     jobs = list(_mixed_jobs(SHAPES["llama-3.1-8b"]))
     assert len(jobs) == 1000
     assert sum(job.prompt_tokens for job in jobs) == pytest.approx(226_000, rel=0.05)
@@ -37,7 +37,7 @@ def test_the_mixed_load_is_that_of_the_peers_figure() -> None:
     assert max(job.prompt_tokens + job.output_tokens for job in jobs) < 2048
 
 
-def test_without_a_part_the_others_go_on(
+def test_a_failed_part_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called: list[str] = []
@@ -57,7 +57,7 @@ def test_without_a_part_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
+def test_all_parts_on_a_tiny_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--shape", "tiny", "--parts", "alone,served"]
     done = subprocess.run(
         [*command, "--cache", str(tmp_path)], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""The soak: what it takes for a mistake, short runs of it, and the two minutes of `make test-all`."""
+"""The soak test: what it counts as a problem, a short run, and the two minutes of `make test-all`."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tgis.frontend.request_log import RequestLog
 from tgis.ipc.request import StopReason
 from tgis.pb import generation_pb2 as pb
 
-SOLO = Answer(
+EXPECTED = Answer(
     "one two", ["▁one", "▁t", "w", "o-o"], pb.STOP_SEQUENCE, ["", "one", "one", "one t", "one two"], "one two-ooo"
 )
 
@@ -29,36 +29,36 @@ SOLO = Answer(
 @pytest.mark.parametrize(
     "got",
     [
-        Answer("one two", SOLO.tokens, pb.STOP_SEQUENCE),
-        Answer("one", SOLO.tokens[:2], pb.TIME_LIMIT),
-        Answer("one t", SOLO.tokens[:2], pb.TIME_LIMIT),  # what was held back is there at the end
-        Answer("one two-o", SOLO.tokens, pb.TIME_LIMIT),  # too late for the stop sequence
+        Answer("one two", EXPECTED.tokens, pb.STOP_SEQUENCE),
+        Answer("one", EXPECTED.tokens[:2], pb.TIME_LIMIT),
+        Answer("one t", EXPECTED.tokens[:2], pb.TIME_LIMIT),  # text held back is sent at the end
+        Answer("one two-o", EXPECTED.tokens, pb.TIME_LIMIT),  # too late for the stop sequence
         Answer("", [], pb.TIME_LIMIT),
-        Answer("", SOLO.tokens[:1], pb.NOT_FINISHED),
-        Answer("one", SOLO.tokens[:2], pb.NOT_FINISHED),
+        Answer("", EXPECTED.tokens[:1], pb.NOT_FINISHED),
+        Answer("one", EXPECTED.tokens[:2], pb.NOT_FINISHED),
     ],
 )
-def test_the_same_and_beginnings_of_it_are_right(got: Answer) -> None:
-    assert difference(SOLO, got) == ""
+def test_equal_answers_and_prefixes_are_right(got: Answer) -> None:
+    assert difference(EXPECTED, got) == ""
 
 
 @pytest.mark.parametrize(
     "got",
     [
-        Answer("one", SOLO.tokens[:2], pb.STOP_SEQUENCE),
-        Answer("one two", SOLO.tokens, pb.MAX_TOKENS),
-        Answer("one twO", SOLO.tokens, pb.STOP_SEQUENCE),
+        Answer("one", EXPECTED.tokens[:2], pb.STOP_SEQUENCE),
+        Answer("one two", EXPECTED.tokens, pb.MAX_TOKENS),
+        Answer("one twO", EXPECTED.tokens, pb.STOP_SEQUENCE),
         Answer("one two", ["▁one", "▁t", "w", "O-o"], pb.STOP_SEQUENCE),
         Answer("one two", ["▁one", "▁T"], pb.TIME_LIMIT),
-        Answer("one two-O", SOLO.tokens, pb.TIME_LIMIT),
-        Answer("one two-o", SOLO.tokens, pb.NOT_FINISHED),
-        Answer("one three", SOLO.tokens[:2], pb.TIME_LIMIT),
-        Answer("on", SOLO.tokens[:2], pb.TIME_LIMIT),  # less than two tokens had shown
-        Answer("two", SOLO.tokens[:2], pb.NOT_FINISHED),
+        Answer("one two-O", EXPECTED.tokens, pb.TIME_LIMIT),
+        Answer("one two-o", EXPECTED.tokens, pb.NOT_FINISHED),
+        Answer("one three", EXPECTED.tokens[:2], pb.TIME_LIMIT),
+        Answer("on", EXPECTED.tokens[:2], pb.TIME_LIMIT),  # shorter than the text of two tokens
+        Answer("two", EXPECTED.tokens[:2], pb.NOT_FINISHED),
     ],
 )
-def test_everything_else_is_wrong(got: Answer) -> None:
-    assert difference(SOLO, got) != ""
+def test_other_answers_are_wrong(got: Answer) -> None:
+    assert difference(EXPECTED, got) != ""
 
 
 def message(count: int, text: str, *tokens: str, end: Any = pb.NOT_FINISHED) -> pb.GenerationResponse:
@@ -66,7 +66,7 @@ def message(count: int, text: str, *tokens: str, end: Any = pb.NOT_FINISHED) -> 
     return pb.GenerationResponse(generated_token_count=count, text=text, tokens=infos, stop_reason=end)
 
 
-def test_a_stream_becomes_an_answer() -> None:
+def test_a_stream_is_merged_into_an_answer() -> None:
     stream = [message(0, ""), message(1, "a", "A"), message(3, "bc", "B", "C"), message(4, "d", "D", end=pb.MAX_TOKENS)]
     assert assemble_answer(stream) == Answer("abcd", ["A", "B", "C", "D"], pb.MAX_TOKENS, ["", "a", "a", "abc", "abcd"])
 
@@ -79,7 +79,7 @@ def test_a_stream_becomes_an_answer() -> None:
         [message(1, "a", "A"), message(1, "b", "B", end=pb.MAX_TOKENS)],
     ],
 )
-def test_a_stream_that_breaks_the_rules_is_none(stream: list[pb.GenerationResponse]) -> None:
+def test_a_stream_that_violates_the_protocol_is_an_error(stream: list[pb.GenerationResponse]) -> None:
     with pytest.raises(ValueError, match=r"messages|tokens"):
         assemble_answer(stream)
 
@@ -93,8 +93,8 @@ def succeed(server: Metrics, kind: CallKind, reason: StopReason, tokens: int) ->
     server.request_succeeded(kind, reason, input_tokens=3, generated_tokens=tokens, **times)
 
 
-def lived(server: Metrics, log: ClientLog) -> None:
-    """A unary call, a refused batch, a stream that was left, and a batch that may not have arrived."""
+def make_calls(server: Metrics, log: ClientLog) -> None:
+    """A unary call, a refused batch, a cancelled stream, and a batch that may not have arrived."""
     for kind, inputs in ((CallKind.SINGLE, 1), (CallKind.BATCH, 3), (CallKind.STREAM, 1), (CallKind.BATCH, 2)):
         server.request_started(kind, inputs)
     succeed(server, CallKind.SINGLE, StopReason.EOS_TOKEN, 5)
@@ -110,18 +110,18 @@ def lived(server: Metrics, log: ClientLog) -> None:
     log.record_uncertain("batch", 2)
 
 
-def accounts(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
-    """What is wrong after that life and one thing more."""
+def discrepancies_after(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
+    """The discrepancies after these calls and one change."""
     server, log = metrics(), ClientLog()
     before = reconcile.parse_metrics(server.scrape().decode())
-    lived(server, log)
+    make_calls(server, log)
     change(server, log)
     return list(reconcile.discrepancies(before, reconcile.parse_metrics(server.scrape().decode()), log))
 
 
-def test_books_that_agree() -> None:
-    assert accounts(lambda server, log: None) == []
-    assert accounts(lambda server, log: server.tokenize_started(1)) == []
+def test_matching_counters_reconcile() -> None:
+    assert discrepancies_after(lambda server, log: None) == []
+    assert discrepancies_after(lambda server, log: server.tokenize_started(1)) == []
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_books_that_agree() -> None:
         (lambda server, log: log.record_end("single", "MAX_TOKENS", 100), "tokens"),
     ],
 )
-def test_books_that_do_not(change: Callable[[Metrics, ClientLog], object], what: str) -> None:
-    assert [text for text in accounts(change) if text.startswith(f"{what}: the server counted")]
+def test_discrepancies_are_found(change: Callable[[Metrics, ClientLog], object], what: str) -> None:
+    assert [text for text in discrepancies_after(change) if text.startswith(f"{what}: the server counted")]
 
 
-def test_a_call_that_is_cancelled_before_its_inputs_are_queued_has_its_ends_too() -> None:
+def test_inputs_of_a_call_cancelled_before_queueing_are_counted_as_ended() -> None:
     server = metrics()
     with pytest.raises(asyncio.CancelledError), RequestLog(CallKind.BATCH, 3, server, log_text=False):
         raise asyncio.CancelledError
@@ -161,15 +161,15 @@ def grown(minutes: int, size: Callable[[float], float]) -> str:
     return compute_trend([(second, int(1e8 * size(second / 60))) for second in range(60 * minutes + 1)]).problem
 
 
-def test_memory_that_levels_off() -> None:
+def test_memory_that_levels_off_is_accepted() -> None:
     assert grown(15, lambda minute: 1.0) == ""
     assert grown(15, lambda minute: 1 + 0.2 * min(minute / 4, 1)) == ""  # all at the start
-    assert grown(15, lambda minute: 1 + 0.2 * (1 - 0.8**minute)) == ""  # ever less
+    assert grown(15, lambda minute: 1 + 0.2 * (1 - 0.8**minute)) == ""  # ever slower
     assert grown(15, lambda minute: 1.5 if int(60 * minute) % 7 == 0 else 1.0) == ""  # peaks
     assert grown(5, lambda minute: 1.5**minute) == ""  # too short to tell
 
 
-def test_memory_that_does_not() -> None:
+def test_growing_memory_is_a_problem() -> None:
     assert "grows by 1.50% a minute" in grown(15, lambda minute: 1.015**minute)
     assert "does not level off: 0.50% a minute, then 0.50%" in grown(15, lambda minute: 1.005**minute)
     assert "does not level off: 0.00% a minute, then 0.8" in grown(15, lambda minute: 1.01 ** max(minute - 11, 0))
@@ -192,7 +192,7 @@ def test_a_short_soak_of_the_front_end(glassllm_dir: Path, cache_dir: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_minutes(glassllm_dir: Path, cache_dir: Path) -> None:
+def test_two_minutes_of_the_padded_engine(glassllm_dir: Path, cache_dir: Path) -> None:
     code, report = soak(cache_dir, "--minutes", "2")
     assert report["problems"] == []
     assert code == 0

@@ -1,6 +1,6 @@
-"""The calls, and the time of what comes back. Asks only for what every fmaas server knows.
+"""Sends the requests and times the responses. Uses only what every fmaas server supports.
 
-Per message it does nothing but read the clock and keep a few numbers; figures are made of them afterwards.
+Per message it only reads the clock and keeps a few numbers; the figures are computed afterwards.
 """
 
 import asyncio
@@ -26,27 +26,26 @@ CHANNEL_OPTIONS = [
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times are seconds of `perf_counter`; a status of "" is not finished yet."""
+    """One request. Times are seconds of `perf_counter`; status "" means unfinished."""
 
-    scheduled_at: float  # when it should have been sent
+    scheduled_at: float  # according to the load
     requested_tokens: int  # output tokens wanted
     sent_at: float = 0.0
-    first_output_at: float = 0.0  # first output; 0 is none, as always in unary calls
-    last_output_at: float = 0.0  # latest output
-    ended_at: float = 0.0  # the call's status
+    first_output_at: float = 0.0  # 0: no output yet; always in unary calls
+    last_output_at: float = 0.0
+    ended_at: float = 0.0
     max_gap: float = 0.0  # longest time between two messages with output
-    first_message_tokens: int = 0  # tokens of the first message with output
+    first_message_tokens: int = 0  # in the first message with output
     output_tokens: int = 0
     input_tokens: int = 0
     status: str = ""
-    detail: str = ""  # what the server said to an error
+    detail: str = ""  # the server's error message
 
     def fail(self, now: float, error: grpc.aio.AioRpcError) -> None:
-        """The call ended with an error status."""
         self.ended_at, self.status, self.detail = now, error.code().name, error.details() or ""
 
     def record_message(self, now: float, message: pb.GenerationResponse) -> None:
-        """Keep what a message of a stream says; messages without output leave the times alone."""
+        """Record a message of a stream; messages without output do not change the times."""
         tokens = message.generated_token_count
         if message.input_token_count:
             self.input_tokens = message.input_token_count
@@ -61,7 +60,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files' contents: the CA that the server's certificate must come from, and the client's own pair."""
+    """PEM contents: the CA of the server's certificate, and the client's own certificate and key."""
 
     ca: bytes | None
     certificate: bytes | None
@@ -70,7 +69,7 @@ class Tls:
 
 @asynccontextmanager
 async def connect(target: str, tls: Tls | None, connections: int, deadline: float) -> AsyncIterator["Client"]:
-    """A client with so many connections, closed at the end; `deadline` is seconds for each request."""
+    """A client with this many connections, closed at the end; `deadline` is the seconds that each request may take."""
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(_channel(target, tls)) for _ in range(connections)]
         yield Client(target, channels, deadline)
@@ -92,9 +91,9 @@ class Client:
         self._next_stub = itertools.cycle(self._stubs)
 
     async def model_info(self) -> pb.ModelInfoResponse:
-        """What the server says of its model, all zero if it does not know the call.
+        """The server's model info; all zero if it does not implement the call.
 
-        Asked over every connection, so that all are open afterwards. StartError if the server is not there.
+        Opens every connection. StartError if the server does not answer.
         """
         answers = await asyncio.gather(*(self._model_info(stub) for stub in self._stubs))
         return answers[0]
@@ -110,7 +109,7 @@ class Client:
         return answer
 
     async def token_counts(self, texts: Sequence[str]) -> list[int] | None:
-        """Tokens of each text, special tokens included; None if the server cannot tell."""
+        """Token count of each text, special tokens included; None if the server cannot count."""
         request = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text) for text in texts])
         try:
             answer = await next(self._next_stub).Tokenize(request, timeout=SETUP_TIMEOUT)
@@ -120,7 +119,7 @@ class Client:
         return counts if len(counts) == len(texts) else None
 
     async def stream(self, job: BenchRequest, params: pb.Parameters, sample: RequestRecord) -> None:
-        """Send the job as a stream and fill in the sample."""
+        """Send a GenerateStream call and fill in its record."""
         request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=job.text), params=params)
         sample.sent_at = perf_counter()
         try:
@@ -132,7 +131,7 @@ class Client:
             sample.ended_at, sample.status = perf_counter(), "OK"
 
     async def unary(self, job: BenchRequest, params: pb.Parameters, sample: RequestRecord) -> None:
-        """Send the job as a call of one input and fill in the sample."""
+        """Send a Generate call with one input and fill in its record."""
         request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=job.text)], params=params)
         sample.sent_at = perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""`tgis bench`: its options, and what it prints. The last line on stdout is one JSON object."""
+"""`tgis bench`: its options and its output. The last line on stdout is one JSON object."""
 
 import argparse
 import asyncio
@@ -22,7 +22,6 @@ Number = TypeVar("Number", int, float)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
     parser.add_argument("--target", default="localhost:8033", metavar="HOST:PORT", help="server to load")
     _add_load(parser)
     _add_requests(parser)
@@ -37,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command: 0, 1 where nothing succeeded, 130 when interrupted.
+    """Run the command. Exit code 0, 1 if a level had no success, 130 if interrupted.
 
-    OptionError for options and files that cannot work, StartError when the server is not there.
+    OptionError for unusable options and files, StartError if the server does not answer.
     """
     report = Report(_settings(args))
     tls = _tls(args)
@@ -107,7 +106,7 @@ async def _measure(report: Report, tls: Tls | None, *, show: bool) -> None:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """OptionError before the run for what would fail after it."""
+    """Fail before the run, not after it."""
     if args.plot:
         require_matplotlib()
     for path in filter(None, (args.json, args.plot)):

@@ -1,4 +1,4 @@
-"""When requests are sent: a closed loop of a fixed concurrency, or an open loop of a fixed rate."""
+"""When requests are sent: a closed loop of fixed concurrency, or an open loop of fixed rate."""
 
 import asyncio
 import itertools
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-FAILURE_PAUSE = 0.05  # seconds; keeps a closed loop from spinning on a server that refuses at once
+FAILURE_PAUSE = 0.05  # seconds; keeps a closed loop from spinning on a server that refuses everything
 
-Send = Callable[[float], Coroutine[None, None, bool]]  # takes when the request is due, tells whether it succeeded
+Send = Callable[[float], Coroutine[None, None, bool]]  # takes the scheduled time, returns whether the request succeeded
 
 
 @dataclass(slots=True)
 class Budget:
-    """How much may still be sent: a number of requests, or all that are due within some seconds."""
+    """What may still be sent: a number of requests, or those scheduled within some seconds."""
 
     requests: int | None
     duration: float | None
 
     def try_take(self, elapsed: float) -> bool:
-        """Whether one more request may be sent, `elapsed` seconds after the start; counts it."""
+        """Count one more request, `elapsed` seconds after the start; False if the budget is spent."""
         if self.duration is not None and elapsed >= self.duration:
             return False
         if self.requests is not None:
@@ -30,16 +30,16 @@ class Budget:
 
 
 class Level(Protocol):
-    """A load: how it is called, and how it is driven."""
+    """A load."""
 
     @property
     def name(self) -> str:
-        """What is held fixed."""
+        """What is constant: "concurrency" or "rate"."""
         ...
 
     @property
     def value(self) -> float:
-        """At how much."""
+        """The concurrency or rate."""
         ...
 
     async def drive(self, send: Send, budget: Budget) -> None:
@@ -49,7 +49,7 @@ class Level(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many requests at any time: each that ends starts the next."""
+    """A constant number of requests in flight: each that ends starts the next."""
 
     value: int
     name: str = "concurrency"
@@ -64,14 +64,14 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """So many requests a second at random times (Poisson), whether or not earlier ones have ended."""
+    """Requests at random times (Poisson), `value` per second, whether or not earlier ones have ended."""
 
     value: float
     seed: int
     name: str = "rate"
 
     def arrivals(self) -> Iterator[float]:
-        """Seconds from the start, ascending, the same for the same seed."""
+        """Seconds from the start, ascending, determined by the seed."""
         rng, at = random.Random(f"{self.seed} arrivals"), 0.0
         while True:
             yield at

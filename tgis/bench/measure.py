@@ -1,4 +1,4 @@
-"""One run: connect, learn what the server allows, then drive one level after the other."""
+"""One run: connect, ask for the server's limits, then run one level after the other."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from tgis.bench.workload import (
 from tgis.errors import StartError
 from tgis.pb import generation_pb2 as pb
 
-STREAMS_PER_CONNECTION = 100  # what servers commonly allow
+STREAMS_PER_CONNECTION = 100  # a common limit of servers
 OPEN_LOOP_CONNECTIONS = 8
 
 
@@ -33,9 +33,9 @@ class LoadSettings:
 
     target: str
     levels: tuple[Level, ...]
-    requests: int | None  # of each level; None is as many as `duration` gives
+    requests: int | None  # of each level; None: as many as fit `duration`
     duration: float | None
-    prompts: Path | None  # None is random words
+    prompts: Path | None  # None: random words
     input_tokens: int
     input_spread: float  # sigma of the log-normal lengths
     output_tokens: int
@@ -48,14 +48,14 @@ class LoadSettings:
 
     @property
     def connections(self) -> int:
-        """Enough that no request waits for a stream."""
+        """Enough that no request waits for a free HTTP/2 stream."""
         closed = [level.value for level in self.levels if level.name == "concurrency"]
         return math.ceil(max(closed) / STREAMS_PER_CONNECTION) if closed else OPEN_LOOP_CONNECTIONS
 
 
 @dataclass(slots=True)
 class LevelResult:
-    """A level and what was measured of it, also while it runs."""
+    """A level and its measurements so far."""
 
     level: Level
     records: list[RequestRecord] = field(default_factory=list)
@@ -64,23 +64,22 @@ class LevelResult:
     cpu_seconds: float = 0.0
 
     def summary(self) -> Summary:
-        """The figures."""
         return summarize(self.records, self.cpu_seconds)
 
 
 @dataclass(slots=True)
 class Report:
-    """All that a run has measured so far."""
+    """Everything that a run has measured so far."""
 
     settings: LoadSettings
     model: pb.ModelInfoResponse = field(default_factory=pb.ModelInfoResponse)
-    calibrated: bool = True  # whether the lengths of random prompts are in the server's tokens
+    calibrated: bool = True  # lengths of random prompts are in the server's tokens, not words
     interrupted: bool = False
     results: list[LevelResult] = field(default_factory=list)
 
 
 async def measure(report: Report, tls: Tls | None) -> None:
-    """Fill in the report, so that it is worth something at any time."""
+    """Fill in the report as the run goes on, so that an interrupted run has one too."""
     settings = report.settings
     async with connect(settings.target, tls, settings.connections, settings.timeout) as client:
         report.model = await client.model_info()

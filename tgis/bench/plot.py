@@ -1,4 +1,4 @@
-"""A picture of a report, drawn by matplotlib, which only this module needs (the extra `bench`)."""
+"""Plots a report with matplotlib, which only this module needs (the extra `bench`)."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,13 +8,13 @@ from tgis.errors import OptionError
 
 
 def require_matplotlib() -> None:
-    """OptionError where it is not installed, so that nobody learns it after the run."""
+    """OptionError if it is not installed: before the run, not after it."""
     if find_spec("matplotlib") is None:
         raise OptionError("--plot needs matplotlib: pip install 'tgis[bench]'")
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write a PNG: output tokens per second of each level, and how many requests took how long."""
+    """Write a PNG: output tokens per second of each level, and the distribution of latencies."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra, and slow to import
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -35,6 +35,6 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _distribution(result: LevelResult) -> tuple[list[float], list[float]]:
-    """Latencies ascending, and the share of requests that took no longer."""
+    """Latencies in ascending order, and the share of requests that took no longer."""
     latencies = sorted(sample.ended_at - sample.scheduled_at for sample in result.records if sample.status == "OK")
     return latencies, [(i + 1) / len(latencies) for i in range(len(latencies))]

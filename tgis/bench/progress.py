@@ -1,4 +1,4 @@
-"""Where a run is, on stderr while it lasts."""
+"""Progress of a run, on stderr."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ CLEAR = "\r\x1b[K"
 
 
 async def show_progress(report: Report, stream: TextIO) -> None:
-    """Keep one line of a terminal up to date, else write one every few seconds; until cancelled."""
+    """Until cancelled: update one line of a terminal, or else print a line every few seconds."""
     terminal = stream.isatty()
     try:
         while True:
@@ -25,7 +25,7 @@ async def show_progress(report: Report, stream: TextIO) -> None:
 
 
 def progress(report: Report) -> str:
-    """The level that runs, and what has come of it so far."""
+    """The current level and its results so far."""
     if not report.results:
         return "connecting, warming up"
     result = report.results[-1]

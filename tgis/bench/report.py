@@ -1,4 +1,4 @@
-"""How a report is shown: a table and notes for people, JSON for programs."""
+"""Formats a report: a table and notes for people, JSON for programs."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tgis.bench.measure import LevelResult, Report
 from tgis.bench.summary import Percentiles, time_per_output_token
 from tgis.pb import generation_pb2 as pb
 
-MAX_CLIENT_CPU = 0.8  # share of a core above which the load generator's own times are in doubt
+MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
 MAX_DETAIL_CHARS = 200  # characters of an error message
 TIMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "gap": "max_gap_ms", "latency": "latency_ms"}
 
@@ -28,7 +28,7 @@ def format_table(report: Report) -> str:
 
 
 def format_notes(report: Report) -> Iterator[str]:
-    """What a reader of the table must know beside it."""
+    """What to know when reading the table."""
     if report.interrupted:
         yield "interrupted: requests that were under way are not counted"
     if not report.calibrated:
@@ -45,7 +45,7 @@ def format_notes(report: Report) -> Iterator[str]:
 
 
 def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
-    """The report as JSON values, with every request of each level if `samples`."""
+    """The report as JSON values, with every request of each level if `with_records`."""
     model = report.model
     return {
         "settings": _settings(report),
@@ -60,7 +60,6 @@ def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
 
 
 def dump_line(values: dict[str, object]) -> str:
-    """Compact JSON."""
     return json.dumps(_rounded(values), separators=(",", ":"), allow_nan=False)
 
 
@@ -108,7 +107,7 @@ def _record(sample: RequestRecord, start: float) -> dict[str, object]:
 
 
 def _rounded(value: object) -> object:
-    """Floats to six digits after the point: the rest is noise."""
+    """Floats rounded to six decimals: the rest is noise."""
     match value:
         case float():
             return round(value, 6)

@@ -1,8 +1,8 @@
-"""The figures of a level, made of its samples once it is over.
+"""The figures of a level, computed from its records once it is over.
 
-Only requests that succeeded count, but for `failed`. Percentiles are exact, interpolated linearly between the
-two nearest samples (Hyndman and Fan's type 7, the default of numpy). Rates are per second from the first
-request due to the last one ended. Time to first token and latency start when the request was due. Time per
+Only successful requests count, except in `failed`. Percentiles are exact, interpolated linearly between the
+two nearest values (Hyndman and Fan's type 7, numpy's default). Rates are per second from the first
+scheduled request to the last end. Time to first token and latency start at the scheduled time. Time per
 output token is, for each request, (last - first output) / (tokens after the first message with output).
 """
 
@@ -15,7 +15,7 @@ from tgis.bench.client import RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one value over the requests; None where no request has it."""
+    """Of one figure over the requests; None if no request has it."""
 
     p50: float | None
     p90: float | None
@@ -24,11 +24,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is reported of a level."""
+    """The figures of a level."""
 
     ok: int
     failed: dict[str, int]  # by status code
-    short: int  # succeeded with fewer tokens than asked for
+    short: int  # succeeded with fewer tokens than requested
     duration_s: float
     input_tokens: int
     output_tokens: int
@@ -39,12 +39,12 @@ class Summary:
     tpot_ms: Percentiles
     max_gap_ms: Percentiles
     latency_ms: Percentiles
-    send_delay_ms: Percentiles  # from due to sent: what the load generator itself added
+    send_delay_ms: Percentiles  # from scheduled to sent: added by the load generator itself
     client_cpu: float  # share of one core that the load generator used
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of ascending values, at least one of them."""
+    """The percentile of one or more ascending values."""
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
@@ -52,7 +52,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:
-    """In milliseconds."""
+    """Percentiles in milliseconds."""
     if not seconds:
         return Percentiles(None, None, None)
     ordered = sorted(1000 * value for value in seconds)
@@ -66,7 +66,7 @@ def time_per_output_token(sample: RequestRecord) -> float | None:
 
 
 def summarize(samples: Sequence[RequestRecord], cpu_seconds: float) -> Summary:
-    """The figures of the finished samples among `samples`."""
+    """The figures of the finished requests."""
     finished = [sample for sample in samples if sample.status]
     ok = [sample for sample in finished if sample.status == "OK"]
     duration = max((s.ended_at for s in finished), default=0.0) - min((s.scheduled_at for s in finished), default=0.0)

@@ -1,6 +1,6 @@
-"""What is sent: an endless sequence of prompts and output lengths, the same for the same seed.
+"""The workload: an endless sequence of prompts and output lengths, determined by the seed.
 
-Knows nothing of when, or of how it is sent.
+Does not know when or how they are sent.
 """
 
 import itertools
@@ -35,7 +35,7 @@ WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request: its prompt, and how many tokens to ask for."""
+    """One request: its prompt and how many tokens to generate."""
 
     text: str
     output_tokens: int
@@ -43,14 +43,14 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words that cost the same number of tokens each, after an opening word of `base` tokens."""
+    """Words of `tokens_per_word` tokens each; the first word and special tokens are `base_tokens`."""
 
     words: Sequence[str]
     base_tokens: int
     tokens_per_word: int
 
     def prompt(self, tokens: int, rng: random.Random) -> str:
-        """Random words of about `tokens` tokens, special tokens included; exact where `cost` is 1."""
+        """Random words of about `tokens` tokens, special tokens included; exact if `tokens_per_word` is 1."""
         count = max(0, round((tokens - self.base_tokens) / self.tokens_per_word))
         return " ".join([FIRST_WORD, *rng.choices(self.words, k=count)])
 
@@ -59,12 +59,12 @@ UNCALIBRATED = Vocabulary(WORDS, base_tokens=1, tokens_per_word=1)
 
 
 def calibration_texts() -> list[str]:
-    """The texts whose token counts `calibrated` needs."""
+    """The texts whose token counts `calibrate` needs."""
     return [FIRST_WORD, *(f"{FIRST_WORD} {word}" for word in WORDS)]
 
 
 def calibrate(counts: Sequence[int]) -> Vocabulary:
-    """The largest set of words that cost the same, by the token counts of `probes`."""
+    """The largest set of words with the same token count, from the token counts of `calibration_texts`."""
     base, *rest = counts
     groups = defaultdict(list)
     for word, count in zip(WORDS, rest, strict=True):
@@ -87,14 +87,14 @@ def random_requests(
     max_total_tokens: int | None,
     rng: random.Random,
 ) -> Iterator[BenchRequest]:
-    """Random prompts that share nothing but their opening, cut where input and output would pass `room`."""
+    """Random prompts that share only their first word, shortened so that input plus output fit `max_total_tokens`."""
     for wanted, output in zip(inputs, outputs, strict=True):
         tokens = wanted if max_total_tokens is None else min(wanted, max_total_tokens - output)
         yield BenchRequest(vocabulary.prompt(tokens, rng), output)
 
 
 def file_requests(path: Path, outputs: Iterator[int]) -> Iterator[BenchRequest]:
-    """The prompts of a file, over and over: its lines, or the "text" of each line of a .jsonl file."""
+    """The prompts of a file, repeated: its lines, or the "text" of each line of a .jsonl file."""
     return map(BenchRequest, itertools.cycle(_read_prompts(path)), outputs)
 
 
