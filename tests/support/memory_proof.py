@@ -1,22 +1,22 @@
-"""Fills batches up to the limit that the profiled memory model allows, and prints how much memory that took.
+"""Fill batches up to the capacity that was found at the start, and report how much memory that took.
 
-Run as `python memory_proof.py ENGINE MODEL GRANTED_BYTES`, its own process so that nothing else is counted.
+Run as `python memory_proof.py ENGINE MODEL GRANTED_BYTES`, in a process of its own so that nothing else is measured.
 """
 
 import json
 import random
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
+import torch
 from batches import engine_options
 
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.main import batch_limits
 from tgis.engines.base import Engine
 from tgis.engines.memory import available
-from tgis.engines.memory.peaks import ResidentMeter
+from tgis.engines.memory.available import PeakMeter
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import EngineOptions
@@ -39,13 +39,12 @@ CURIOUS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True
 def main(name: str, model: Path, granted: int) -> dict[str, int]:
     """The token capacity, the most tokens in a batch, and the peak bytes."""
     available.available_memory = lambda device: granted
-    with tempfile.TemporaryDirectory() as cache:
-        changes = {"max_sequence_length": LONGEST, "estimate_memory": "auto", "cache_dir": cache}
-        options = msgspec.structs.replace(engine_options(model, ROWS, threads=None), **changes)
-        engine = ENGINES[name](options)
-        meter = ResidentMeter()
-        idle = meter.reset()
-        engine.warm_up()
+    changes = {"max_sequence_length": LONGEST, "estimate_memory": "auto"}
+    options = msgspec.structs.replace(engine_options(model, ROWS, threads=None), **changes)
+    engine = ENGINES[name](options)
+    meter = PeakMeter(torch.device("cpu"))
+    idle = meter.reset()
+    engine.warm_up()
     fullest = run(engine, options, requests(random.Random(1), engine.info.vocab_size))
     return {"room": engine.info.token_capacity, "fullest": fullest, "taken": meter.peak() - idle}
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tgis.engines.memory import available
-from tgis.engines.memory.available import available_memory, format_bytes, total_memory
-from tgis.engines.memory.peaks import peak_meter
+from tgis.engines.memory.available import PeakMeter, available_memory, format_bytes, total_memory
 
 CPU = torch.device("cpu")
 STAT = "anon 100\nfile 900\n{0}active_file 300\n{0}inactive_file 500\n{1} 50\n"
@@ -83,7 +82,7 @@ def test_this_machine_grants_something() -> None:
 
 
 def test_the_meter_sees_what_came_and_went() -> None:
-    meter = peak_meter(CPU)
+    meter = PeakMeter(CPU)
     rest = meter.reset()
     torch.ones(64 << 20, dtype=torch.uint8)
     assert 63 << 20 < meter.peak() - rest < 80 << 20

@@ -28,33 +28,29 @@ MiB = 1 << 20
 def test_full_batches_stay_within_the_memory_granted(
     smollm2_dir: Path, engine: str, granted: int, share: float
 ) -> None:
-    """45 KiB of keys and values a token in float32: room for some thousand, in 48 requests of 8 to 512."""
+    """A token's keys and values are 45 KiB in float32: some thousand tokens fit, of 48 requests of 8 to 512."""
     command = [sys.executable, "tests/support/memory_proof.py", engine, str(smollm2_dir), str(granted)]
     variables = server_environment(**LIBRARY_ENVIRONMENT, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)
     print(found)
     assert found["taken"] < granted
-    assert found["fullest"] > 0.8 * found["room"]  # it was as full as it may be
-    assert found["taken"] > share * granted  # and the estimate no wild guess
+    assert found["fullest"] > 0.8 * found["room"]  # the batch became as full as it may be
+    assert found["taken"] > share * granted  # and the capacity is not overly cautious
 
 
 @pytest.mark.parametrize("name", ["T5", "OPT, 350m"])
 def test_every_kind_of_padded_model_is_measured(name: str, tmp_path: Path) -> None:
-    changes = {"estimate_memory": "auto", "cache_dir": str(tmp_path / "cache"), "max_sequence_length": 64}
+    changes = {"estimate_memory": "auto", "max_sequence_length": 64}
     engine = PaddedEngine(msgspec.structs.replace(engine_options(make_model(name, tmp_path), 3, 1), **changes))
     engine.warm_up()
     assert 1000 < engine.info.token_capacity < 1 << 40
-    assert engine.info.prefill_linear >= 1
-    assert len([*(tmp_path / "cache" / "memory").iterdir()]) == 1
-    row = Sequence(Request(1, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0)
-    assert len(engine.step(StepPlan.compute_all([row])).tokens) == 1  # nothing is left of what was run
+    seq = Sequence(Request(1, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0)
+    assert len(engine.step(StepPlan.compute_all([seq])).tokens) == 1  # no dummy sequence is left
 
 
 @pytest.mark.slow
-def test_ranks_measure_together(glassllm_dir: Path, tmp_path: Path) -> None:
-    settings = {"NUM_SHARD": 2, "ESTIMATE_MEMORY": "auto", "CACHE_DIR": tmp_path / "cache", "MAX_BATCH_SIZE": 4}
+def test_every_rank_measures(glassllm_dir: Path, tmp_path: Path) -> None:
+    settings = {"NUM_SHARD": 2, "ESTIMATE_MEMORY": "auto", "MAX_BATCH_SIZE": 4}
     with running_server(tmp_path, glassllm_dir, timeout=120, **settings) as server:
         assert server.log.read_text().count("measured in") == 2
-    with running_server(tmp_path, glassllm_dir, timeout=120, **settings) as server:
-        assert server.log.read_text().count("memory was measured at an earlier start") == 2

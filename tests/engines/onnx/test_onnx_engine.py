@@ -144,7 +144,7 @@ def test_padding_that_a_graph_sees_is_noticed(graphs: Path, monkeypatch: pytest.
     assert isinstance(engine, OnnxSeq2SeqLM)
     assert ignores_padding(engine._decoder, CPU, engine._probe_outputs)
     monkeypatch.setattr(
-        PastKeyValues, "mask", lambda self, columns: torch.ones(len(self.lengths), columns, dtype=torch.bool)
+        PastKeyValues, "attention_mask", lambda self, columns: torch.ones(len(self.seq_lens), columns, dtype=torch.bool)
     )
     assert not ignores_padding(engine._decoder, CPU, engine._probe_outputs)
     blind = replace(engine._decoder.with_past.inputs["input_ids"])

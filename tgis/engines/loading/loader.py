@@ -17,7 +17,6 @@ from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import format_bytes, used_memory
 from tgis.engines.memory.model_size import check_model_fits
-from tgis.engines.padded.model import ModelInfo
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.log_progress import log_progress
@@ -28,8 +27,18 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_a
 
 
 @dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model is."""
+
+    model_class: str
+    dtype: torch.dtype
+    vocab_size: int
+    encoder_decoder: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardSignature:
-    """Which optional arguments the model's forward knows."""
+    """Which optional arguments the model's forward takes."""
 
     position_ids: bool
     logits_to_keep: bool

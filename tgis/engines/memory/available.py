@@ -1,7 +1,9 @@
-"""How much memory this process may still take, of a CUDA device or of the machine and its container; and what it
-is called when a step finds too little.
+"""How much memory this process may still use, of a CUDA device or of the machine and its container, and how much it
+used at its peak; and the errors of steps that run out of it.
 """
 
+import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +17,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
 _MEMINFO = Path("/proc/meminfo")
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
+_RESET_PEAK = "5"  # see clear_refs in proc(5)
 
 
 def memory_for_batches(options: EngineOptions, device: torch.device) -> int:
-    """Bytes for what rows need, now that the model is loaded: a margin, soft prompts and adapters are held back."""
+    """Bytes for the KV cache and for steps, once the model is loaded: without a margin and the cache of adapters."""
     prompts = options.adapter_store.cache_bytes if options.adapter_store else 0
     return max(available_memory(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
 
@@ -34,7 +37,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that could be allocated if none were."""
+    """Bytes that could be allocated if nothing was."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         return int(total * torch.cuda.get_per_process_memory_fraction(device))
@@ -42,13 +45,39 @@ def total_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Bytes that this process has taken, of the device and of the machine."""
+    """Bytes that this process uses, of the device and of the machine."""
     resident = read_proc_bytes(PROCESS / "status", "VmRSS")
     return resident + int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident
 
 
+class PeakMeter:
+    """Peak memory of this process: what torch allocated on a CUDA device, else the resident memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """OSError where the system does not report it."""
+        self._device = device
+        self.reset()
+
+    def reset(self) -> int:
+        """Return unused memory to the system and forget the peak; bytes in use."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return int(torch.cuda.memory_allocated(self._device))
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        (PROCESS / "clear_refs").write_text(_RESET_PEAK)
+        return read_proc_bytes(PROCESS / "status", "VmRSS")
+
+    def peak(self) -> int:
+        """Most bytes in use at any moment since `reset`."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return read_proc_bytes(PROCESS / "status", "VmHWM")
+
+
 def format_bytes(size: float) -> str:
-    """Bytes as people and the limits of containers count them."""
+    """Bytes in binary units, with three digits."""
     power = 0
     while size >= 1000 and power < len(_UNITS) - 1:
         size, power = size / 1024, power + 1
@@ -56,17 +85,17 @@ def format_bytes(size: float) -> str:
 
 
 def read_proc_bytes(file: Path, name: str) -> int:
-    """The bytes of an entry of a file of /proc that tells them in kB."""
+    """An entry of a /proc file that is in kB, as bytes."""
     for line in file.read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{file} does not tell {name}")
+    raise OSError(f"{file} has no entry {name}")
 
 
 def _cgroup_usage() -> Iterator[tuple[int, int]]:
-    """Limit and use of every control group that this process is in and that has a limit.
+    """Limit and usage of every control group of this process that has a limit.
 
-    Seen from within a container its group is the root, so the path that the kernel tells may not exist.
+    Inside a container its group is mounted as the root, so the path that the kernel reports may not exist.
     """
     for line in (PROCESS / "cgroup").read_text().splitlines():
         _, controllers, name = line.split(":", 2)
@@ -82,19 +111,19 @@ def _cgroup_usage() -> Iterator[tuple[int, int]]:
                 yield from _limit_and_usage(directory, *files)
 
 
-def _limit_and_usage(directory: Path, most: str, used: str, prefix: str) -> Iterator[tuple[int, int]]:
-    limit = (directory / most).read_text().strip()
+def _limit_and_usage(directory: Path, limit_file: str, usage_file: str, prefix: str) -> Iterator[tuple[int, int]]:
+    limit = (directory / limit_file).read_text().strip()
     if limit != "max":
         lines = (directory / "memory.stat").read_text().splitlines()
-        facts = {name.removeprefix(prefix): int(value) for name, value in (line.split() for line in lines)}
-        mapped = facts.get("file_mapped", facts.get("mapped_file", 0))
-        cached = facts["active_file"] + facts["inactive_file"] - mapped  # what the kernel gives up when asked
-        yield int(limit), int((directory / used).read_text()) - max(0, cached)
+        stat = {name.removeprefix(prefix): int(value) for name, value in (line.split() for line in lines)}
+        mapped = stat.get("file_mapped", stat.get("mapped_file", 0))
+        cached = stat["active_file"] + stat["inactive_file"] - mapped  # reclaimable
+        yield int(limit), int((directory / usage_file).read_text()) - max(0, cached)
 
 
 @contextmanager
 def device_errors(what: str) -> Iterator[None]:
-    """Raise OutOfMemory where the device has too little for it, and StartError where the device is lost."""
+    """Turn torch's errors into OutOfMemory, and into StartError where the device is lost."""
     try:
         yield
     except RuntimeError as error:

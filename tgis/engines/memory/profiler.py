@@ -1,118 +1,238 @@
-"""ESTIMATE_MEMORY: how many tokens of context fit beside the worst step, and what a prefill weighs.
+"""How much memory the largest steps need beside the KV cache, and so how large that can be (ESTIMATE_MEMORY).
 
-    peak of a step = reserve + (keys and values + token) x tokens of the batch + prefill x tokens of a prefill
-
-auto measures all but the keys and values, which are arithmetic, once for all starts that are alike; manual trusts
-the options; off counts the keys and values only.
+auto runs dummy batches, the largest that requests can ask for, and takes the peak; manual trusts the options; off
+counts the KV cache only.
 """
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 
-from tgis.batcher.memory_model import MemoryModel
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
-from tgis.engines.memory import measurements
-from tgis.engines.memory.available import format_bytes, memory_for_batches, total_memory
-from tgis.engines.memory.fitting import StepCosts
-from tgis.engines.memory.peaks import peak_meter
-from tgis.engines.memory.probing import DummyRunner
-from tgis.engines.padded.kv_cache import KvCacheCost
-from tgis.errors import StartError
+from tgis.engines.memory.available import PeakMeter, format_bytes, memory_for_batches
+from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
-_MAX_DUMMY_LENGTH = (
-    2048  # tokens of the longest row that is computed, or twice as many as a pass takes, if that is more
-)
+_SHORT_LENGTH = 8  # tokens of each sequence of a full batch
+_WHOLE_LENGTH = 2048  # tokens of an input computed in one pass that memory is expected to hold without a smaller trial
+_MAX_TOP_N = 10  # candidates that a request may ask for
+_LOGITS_COPIES = 3  # that prompt logprobs take at the same time
+_FLOAT_BYTES = 4
+
+# The most expensive sampling: a flat distribution, sorted as a whole, of scores that the penalties have copied. One
+# sequence samples by another method, because each method copies the scores of its own sequences.
+_EXPENSIVE = SamplingParams(temperature=100.0, top_p=0.999, typical_p=0.999, repetition_penalty=1.1, min_new_tokens=1)
+_PLAIN = SamplingParams(temperature=1.0)
 
 
-def profile_padded(
-    engine: Engine, options: EngineOptions, device: torch.device, kv: KvCacheCost, kv_cache_bytes: Callable[[], int]
-) -> MemoryModel:
-    """Weights in tokens of context, for an engine without rows; StartError where nothing would fit.
+@dataclass(frozen=True, slots=True)
+class KvCacheCost:
+    """Bytes that a padded KV cache needs at most: per token of the batch, padding included, and in addition."""
 
-    `held` tells the bytes of keys and values at the moment.
+    bytes_per_token: float
+    fixed_bytes: int
+
+    def __add__(self, other: "KvCacheCost") -> "KvCacheCost":
+        return KvCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
+
+
+def padded_capacity(
+    engine: Engine,
+    options: EngineOptions,
+    device: torch.device,
+    cost: KvCacheCost,
+    kv_cache_bytes: Callable[[], int],
+    peak: Callable[["DummyRunner"], int],
+) -> int:
+    """Tokens of context that fit into memory, padding included, for a padded engine without sequences.
+
+    `kv_cache_bytes` tells the present size of the KV cache. StartError where nothing would fit.
     """
+    max_batch_size = engine.info.max_batch_size
     if options.estimate_memory == "manual":
-        return declared_memory(options.max_sequence_length, engine.info.max_batch_size, options.batch_safety_margin)
-    room = memory_for_batches(options, device)
-    power = 2 if engine.info.encoder_decoder else 1  # decoders compute long inputs in pieces, encoders do not
-    costs = StepCosts(0.0)
+        return manual_capacity(options.max_sequence_length, max_batch_size, options.batch_safety_margin)
+    available = memory_for_batches(options, device)
+    reserved = cost.fixed_bytes
     if options.estimate_memory == "auto":
-        longest = dummy_length(engine, options, _MAX_DUMMY_LENGTH, int(room / kv.bytes_per_token))
-        costs = _profile(engine, options, device, kv_cache_bytes, lambda prober: prober.profile_padded(longest, power))
-    reserve, token = costs.reserve + kv.fixed_bytes, costs.token + kv.bytes_per_token
-    tokens = int((room - reserve) / token)
+        reserved += profile(engine, options, device, kv_cache_bytes, peak)
+    tokens = int((available - reserved) / cost.bytes_per_token)
     text = (
-        f"{format_bytes(room)} are there for batches, BATCH_SAFETY_MARGIN taken off; steps of "
-        f"{engine.info.max_batch_size} rows take {format_bytes(reserve)}, and each token of context "
-        f"{format_bytes(token)}: room for {max(tokens, 0)} tokens"
+        f"{format_bytes(available)} are there for batches, BATCH_SAFETY_MARGIN taken off; steps of {max_batch_size} "
+        f"rows take {format_bytes(reserved)}, and each token of context {format_bytes(cost.bytes_per_token)}: room for "
+        f"{max(tokens, 0)} tokens"
     )
     if tokens < 1:
         raise StartError(f"{text}; lower MAX_BATCH_SIZE, choose a smaller DTYPE or grant more memory")
     log.info("%s", text)
-    if power == 1:
-        return MemoryModel(tokens, prefill_linear=max(1.0, (costs.prefill + kv.bytes_per_token) / token))
-    return MemoryModel(tokens, prefill_linear=1.0, prefill_quadratic=costs.prefill / token)
+    return tokens
 
 
-def profile_paged(
+def profile(
     engine: Engine,
     options: EngineOptions,
     device: torch.device,
-    measured: int,
     kv_cache_bytes: Callable[[], int],
-    all_reduce_min: Callable[[int], int] = int,
+    peak: Callable[["DummyRunner"], int],
 ) -> int:
-    """Bytes that the worst step takes of an engine that has KV blocks for one row of `measured` tokens."""
-
-    def measure(prober: DummyRunner) -> StepCosts:
-        return StepCosts(prober.profile_paged(measured, options.max_sequence_length))
-
-    return int(_profile(engine, options, device, kv_cache_bytes, measure, all_reduce_min).reserve)
-
-
-def dummy_length(engine: Engine, options: EngineOptions, enough: int, fitting: int) -> int:
-    """Tokens of the longest row that is measured, if so many fit into memory at all."""
-    enough = max(enough, 2 * engine.info.max_prefill_tokens)
-    longest = min(options.max_sequence_length, engine.info.max_positions) - 2
-    return max(4, min(enough, longest, fitting // 2))
-
-
-def declared_memory(length: int, rows: int, margin: int) -> MemoryModel:
-    """As TGIS has it for manual: `rows` requests of `length` tokens are all that there is room for.
-
-    The margin counts once, in TGIS twice; and one request of the full length fits whatever the margin is.
-    """
-    return MemoryModel(max(length, length * rows * (100 - margin) // 100), prefill_quadratic=1 / length)
-
-
-def _profile(
-    engine: Engine,
-    options: EngineOptions,
-    device: torch.device,
-    kv_cache_bytes: Callable[[], int],
-    measure: Callable[[DummyRunner], StepCosts],
-    all_reduce_min: Callable[[int], int] = int,
-) -> StepCosts:
-    """What was measured now or before; nothing where nothing can be. All ranks measure if one of them must."""
-    key = measurements.profile_key(engine, options, total_memory(device))
-    kept = measurements.load(options.cache_dir, key)
-    if all_reduce_min(kept is not None):
-        assert kept is not None
-        return kept
+    """Bytes that steps need beside the KV cache, as `peak` finds by dummy batches; 0 where nothing can be measured."""
     try:
-        meter = peak_meter(device)
+        meter = PeakMeter(device)
     except OSError as error:
         log.warning("memory cannot be measured here, ESTIMATE_MEMORY is off then: %s", error)
-        return StepCosts(0.0)
+        return 0
     started = time.monotonic()
-    log.info("measuring what steps take of memory")
-    costs = measure(DummyRunner(engine, meter, kv_cache_bytes, memory_for_batches(options, device)))
-    log.info("measured in %.1f s", time.monotonic() - started)
-    measurements.save(options.cache_dir, key, costs)
-    return costs
+    log.info("measuring the memory of the largest steps")
+    found = peak(DummyRunner(engine, meter, kv_cache_bytes, memory_for_batches(options, device)))
+    log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(found))
+    return found
+
+
+def manual_capacity(max_length: int, max_batch_size: int, margin: int) -> int:
+    """Tokens of context that `manual` promises room for.
+
+    As in TGIS, but the margin counts once, and one request of the full length fits whatever the margin is.
+    """
+    return max(max_length, max_length * max_batch_size * (100 - margin) // 100)
+
+
+class DummyRunner:
+    """Runs dummy batches on an engine without sequences; peaks are in bytes beyond the model and the KV cache."""
+
+    def __init__(
+        self, engine: Engine, meter: PeakMeter, kv_cache_bytes: Callable[[], int], available_bytes: int
+    ) -> None:
+        self._engine = engine
+        self._meter = meter
+        self._kv_cache_bytes = kv_cache_bytes
+        self._available_bytes = available_bytes
+        self._ids = count(-2, -1)
+        self._baseline = meter.reset() - kv_cache_bytes()
+
+    def padded_peak(self, max_length: int, max_logits_tokens: int, *, chunked: bool) -> int:
+        """Peak of a padded engine whose passes give logits for so many tokens at most.
+
+        `chunked` tells whether it computes long inputs in several passes, which two of them show.
+        """
+        info = self._engine.info
+        peak = self._full_batch_peak(max_logits_tokens)
+        if info.encoder_decoder:  # all output of a preempted sequence is computed anew
+            peak = max(peak, self._batch_peak(1, 1, max_logits_tokens, min(max_length, info.max_prefill_tokens) - 1))
+        else:
+            peak = max(peak, self._batch_peak(1, min(max_length, info.max_prefill_tokens), max_logits_tokens))
+        if chunked:
+            return max(peak, self._batch_peak(1, min(max_length, 2 * info.max_prefill_tokens)))
+        return max(peak, self._whole_input_peak(max_length, max_logits_tokens))
+
+    def paged_peak(self, max_length: int, num_blocks: int) -> int:
+        """Peak of the fullest step of a paged engine: prompts up to the longest, with logprobs, and decodes.
+
+        The sequences share the few blocks that there are: what these hold does not matter.
+        """
+        info = self._engine.info
+        seqs = [self._sequence(max_length, index=index, logprobs=True) for index in range(info.max_batch_size)]
+        left = info.max_prefill_tokens - info.max_batch_size
+        counts = []
+        for seq in seqs:
+            length = -(-max_length // info.block_size) + 1  # one more for an engine that looks ahead
+            seq.block_table = [index % num_blocks for index in range(length)]
+            counts.append(max(1, min(left, len(seq.tokens) - 1)))
+            left -= counts[-1]
+        self._engine.step(StepPlan(seqs, [1] * len(seqs), [], has_prefill=True))  # logprobs begin with the prompt
+        for seq, scheduled in zip(seqs, counts, strict=True):
+            seq.num_computed_tokens = len(seq.tokens) - scheduled
+        peak = self._peak(StepPlan(seqs, counts, seqs, has_prefill=True), info.max_prefill_tokens)
+        self._engine.release(seqs)
+        return peak
+
+    def _full_batch_peak(self, max_logits_tokens: int) -> int:
+        """Peak of as many sequences as there may be, after fewer, which tell whether all will fit."""
+        info = self._engine.info
+        length = max(1, min(_SHORT_LENGTH, info.max_prefill_tokens // info.max_batch_size))
+        one = self._batch_peak(1, length, max_logits_tokens)
+        quarter = self._batch_peak(-(-info.max_batch_size // 4), length, max_logits_tokens)
+        if quarter + 4 * (quarter - one) > self._available_bytes:
+            raise self._refusal()
+        return self._batch_peak(info.max_batch_size, length, max_logits_tokens)
+
+    def _whole_input_peak(self, max_length: int, max_logits_tokens: int) -> int:
+        """Peak of the longest input in one pass, after shorter ones, since attention may need their square."""
+        length = min(max_length, _WHOLE_LENGTH)
+        peak = self._batch_peak(1, length, max_logits_tokens)
+        while length < max_length:
+            if 4 * peak > self._available_bytes:
+                raise self._refusal()
+            length = min(2 * length, max_length)
+            peak = self._batch_peak(1, length, max_logits_tokens)
+        return peak
+
+    def _batch_peak(self, num_seqs: int, prompt_length: int, logits_tokens: int = 0, output_length: int = 0) -> int:
+        """Peak of prefills until a padded engine has so many sequences, and of a decode of all.
+
+        They ask for prompt logprobs if passes give logits for more than the last tokens.
+        """
+        seqs = [
+            self._sequence(prompt_length, output_length, index=index, logprobs=logits_tokens > 0)
+            for index in range(num_seqs)
+        ]
+        together = max(1, self._engine.info.max_prefill_tokens // (prompt_length + output_length))
+        peaks = []
+        for start in range(0, num_seqs, together):
+            joining = seqs[start : start + together]
+            peaks.append(self._peak(StepPlan.compute_all(joining), logits_tokens))
+            for seq in joining:
+                seq.num_computed_tokens = len(seq.tokens)
+                seq.tokens.append(0)
+        peaks.append(self._peak(StepPlan.compute_all(seqs)))
+        self._engine.release(seqs)
+        return max(peaks)
+
+    def _peak(self, plan: StepPlan, max_logits_tokens: int = 0) -> int:
+        self._meter.reset()
+        try:
+            self._engine.step(plan)
+        except OutOfMemory:
+            raise self._refusal() from None
+        measured = self._meter.peak() - self._baseline - self._kv_cache_bytes()
+        peak = max(measured, self._logits_bytes(min(sum(plan.num_scheduled_tokens), max_logits_tokens)))
+        length = max(len(seq.tokens) for seq in plan.seqs)
+        log.info("  %d sequences of %d tokens: %s beside the KV cache", len(plan.seqs), length, format_bytes(peak))
+        return peak
+
+    def _logits_bytes(self, tokens: int) -> int:
+        """What prompt logprobs take at least; a CPU's resident memory shows them in some runs and not in others."""
+        info = self._engine.info
+        return _LOGITS_COPIES * tokens * info.vocab_size * _FLOAT_BYTES if info.device == "cpu" else 0
+
+    def _sequence(self, prompt_length: int, output_length: int = 0, *, index: int, logprobs: bool) -> Sequence:
+        """Every other sequence is a token shorter, so that there is padding."""
+        prompt_length = max(1, prompt_length - index % 2) if index else prompt_length
+        vocab_size = self._engine.info.vocab_size
+        tokens = [(index + 7 * position) % vocab_size for position in range(prompt_length + output_length)]
+        request = Request(
+            next(self._ids),
+            tokens[:prompt_length],
+            output_length + 2,
+            limited_by_context=False,
+            sampling_params=_PLAIN if index == 1 else _EXPENSIVE,
+            logprob_options=LogprobOptions(
+                generated_tokens=True, input_tokens=logprobs, logprobs=True, ranks=True, top_n_tokens=_MAX_TOP_N
+            ),
+        )
+        seq = Sequence(request, arrival_time=0.0)
+        seq.tokens = tokens
+        return seq
+
+    def _refusal(self) -> StartError:
+        return StartError(
+            f"{format_bytes(self._available_bytes)} of memory may not do for a step of"
+            f" MAX_BATCH_SIZE={self._engine.info.max_batch_size} rows: lower it, choose a smaller DTYPE or grant more"
+            " memory"
+        )

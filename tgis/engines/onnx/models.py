@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.loading.loader import ModelInfo
 from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.memory.profiler import KvCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, ignores_padding
 from tgis.engines.onnx.files import find_graphs
 from tgis.engines.onnx.kv_cache import PastKeyValues, SubBatch, SubBatches, group_by_length
 from tgis.engines.onnx.session import Session
-from tgis.engines.padded.kv_cache import KvCacheCost
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, ModelInfo, chunked_prefill, wanting_prompt_logprobs
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, chunked_prefill, wanting_prompt_logprobs
 from tgis.engines.padded.seq2seq_lm import OutputConstraints
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.ipc.messages import EngineOptions
@@ -28,7 +29,7 @@ _BUFFERS = 2  # a pass reads the states of one and writes those of the next
 
 
 class OnnxCausalLM:
-    """A `PaddedModel`: a decoder, and what it keeps of its rows."""
+    """A `PaddedModel`: a decoder, and the KV cache of its sequences."""
 
     embedding_size = 0  # graphs take ids only
 
@@ -39,6 +40,8 @@ class OnnxCausalLM:
         self.lora = LoraLayers(None)
         self.info = _model_info(config, self._decoder)
         self.max_positions = options.max_sequence_length
+        self.chunked_prefill = self._decoder.supports_chunked_prefill
+        self.max_logprob_tokens = MAX_PREFILL_TOKENS[device.type] if self.chunked_prefill else self.max_positions
         self._mixed_lengths = ignores_padding(self._decoder, device, lambda _: None)
         self.clear()
 
@@ -86,9 +89,8 @@ class OnnxCausalLM:
             [[0] * (width - row.num_uncomputed_tokens) + row.tokens for row in rows], device=self._device
         )
         block = self._decoder.empty_past(self._decoder.self_attention_names, lengths, self._device, left_padded=True)
-        whole = not self._decoder.supports_chunked_prefill
-        piece = width if whole else max(1, MAX_PREFILL_TOKENS[self._device.type] // len(rows))
-        found = chunked_prefill(rows, piece, lambda start, stop: self._decoder.run(block, ids[:, start:stop]))
+        chunk_size = max(1, MAX_PREFILL_TOKENS[self._device.type] // len(rows)) if self.chunked_prefill else width
+        found = chunked_prefill(rows, chunk_size, lambda start, stop: self._decoder.run(block, ids[:, start:stop]))
         self._sub_batches.add(SubBatch(numbers, block))
         return found
 
@@ -101,9 +103,11 @@ class OnnxCausalLM:
 
 
 class OnnxSeq2SeqLM:
-    """A `PaddedModel`: an encoder, a decoder, and what the decoder keeps of its rows."""
+    """A `PaddedModel`: an encoder, a decoder, and the decoder's KV caches."""
 
     embedding_size = 0
+    chunked_prefill = False
+    max_logprob_tokens = 0  # inputs have no logprobs
 
     def __init__(self, options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:
         files = find_graphs(Path(options.model_path), encoder_decoder=True)

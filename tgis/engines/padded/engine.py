@@ -1,22 +1,21 @@
 """Engine `hf_transformers`: any model that AutoModelForCausalLM or AutoModelForSeq2SeqLM loads, in padded batches.
 
-The model code is transformers' own; around it KV caches that rows join and leave at any step, packed linear layers
-on the CPU, and sampling over the whole batch. It never downloads and never runs code of a model directory.
+The model code is transformers' own. Around it are KV caches that sequences join and leave at any step, packed linear
+layers on the CPU, and sampling over the whole batch. Nothing is downloaded, and no code of a model directory runs.
 """
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Seqs
 from contextlib import contextmanager
 
 import torch
 
-from tgis.batcher.memory_model import MemoryModel
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.loading.loader import load_config, select_device
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors
-from tgis.engines.memory.profiler import profile_padded
+from tgis.engines.memory.profiler import DummyRunner, padded_capacity
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
@@ -27,17 +26,16 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 
-LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # the device, most rows
+LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # with the maximum batch size
 
 
 def load_model(options: EngineOptions, device: torch.device, max_batch_size: int) -> PaddedModel:
-    """The model of the options' directory."""
     model_class = Seq2SeqLM if load_config(options).is_encoder_decoder else CausalLM
     return model_class(options, device, max_batch_size)
 
 
 class PaddedEngine:
-    """A padded batch: rows are in the same order here, in the model, in the sampler and in the context."""
+    """A padded batch, whose sequences have the same rows here and in the model."""
 
     def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:
         torch.set_grad_enabled(False)
@@ -48,23 +46,20 @@ class PaddedEngine:
         self._vocab_size = self._model.info.vocab_size
         self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, self._model.token_history)
         self._seqs: list[Sequence] = []
-        self._memory_model = MemoryModel(0)  # until it is warm
+        self._token_capacity = 0  # until `warm_up` has found it
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the loaded model."""
-        facts = self._model.info
+        model = self._model.info
         return EngineInfo(
-            model_class=facts.model_class,
+            model_class=model.model_class,
             device=str(self._device),
-            dtype=str(facts.dtype).removeprefix("torch."),
+            dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=self._vocab_size,
-            encoder_decoder=facts.encoder_decoder,
+            encoder_decoder=model.encoder_decoder,
             padded=True,
             max_batch_size=self._max_batch_size,
-            token_capacity=self._memory_model.token_capacity,
-            prefill_linear=self._memory_model.prefill_linear,
-            prefill_quadratic=self._memory_model.prefill_quadratic,
+            token_capacity=self._token_capacity,
             max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
             max_positions=self._model.max_positions,
             embedding_size=self._model.embedding_size,
@@ -72,37 +67,44 @@ class PaddedEngine:
         )
 
     def warm_up(self) -> None:
-        """Generate two tokens for one row; learn what steps take of memory."""
+        """Generate two tokens for one sequence, then find out how many tokens of context fit into memory."""
         request = Request(
             -1, [0] * 8, 2, limited_by_context=False, sampling_params=SamplingParams(), logprob_options=LogprobOptions()
         )
-        row = Sequence(request, arrival_time=0.0)
+        seq = Sequence(request, arrival_time=0.0)
         for _ in range(2):
-            tokens = self.step(StepPlan.compute_all([row])).tokens
-            row.num_computed_tokens = len(row.tokens)
-            row.tokens += tokens[0]
+            tokens = self.step(StepPlan.compute_all([seq])).tokens
+            seq.num_computed_tokens = len(seq.tokens)
+            seq.tokens += tokens[0]
         cost = self._model.kv_cache_cost
-        self.release([row])
-        self._memory_model = profile_padded(self, self._options, self._device, cost, lambda: self._model.kv_cache_bytes)
+        self.release([seq])
+        self._token_capacity = padded_capacity(
+            self, self._options, self._device, cost, lambda: self._model.kv_cache_bytes, self._peak
+        )
+
+    def _peak(self, runner: DummyRunner) -> int:
+        model = self._model
+        longest = max(1, min(self._options.max_sequence_length, model.max_positions) - 2)  # two tokens are generated
+        return runner.padded_peak(longest, model.max_logprob_tokens, chunked=model.chunked_prefill)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """One prefill of the plan's rows, or one token for all rows."""
+        """One prefill of the plan's sequences, or one token for all sequences."""
         with device_errors(f"a step of {len(plan.seqs)} rows"):
             return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
-    def release(self, rows: Rows[Sequence]) -> None:
-        """The last row takes the place of each that leaves; when none is left, nothing is held."""
-        held = [row for row in rows if row in self._seqs]
-        for row in held:
-            index = self._seqs.index(row)
-            self._model.remove(index)
-            self._seqs[index] = self._seqs[-1]
+    def release(self, seqs: Seqs[Sequence]) -> None:
+        """The last sequence moves to the row of each that leaves; an empty batch holds no memory."""
+        held = [seq for seq in seqs if seq in self._seqs]
+        for seq in held:
+            row = self._seqs.index(seq)
+            self._model.remove(row)
+            self._seqs[row] = self._seqs[-1]
             self._seqs.pop()
         if not self._seqs:
             self._model.clear()
 
     def close(self) -> None:
-        """Everything goes with the process."""
+        """The process ends, and everything with it."""
 
     def _prefill(self, new_seqs: list[Sequence]) -> StepResult:
         with self._all_or_nothing():
@@ -126,7 +128,7 @@ class PaddedEngine:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """A step that stops half way through may leave a cache whose layers disagree: then forget every row."""
+        """Drop all sequences when a step raises: the layers of the cache may disagree then."""
         try:
             yield
         except BaseException:

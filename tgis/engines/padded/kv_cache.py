@@ -21,19 +21,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_SPARE = 4  # one slot for so many, and one column for as many, is allocated in advance
+from tgis.engines.memory.profiler import KvCacheCost
+
+_SPARE = 4  # over-allocate slots and columns by one in so many
 _COLUMN_STEP = 64
-
-
-@dataclass(frozen=True, slots=True)
-class KvCacheCost:
-    """What a cache takes at most, in bytes: so many for each token of the batch, padding included, and some besides."""
-
-    bytes_per_token: float
-    fixed_bytes: int
-
-    def __add__(self, other: "KvCacheCost") -> "KvCacheCost":
-        return KvCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
 
 
 @dataclass(slots=True)
@@ -161,8 +152,8 @@ class PaddedCache:
 
     @property
     def cost(self) -> KvCacheCost:
-        """What buffers can come to; known after the first pass. One of a layer exists twice while it is moved."""
-        each = self.bytes_per_token * (1 + 1 / (2 * len(self.past_key_values.layers)))
+        """Known after the first pass; attention and reallocation may copy one layer's keys and values twice."""
+        each = self.bytes_per_token * (1 + 2 / len(self.past_key_values.layers))
         return KvCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
 
     def append(self, seq_lens: list[int]) -> None:

@@ -1,97 +1,96 @@
-"""What the padded engine asks of a model: passes over rows that join and leave, and the caches between them.
+"""The models that a padded engine runs: forward passes over sequences that join and leave, and their KV caches.
 
-Rows have numbers, 0 to n-1 without gaps, which are the same here and in the engine: new rows come last, and the last
-one takes the place of each that leaves.
+Sequences have rows, 0 to n-1 without gaps, the same here and in the engine: new ones are appended, and the last one
+moves to the row of each that is removed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.loading.loader import ModelInfo
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.padded.kv_cache import KvCacheCost
+from tgis.engines.memory.profiler import KvCacheCost
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.ipc.request import TokenLogprobs
 
-# Tokens of a pass beyond which a bigger one only takes longer: measured on two cores; an H200 needs thousands.
+# Larger passes only take longer: measured on two cores; an H200 needs thousands of tokens.
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What a loaded model is."""
-
-    model_class: str  # of its class
-    dtype: torch.dtype
-    vocab_size: int
-    encoder_decoder: bool
+_MAX_LOGPROB_TOKENS = 128  # of a pass that computes prompt logprobs, since most of its memory is for their logits
 
 
 class PaddedModel(Protocol):
-    """A loaded model, and what it keeps of its rows."""
+    """A loaded model, and the KV cache of its sequences."""
 
     info: ModelInfo
-    max_positions: int  # tokens that the input, and the output, of a row may have
-    embedding_size: int  # of a soft prompt's row; 0 where there can be none
-    lora: LoraLayers  # whoever calls says what adapters the rows have
+    max_positions: int  # tokens that the input, and the output, of a sequence may have
+    embedding_size: int  # of a soft prompt's tokens; 0 where there can be none
+    lora: LoraLayers  # the caller applies the adapters of the sequences
+    chunked_prefill: bool  # whether long inputs are computed in several passes
+    max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
 
     @property
     def kv_cache_cost(self) -> KvCacheCost:
-        """What the caches take at most; known after the first pass."""
+        """What the caches need at most; known after the first pass."""
 
     @property
     def kv_cache_bytes(self) -> int:
-        """What the caches take now."""
+        """Bytes allocated for the caches now."""
 
-    def append(self, rows: list[Sequence]) -> None:
-        """Make room for new rows."""
+    def append(self, seqs: list[Sequence]) -> None:
+        """Make room for new sequences."""
 
-    def prefill(self, rows: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
-        """Compute all tokens of the newest rows: the logits after each one's last, [rows, V]; facts of inputs by id.
+    def prefill(self, seqs: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
+        """Compute all tokens of the newest sequences: the logits after each one's last, [rows, V]; prompt logprobs by
+        id, for sequences that ask for them and have generated nothing yet.
 
-        Only rows that want facts and have generated nothing yet get some. Where it raises, other rows are unharmed.
+        If it raises, the other sequences are unharmed.
         """
 
     def decode(self, last_tokens: torch.Tensor) -> torch.Tensor:
-        """Compute one more token of every row, ids [rows]; the logits after it, [rows, V]."""
+        """Compute one more token of every sequence, ids [rows]; the logits after it, [rows, V]."""
 
-    def remove(self, index: int) -> None:
-        """Forget a row."""
+    def remove(self, row: int) -> None:
+        """Free a row; the last one moves there."""
 
     def clear(self) -> None:
-        """Forget every row, and whatever a pass that stopped half way through has left."""
+        """Drop all sequences, also after a pass that raised halfway."""
 
-    def token_history(self, row: Sequence) -> list[int]:
-        """The tokens of a row that a repetition penalty applies to, the newest last."""
+    def token_history(self, seq: Sequence) -> list[int]:
+        """The tokens that a repetition penalty applies to, the newest last."""
 
 
-def wanting_prompt_logprobs(rows: list[Sequence]) -> list[Sequence]:
-    """Those that want facts of their input tokens, and have not got them before."""
-    return [row for row in rows if row.request.logprob_options.input_tokens and not row.num_generated_tokens]
+def wanting_prompt_logprobs(seqs: list[Sequence]) -> list[Sequence]:
+    """Sequences that ask for prompt logprobs and have not got them before."""
+    return [seq for seq in seqs if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens]
+
+
+def max_logprob_tokens(device: torch.device) -> int:
+    """Tokens of one pass that computes prompt logprobs."""
+    return min(_MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS[device.type])
 
 
 def chunked_prefill(
-    rows: list[Sequence], chunk_size: int, forward: Callable[[int, int], torch.Tensor]
+    seqs: list[Sequence], chunk_size: int, forward: Callable[[int, int], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
-    """Compute the pending tokens of rows that end in one column: the last logits [rows, V], facts of input tokens.
+    """Compute the tokens of right-aligned sequences: the last logits [rows, V], and prompt logprobs by id.
 
-    `forward` computes the columns from one to another, `piece` at a time: logits [rows, columns, V], or only the last
-    column's if no row is asking.
+    `forward(start, stop)` computes at most `chunk_size` columns: logits [rows, columns, V], or only those of the last
+    column if no sequence asks for prompt logprobs.
     """
-    width = max(row.num_uncomputed_tokens for row in rows)
-    wanting = wanting_prompt_logprobs(rows)
-    found = {row.id: [first_prompt_logprobs(row.request.logprob_options)] for row in wanting}
+    width = max(seq.num_uncomputed_tokens for seq in seqs)
+    wanting = wanting_prompt_logprobs(seqs)
+    found = {seq.id: [first_prompt_logprobs(seq.request.logprob_options)] for seq in wanting}
     for start in range(0, width, chunk_size):
         stop = min(start + chunk_size, width)
         logits = forward(start, stop)
-        for row in wanting:
-            padding = width - row.num_uncomputed_tokens  # columns of padding left of the row
+        for seq in wanting:
+            padding = width - seq.num_uncomputed_tokens  # columns left of the sequence
             begin, end = max(start, padding), min(stop, width - 1)
             if begin < end:
-                predicted = row.tokens[begin - padding + 1 : end - padding + 1]
-                scores = logits[rows.index(row), begin - start : end - start]
-                found[row.id] += prompt_logprobs(scores, predicted, row.request.logprob_options)
+                targets = seq.tokens[begin - padding + 1 : end - padding + 1]
+                scores = logits[seqs.index(seq), begin - start : end - start]
+                found[seq.id] += prompt_logprobs(scores, targets, seq.request.logprob_options)
     return logits[:, -1], found

@@ -1,7 +1,7 @@
-"""Encoder-decoder models in padded batches: each input is encoded once, when its row joins.
+"""Encoder-decoder models in padded batches: each input is encoded once, when its sequence joins.
 
-The decoder's cache is that of a decoder-only model whose prompt is the start token. What it computes of the encoder's
-output stands in a second cache of the same kind, where only rows that join or leave change anything.
+The self-attention cache is that of a decoder-only model whose prompt is the start token. The keys and values of the
+encoder's output are in a second cache of the same kind, which changes only when sequences join or leave.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,9 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import load_seq2seq_lm, model_info
 from tgis.engines.lora.layers import LoraLayers, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, decoder_prompt, embed_with_prompts, encoder_prompt, padded_spans
+from tgis.engines.memory.profiler import KvCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
-from tgis.engines.padded.kv_cache import KvCacheCost, PaddedCache
+from tgis.engines.padded.kv_cache import PaddedCache
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, wanting_prompt_logprobs
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
@@ -30,24 +31,24 @@ from tgis.ipc.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraints:
-    """What the model's generation config fixes about outputs, whoever asks: those parts of it that are no wishes."""
+    """What a model's generation config demands of every output, unlike its defaults for sampling."""
 
-    decoder_start_token_id: int  # what the decoder begins with
-    forced_bos_token_id: int | None  # the first token of every output: a target language, say
-    suppressed_token_ids: Tensor  # ids that no output may hold, such as Marian's padding
+    decoder_start_token_id: int
+    forced_bos_token_id: int | None  # the first token of every output, for example a target language
+    suppressed_token_ids: Tensor  # that no output may hold, such as Marian's padding
 
     @classmethod
     def from_config(cls, config: GenerationConfig, device: torch.device) -> Self:
-        """Those of a model's generation config; StartError unless it says where to start."""
+        """StartError unless the config has one token for the decoder to start with."""
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if not isinstance(start, int):
             raise StartError(f"decoder_start_token_id of an encoder-decoder must be one token, not {start!r:.40}")
         words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
-        never = torch.tensor([*words, *(config.suppress_tokens or [])], dtype=torch.int64, device=device)
-        return cls(start, config.forced_bos_token_id, never)
+        suppressed = torch.tensor([*words, *(config.suppress_tokens or [])], dtype=torch.int64, device=device)
+        return cls(start, config.forced_bos_token_id, suppressed)
 
     def apply(self, logits: Tensor, first_step_rows: list[int]) -> None:
-        """Change logits [rows, V] in place; `beginning` are the rows that have no token yet."""
+        """Change logits [rows, V] in place; `first_step_rows` have no token yet."""
         logits.index_fill_(-1, self.suppressed_token_ids, -torch.inf)
         if self.forced_bos_token_id is not None and first_step_rows:
             logits[first_step_rows] = -torch.inf
@@ -55,7 +56,10 @@ class OutputConstraints:
 
 
 class Seq2SeqLM:
-    """A `PaddedModel`: an encoder, a decoder, and what the decoder keeps of its rows."""
+    """A `PaddedModel`: an encoder, a decoder, and the decoder's two KV caches."""
+
+    chunked_prefill = False  # the encoder needs whole inputs
+    max_logprob_tokens = 0  # inputs have no logprobs
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
         self.model = load_seq2seq_lm(options, device)
@@ -76,74 +80,62 @@ class Seq2SeqLM:
 
     @property
     def kv_cache_cost(self) -> KvCacheCost:
-        """Of both caches: the longest input and the longest output may belong to different rows."""
+        """The longest input and the longest output may be of different sequences."""
         return self._cross_attention_cache.cost + self._self_attention_cache.cost
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of both caches."""
         return self._cross_attention_cache.allocated_bytes + self._self_attention_cache.allocated_bytes
 
-    def token_history(self, row: Sequence) -> list[int]:
-        """What the decoder has seen: the start token and the output."""
-        return [self._constraints.decoder_start_token_id, *row.tokens[row.prompt_length :]]
+    def token_history(self, seq: Sequence) -> list[int]:
+        """The start token and the output."""
+        return [self._constraints.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
 
-    def _decoder_input(self, row: Sequence) -> list[int]:
-        """All that the decoder sees of a row; virtual tokens are 0."""
-        virtual = 0 if row.adapter is None else row.adapter.decoder_length
-        return [0] * virtual + self.token_history(row)
+    def _decoder_input(self, seq: Sequence) -> list[int]:
+        """The decoder's soft prompt as zeros, the start token and the output."""
+        virtual = 0 if seq.adapter is None else seq.adapter.decoder_length
+        return [0] * virtual + self.token_history(seq)
 
     def clear(self) -> None:
-        """Start again with empty caches."""
-        self._cross_attention_cache, self._self_attention_cache = (
-            PaddedCache(self._max_batch_size),
-            PaddedCache(self._max_batch_size),
-        )
+        self._cross_attention_cache = PaddedCache(self._max_batch_size)
+        self._self_attention_cache = PaddedCache(self._max_batch_size)
         self._past_key_values = EncoderDecoderCache(
             self._self_attention_cache.past_key_values, self._cross_attention_cache.past_key_values
         )
 
-    def remove(self, index: int) -> None:
-        """Forget a row."""
-        self._cross_attention_cache.remove(index)
-        self._self_attention_cache.remove(index)
+    def remove(self, row: int) -> None:
+        self._cross_attention_cache.remove(row)
+        self._self_attention_cache.remove(row)
 
-    def append(self, rows: list[Sequence]) -> None:
-        """Make room in both caches."""
-        self._cross_attention_cache.append([len(_encoder_input(row)) for row in rows])
-        self._self_attention_cache.append([len(self._decoder_input(row)) for row in rows])
+    def append(self, seqs: list[Sequence]) -> None:
+        self._cross_attention_cache.append([len(_encoder_input(seq)) for seq in seqs])
+        self._self_attention_cache.append([len(self._decoder_input(seq)) for seq in seqs])
 
-    def prefill(self, rows: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Encode the inputs, then decode what there is of outputs: the logits of the next tokens; empty facts."""
-        first = len(self._self_attention_cache.seq_lens) - len(rows)
-        encoded = self._encode(rows)
-        self._cross_attention_cache.view_prefill(first, 0, encoded.shape[1])
-        self._past_key_values.is_updated.clear()  # so that the first pass fills the second cache
-        outputs = [self._decoder_input(row) for row in rows]
-        prompts = [decoder_prompt(row) for row in rows]
+    def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
+        """Encode the inputs, then decode what there is of outputs; prompt logprobs are empty."""
+        first_row = len(self._self_attention_cache.seq_lens) - len(seqs)
+        encoded = self._encode(seqs)
+        self._cross_attention_cache.view_prefill(first_row, 0, encoded.shape[1])
+        self._past_key_values.is_updated.clear()  # so that the first pass fills the cross-attention cache
+        outputs = [self._decoder_input(seq) for seq in seqs]
+        prompts = [decoder_prompt(seq) for seq in seqs]
         lengths = [len(output) for output in outputs]
         width = max(lengths)
         ids = torch.tensor([[0] * (width - len(output)) + output for output in outputs])
-        piece = max(1, MAX_PREFILL_TOKENS["cpu"] // len(rows))  # each of its tokens gets logits
-        for start in range(0, width, piece):
-            stop = min(start + piece, width)
-            self._self_attention_cache.view_prefill(first, start, stop)
-            columns = ids[:, start:stop].to(self._device)
-            inserted = embed_with_prompts(
-                self._decoder_embed_tokens, columns, padded_spans(prompts, lengths, start, stop)
-            )
-            logits = self._forward(columns, first, stop, encoded, inserted)
-        self._constraints.apply(
-            logits[:, -1], [index for index, row in enumerate(rows) if not row.num_generated_tokens]
-        )
-        told = {
-            row.id: [first_prompt_logprobs(row.request.logprob_options)] * len(_encoder_input(row))
-            for row in wanting_prompt_logprobs(rows)
+        chunk_size = max(1, MAX_PREFILL_TOKENS["cpu"] // len(seqs))  # small, because every token gets logits
+        for start in range(0, width, chunk_size):
+            stop = min(start + chunk_size, width)
+            self._self_attention_cache.view_prefill(first_row, start, stop)
+            chunk = ids[:, start:stop].to(self._device)
+            embeds = embed_with_prompts(self._decoder_embed_tokens, chunk, padded_spans(prompts, lengths, start, stop))
+            logits = self._forward(chunk, first_row, stop, encoded, embeds)
+        self._constraints.apply(logits[:, -1], [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
+        return logits[:, -1], {
+            seq.id: [first_prompt_logprobs(seq.request.logprob_options)] * len(_encoder_input(seq))
+            for seq in wanting_prompt_logprobs(seqs)
         }
-        return logits[:, -1], told
 
     def decode(self, last_tokens: Tensor) -> Tensor:
-        """One more token of every row."""
         self._self_attention_cache.view_decode()
         self._cross_attention_cache.view_all()
         shape = (len(last_tokens), self._cross_attention_cache.width, 1)
@@ -152,39 +144,39 @@ class Seq2SeqLM:
         self._constraints.apply(logits, [])
         return logits
 
-    def _encode(self, rows: list[Sequence]) -> Tensor:
-        """The encoder's output, [rows, columns, hidden], right-aligned: padding is right of an input only before."""
-        bare = [row for row in rows if encoder_prompt(row) is None]  # keep their ids, which M2M100 counts places by
-        soft = [row for row in rows if encoder_prompt(row) is not None]
-        states = {row.id: state for group in (bare, soft) if group for row, state in self._encode_batch(group)}
+    def _encode(self, seqs: list[Sequence]) -> Tensor:
+        """The encoder's output, [rows, columns, H], right-aligned, though the encoder's input is left-aligned."""
+        plain = [seq for seq in seqs if encoder_prompt(seq) is None]  # by ids, which M2M100 needs for its positions
+        prompted = [seq for seq in seqs if encoder_prompt(seq) is not None]
+        states = {seq.id: state for group in (plain, prompted) if group for seq, state in self._encode_batch(group)}
         width = max(len(state) for state in states.values())
-        return torch.stack([pad(states[row.id], (0, 0, width - len(states[row.id]), 0)) for row in rows])
+        return torch.stack([pad(states[seq.id], (0, 0, width - len(states[seq.id]), 0)) for seq in seqs])
 
-    def _encode_batch(self, rows: list[Sequence]) -> Iterator[tuple[Sequence, Tensor]]:
-        """The output for the input of each row, [columns, hidden]."""
-        inputs = [_encoder_input(row) for row in rows]
-        lengths = torch.tensor([len(some) for some in inputs])
+    def _encode_batch(self, seqs: list[Sequence]) -> Iterator[tuple[Sequence, Tensor]]:
+        """The output for each sequence, [columns, H]."""
+        inputs = [_encoder_input(seq) for seq in seqs]
+        lengths = torch.tensor([len(tokens) for tokens in inputs])
         width = int(lengths.max())
-        ids = torch.tensor([some + [0] * (width - len(some)) for some in inputs], device=self._device)
+        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in inputs], device=self._device)
         mask = (torch.arange(width) < lengths[:, None]).to(self._device)
-        prompts = enumerate(map(encoder_prompt, rows))
-        inserted = embed_with_prompts(
-            self._encoder_embed_tokens, ids, (PromptSpan(at, 0, one) for at, one in prompts if one is not None)
-        )
-        given = {"input_ids": ids} if inserted is None else {"inputs_embeds": inserted}
-        with self.lora.applied([lora_of(row) for row in rows]):
-            states = self.model.get_encoder()(**given, attention_mask=mask).last_hidden_state
-        return ((row, state[: len(some)]) for row, state, some in zip(rows, states, inputs, strict=True))
+        spans = [
+            PromptSpan(row, 0, prompt) for row, seq in enumerate(seqs) if (prompt := encoder_prompt(seq)) is not None
+        ]
+        embeds = embed_with_prompts(self._encoder_embed_tokens, ids, spans)
+        arguments = {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
+        with self.lora.applied([lora_of(seq) for seq in seqs]):
+            states = self.model.get_encoder()(**arguments, attention_mask=mask).last_hidden_state
+        return ((seq, state[: len(tokens)]) for seq, state, tokens in zip(seqs, states, inputs, strict=True))
 
     def _forward(
         self, ids: Tensor, first_row: int, width: int, encoded: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """One pass of the decoder for the rows from `first` on: ids [rows, columns], the newest of `width`; logits.
+        """One pass of the decoder for the rows from `first_row` on: ids [rows, columns], the last of `width`; logits.
 
-        Where there are soft prompts, `inserted` [rows, columns, H] stands for the ids.
+        `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.
         """
         mask = self._self_attention_cache.attention_mask(first_row, width)
-        places = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         output = self.model(
             attention_mask=self._cross_attention_cache.attention_mask(first_row, encoded.shape[1]).to(self._device),
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
@@ -192,13 +184,13 @@ class Seq2SeqLM:
             decoder_attention_mask=mask.to(self._device),
             past_key_values=self._past_key_values,
             use_cache=True,
-            **self._positions.forward_arguments(places.to(self._device)),
+            **self._positions.forward_arguments(positions.to(self._device)),
         )
         return output.logits
 
 
-def _encoder_input(row: Sequence) -> list[int]:
-    """What is to be encoded of a row: placeholders of the encoder's part of its soft prompt, then the input."""
-    prompt = encoder_prompt(row)
+def _encoder_input(seq: Sequence) -> list[int]:
+    """Placeholders of the encoder's soft prompt, then the input."""
+    prompt = encoder_prompt(seq)
     virtual = 0 if prompt is None else len(prompt)
-    return row.tokens[row.request.soft_prompt_length - virtual : row.prompt_length]
+    return seq.tokens[seq.request.soft_prompt_length - virtual : seq.prompt_length]

@@ -17,7 +17,7 @@ from tgis.engines.loading.loader import load_causal_lm, select_device
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import device_errors, memory_for_batches
-from tgis.engines.memory.profiler import dummy_length, profile_paged
+from tgis.engines.memory.profiler import profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import FlatBatch, prepare_inputs, prepare_next_inputs
@@ -38,7 +38,6 @@ _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step that computes prompts only: more brings no more speed
 _MAX_SLOWDOWN = {"cpu": 1.8, "cuda": 8.0}
 _CPU_KV_FRACTION = 0.4  # of the free memory, for the KV cache, where no option says how much
-_PROFILE_LENGTH = 4096  # tokens of the longest row by which memory is measured, or twice as many as a step takes
 _CHECK_TOKENS = 40
 _WINDOW_LAYER_TYPES = {
     "sliding_window": "sliding_attention",
@@ -266,20 +265,24 @@ class PagedEngine:
             return min(useful, self._options.kv_cache_bytes // self._options.num_shards // bytes_per_block)
         if self._options.estimate_memory == "manual":
             return max(longest, useful * (100 - self._options.batch_safety_margin) // 100)
-        return min(useful, self._available_kv_bytes(bytes_per_block) // bytes_per_block)
+        return min(useful, self._available_kv_bytes() // bytes_per_block)
 
-    def _available_kv_bytes(self, bytes_per_block: int) -> int:
+    def _available_kv_bytes(self) -> int:
         """For this process; ranks share the machine's memory, but have a GPU each."""
         on_cpu = self._device.type == "cpu"
         free = memory_for_batches(self._options, self._device) // (self._options.num_shards if on_cpu else 1)
         share = int(free * _CPU_KV_FRACTION) if on_cpu else free
         if self._options.estimate_memory == "off":
             return share
-        fitting = self._all_reduce_min(share // bytes_per_block * BLOCK_SIZE)
-        longest = dummy_length(self, self._options, _PROFILE_LENGTH, fitting)
-        self._attention.cache = PagedKVCache(-(-longest // BLOCK_SIZE), BLOCK_SIZE)
-        held = lambda: self._attention.cache.nbytes  # noqa: E731 - it changes
-        return min(share, free - profile_paged(self, self._options, self._device, longest, held, self._all_reduce_min))
+        length, cache = self._options.max_sequence_length, self._attention.cache
+        peak = profile(
+            self,
+            self._options,
+            self._device,
+            lambda: cache.nbytes,
+            lambda runner: runner.paged_peak(length, _num_check_blocks()),
+        )
+        return min(share, free - peak)
 
 
 def _num_check_blocks() -> int:
