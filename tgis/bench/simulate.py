@@ -1,8 +1,8 @@
-"""A deployment without hardware: the real batcher, a step-time model, and a trace of requests, in made-up time.
+"""A deployment without hardware: the real batcher, a model of step times, and a trace of requests, in simulated time.
 
-For comparing policies and picking options. Requests come at the times of the trace (open loop), or each of so many
-clients sends its next one when its last has ended (closed loop). What computes the steps may also be a real engine:
-then the time is that of its steps, and of nothing else.
+For comparing policies and choosing options. Requests arrive at the times of the trace (open loop), or each of a number
+of clients sends its next one when its last has ended (closed loop). The steps may also be those of a real engine: then
+their duration is measured, and nothing else.
 """
 
 import csv
@@ -23,7 +23,7 @@ from tgis.errors import OptionError
 from tgis.ipc.messages import AdmissionCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-# SmolLM2-135M in bf16 on two cores: steps of 16.9, 21.4, 40.7 and 70 ms at 1, 8, 32 and 64 rows of 150 tokens.
+# SmolLM2-135M in bf16 on two cores: steps of 16.9, 21.4, 40.7 and 70 ms at 1, 8, 32 and 64 sequences of 150 tokens.
 SMOLLM2_TWO_CORES = StepModel(
     padded=True, step_seconds=0.0155, row_seconds=0.00035, context_seconds=3.2e-6, prefill_token_seconds=0.00040
 )
@@ -31,7 +31,7 @@ SMOLLM2_TWO_CORES = StepModel(
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request of a trace: seconds from the start, tokens in, tokens out."""
+    """A request of a trace; it arrives so many seconds after the start."""
 
     arrival_time: float
     prompt_tokens: int
@@ -49,13 +49,13 @@ class QueueSample:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What a run gave; times in seconds."""
+    """What the requests saw, and what the batches were; times in seconds."""
 
     seconds: float = 0.0
     tokens: int = 0
-    ttft: list[float] = field(default_factory=list)  # token, from arrival
-    tpot: list[float] = field(default_factory=list)  # tokens after the first, mean of each request
-    longest_gap: list[float] = field(default_factory=list)  # between tokens, longest of each request
+    ttft: list[float] = field(default_factory=list)  # time to first token
+    tpot: list[float] = field(default_factory=list)  # time per output token after the first, mean of each request
+    longest_gap: list[float] = field(default_factory=list)  # between two tokens of each request
     decoded_seqs: int = 0
     num_decodes: int = 0
     num_prefills: int = 0
@@ -89,12 +89,11 @@ class StepEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """Takes the time that the model says, and does nothing."""
+    """Does nothing, in the time that the model says."""
 
     model: StepModel
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
-        """Tokens that mean nothing."""
         return [[0]] * len(plan.sampled), self.model.seconds(plan)
 
     def release(self, seqs: Iterable[Sequence]) -> None:
@@ -107,21 +106,25 @@ class Simulation:
     def __init__(
         self, limits: BatchLimits, engine: StepEngine, trace: Iterable[TraceRequest], clients: int = 0
     ) -> None:
-        """With `clients` the arrival times of the jobs are not used."""
+        """With `clients` the arrival times of the trace are not used."""
         self._batcher = Batcher(limits, ())
         self._padded = limits.padded
         self._engine = engine
         self._clients = clients
         self._trace = enumerate(trace)
         self._now = 0.0
-        self._arrivals: list[tuple[float, int, TraceRequest]] = []  # known, to come
-        self._token_times: dict[int, tuple[float, list[float]]] = {}  # request id -> arrival, times of tokens
+        self._arrivals: list[tuple[float, int, TraceRequest]] = []  # the next ones
+        self._token_times: dict[
+            int, tuple[float, list[float]]
+        ] = {}  # by request id: arrival time, and the time of each token
         self.result = SimulationResult()
 
     def run(self) -> SimulationResult:
-        """Until the last request has ended."""
+        """Run until the last request has ended."""
         first = islice(self._trace, self._clients or None)
-        self._arrivals = [(0.0 if self._clients else job.arrival_time, number, job) for number, job in first]
+        self._arrivals = [
+            (0.0 if self._clients else request.arrival_time, number, request) for number, request in first
+        ]
         heapq.heapify(self._arrivals)
         while self._arrivals or not self._batcher.idle:
             if self._batcher.idle:
@@ -139,56 +142,49 @@ class Simulation:
 
     def _arrive(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self._now:
-            arrival, number, job = heapq.heappop(self._arrivals)
+            arrival, number, request = heapq.heappop(self._arrivals)
             self._token_times[number] = arrival, []
-            tokens = [*range(job.prompt_tokens)]
-            request = Request(
-                number,
-                tokens,
-                job.output_tokens,
-                limited_by_context=False,
-                sampling_params=SamplingParams(),
-                logprob_options=LogprobOptions(),
-            )
-            self._batcher.submit([request], arrival)
+            tokens = [*range(request.prompt_tokens)]
+            one = Request(number, tokens, request.output_tokens, False, SamplingParams(), LogprobOptions())
+            self._batcher.submit([one], arrival)
 
     def _step(self, plan: StepPlan) -> None:
         self._count(plan)
         tokens, seconds = self._engine.step(plan)
         self._now += seconds
         ended = self._batcher.commit(plan, tokens, self._now)
-        for row, new_tokens in zip(plan.sampled, tokens, strict=True):
-            self._token_times[row.id][1].extend([self._now] * len(new_tokens))
-        for row in ended:
-            self._end(row)
+        for seq, new_tokens in zip(plan.sampled, tokens, strict=True):
+            self._token_times[seq.id][1].extend([self._now] * len(new_tokens))
+        for seq in ended:
+            self._end(seq)
         self.result.samples.append(QueueSample(self._now, self._batcher.num_waiting, self._batcher.num_running))
 
     def _count(self, plan: StepPlan) -> None:
-        outcome = self.result
-        decoding = [len(row.tokens) for row in plan.seqs if row.decoding]
+        result = self.result
+        decoding = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
         chunks = plan.num_prefill_tokens
-        outcome.num_decodes += bool(decoding)
-        outcome.decoded_seqs += len(decoding)
-        outcome.num_prefills += bool(chunks)
-        for total, lengths in ((outcome.decode_tokens, decoding), (outcome.prefill_tokens, chunks)):
+        result.num_decodes += bool(decoding)
+        result.decoded_seqs += len(decoding)
+        result.num_prefills += bool(chunks)
+        for total, lengths in ((result.decode_tokens, decoding), (result.prefill_tokens, chunks)):
             total[0] += sum(lengths)
             total[1] += padded_tokens(lengths, self._padded)
 
-    def _end(self, row: Sequence) -> None:
-        arrival, times = self._token_times.pop(row.id)
-        outcome = self.result
-        outcome.tokens += len(times)
-        outcome.ttft.append(times[0] - arrival)
+    def _end(self, seq: Sequence) -> None:
+        arrival, times = self._token_times.pop(seq.id)
+        result = self.result
+        result.tokens += len(times)
+        result.ttft.append(times[0] - arrival)
         if len(times) > 1:
-            outcome.tpot.append((times[-1] - times[0]) / (len(times) - 1))
-            outcome.longest_gap.append(max(late - early for early, late in pairwise(times)))
+            result.tpot.append((times[-1] - times[0]) / (len(times) - 1))
+            result.longest_gap.append(max(late - early for early, late in pairwise(times)))
         if self._clients:
-            for number, job in islice(self._trace, 1):
-                heapq.heappush(self._arrivals, (self._now, number, job))
+            for number, request in islice(self._trace, 1):
+                heapq.heappush(self._arrivals, (self._now, number, request))
 
 
 def lognormal_trace(count: int, rate: float, seed: int, length: int = 60, new: int = 60) -> Iterator[TraceRequest]:
-    """Lengths around these medians, as chat traffic has; Poisson arrivals, `rate` per second."""
+    """Log-normal lengths around these medians, as in chat traffic; Poisson arrivals, `rate` per second."""
     draw, now = random.Random(seed), 0.0
     for _ in range(count):
         now += draw.expovariate(rate)
@@ -212,20 +208,20 @@ def read_trace(path: Path) -> list[TraceRequest]:
         start = min((time for time, _, _ in rows), default=0.0)
         return sorted(
             (TraceRequest(time - start, int(i), max(int(o), 1)) for time, i, o in rows),
-            key=lambda job: job.arrival_time,
+            key=lambda request: request.arrival_time,
         )
     except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise OptionError(f"{path} is no trace: {type(error).__name__}: {error}") from error
 
 
-def plot(outcome: SimulationResult, path: Path) -> None:
+def plot(result: SimulationResult, path: Path) -> None:
     """Draw the queue and the batch over time."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - for this option only
 
-    times = [sample.time for sample in outcome.samples]
+    times = [sample.time for sample in result.samples]
     axes: Any = Figure(figsize=(10, 4), layout="constrained").subplots()
-    axes.step(times, [sample.num_running for sample in outcome.samples], label="rows that run", where="post")
-    axes.step(times, [sample.num_waiting for sample in outcome.samples], label="requests that wait", where="post")
+    axes.step(times, [sample.num_running for sample in result.samples], label="running", where="post")
+    axes.step(times, [sample.num_waiting for sample in result.samples], label="waiting", where="post")
     axes.set(xlabel="seconds", ylabel="requests")
     axes.legend()
     axes.figure.savefig(path)

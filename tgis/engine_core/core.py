@@ -82,7 +82,7 @@ class EngineCore:
         except StartError:
             raise  # the engine cannot go on
         except Exception as error:
-            log.exception("a step of %d rows failed", len(plan.seqs))
+            log.exception("a step of %d sequences failed", len(plan.seqs))
             self._rollback(plan, FailureKind.ERROR, f"{type(error).__name__}: {error}")
         else:
             self._commit(plan, result, started_at, time.monotonic())
@@ -90,7 +90,7 @@ class EngineCore:
     def _rollback(self, plan: StepPlan, kind: FailureKind, message: str) -> None:
         """Retry the sequences of a failed step, but for those that failed alone."""
         failed = self._batcher.rollback(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
-        log.warning("%d rows of a failed step (%s) are tried again", len(plan.seqs) - len(failed), kind)
+        log.warning("%d sequences of a failed step (%s) will be retried", len(plan.seqs) - len(failed), kind)
         self._channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
 
     def _commit(self, plan: StepPlan, result: StepResult, started_at: float, computed_at: float) -> None:

@@ -1,4 +1,4 @@
-"""The engines: one class per engine behind `base.Engine`, picked by name and imported only when it is."""
+"""The engines: implementations of `base.Engine`, chosen by name and imported only then."""
 
 import logging
 from collections.abc import Callable
@@ -20,11 +20,11 @@ _ENGINES = {
 
 
 def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> Engine:
-    """The engine that the options name, its model loaded; `auto` is tgis_native where it can run the model.
+    """Load the engine that the options name; `auto` is tgis_native if it can run the model, else hf_transformers.
 
-    `end` ends this process at once with a reason, from any thread, for an engine that lost a part of itself.
+    `on_fatal` ends this process at once with a reason, from any thread: for an engine that lost one of its ranks.
     """
-    if options.num_shards > 1:  # of tgis_native: no other engine can
+    if options.num_shards > 1:  # only tgis_native can
         return import_module("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal)  # type: ignore[no-any-return]
     if options.engine != "auto":
         return _load(options.engine, options)

@@ -1,6 +1,6 @@
-"""What every engine is: a thing that computes one plan at a time and knows no text, no queue and no clock."""
+"""What every engine is: it computes one plan at a time and knows no text, no queue and no clock."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,9 +17,9 @@ class StepResult:
     """
 
     tokens: list[list[int]]
-    logprobs: list[list[TokenLogprobs]]  # of each sequence's tokens, or none; empty when no sequence asked
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request id -> its input tokens
-    failed: dict[int, str] = field(default_factory=dict)  # request id -> why; its tokens mean nothing
+    logprobs: list[list[TokenLogprobs]]  # one per token, or none; empty when no sequence asked
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request id
+    failed: dict[int, str] = field(default_factory=dict)  # request id -> why; its tokens are meaningless
 
     @classmethod
     def gather(cls, seqs: list[Sequence], results: "list[tuple[list[Sequence], StepResult]]") -> "StepResult":
@@ -40,10 +40,10 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """An engine holds rows between steps: those that it has not computed anything of join, and stay until released.
+    """An engine holds the sequences that it has computed anything of, until they are released.
 
-    A row may come back after its release, with the tokens that it has generated: it joins anew, and all of it is
-    pending. A plan of an engine that does not chunk is all rows held, each with one token pending, or new rows only.
+    A released sequence may come back, with the tokens that it has generated: nothing of it is computed then. Without
+    chunked prefill a plan is either all sequences held, each with one token to compute, or new ones only.
     """
 
     @property
@@ -51,17 +51,17 @@ class Engine(Protocol):
         """What the loaded model is; final once `warm_up` has returned."""
 
     def warm_up(self) -> None:
-        """Run one real pass, so that the first request finds everything ready."""
+        """Run one real step, so that the first request finds everything ready."""
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Compute so many pending tokens of every row, and choose the next one of those that have none left.
+        """Compute the scheduled tokens of each sequence, and sample for those whose tokens are all computed then.
 
-        When it raises, the rows of the plan are as good as lost; they will be released. OutOfMemory asks for smaller
-        steps, StartError says that no step will ever succeed again.
+        When it raises, the sequences of the plan are lost and will be released. OutOfMemory asks for smaller steps;
+        StartError means that no step will ever succeed again.
         """
 
-    def release(self, rows: Rows[Sequence]) -> None:
-        """Forget rows; those never seen are ignored."""
+    def release(self, seqs: Sequences[Sequence]) -> None:
+        """Forget sequences; unknown ones are ignored."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""

@@ -1,12 +1,12 @@
-"""Engine `fake`: deterministic and without torch. It says its prompt again, round and round.
+"""Engine `fake`: deterministic and without torch. It repeats its prompt over and over.
 
-For tests of everything but models, and for the load that the front end alone can bear. How long its steps take,
-and which token breaks them, can be said in the model's config.json under the key "fake".
+For tests of everything but models, and for measuring the front end alone. How long its steps take, and which token
+breaks them, is configured in the model's config.json under the key "fake".
 """
 
 import json
 import time
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Sequences
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 
 class StepModel(msgspec.Struct, frozen=True):
-    """What sort of engine it is, how long a step takes, and what goes wrong in it."""
+    """What kind of engine it is, how long its steps take, and what goes wrong in them."""
 
     padded: bool = False
     block_size: int = 0  # tokens of a KV block
@@ -29,17 +29,17 @@ class StepModel(msgspec.Struct, frozen=True):
     prefill_tokens: int = 1 << 20
     tokens_per_step: int = 1  # of each sequence; more only with KV blocks
     step_seconds: float = 0.0
-    row_seconds: float = 0.0  # per row that decodes
-    context_seconds: float = 0.0  # per token of context of rows that decode, padding included
+    row_seconds: float = 0.0  # per sequence that decodes
+    context_seconds: float = 0.0  # per token of context of sequences that decode, padding included
     prefill_token_seconds: float = 0.0  # padding included
-    poison_token: int | None = None  # a row that holds it fails, and nobody else
-    crash_token: int | None = None  # a step with a row that holds it fails as a whole
-    fatal_token: int | None = None  # a step with a row that holds it is the last one
-    memory_tokens: int | None = None  # a step that leaves more tokens of context than this runs out of memory
+    poison_token: int | None = None  # a sequence with this token fails, and no other
+    crash_token: int | None = None  # a step with this token fails as a whole
+    fatal_token: int | None = None  # a step with this token is the last one
+    memory_tokens: int | None = None  # a step that leaves more tokens of context runs out of memory
 
     def seconds(self, plan: StepPlan) -> float:
-        """How long a step takes."""
-        decoding = [len(row.tokens) for row in plan.seqs if row.decoding]
+        """How long this step takes."""
+        decoding = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
         return (
             self.step_seconds
             + self.row_seconds * len(decoding)
@@ -61,7 +61,7 @@ class FakeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the model's config says it is; without memory limits, unless it has some."""
+        """As the model's config says; without memory limits, unless it has some."""
         return EngineInfo(
             model_class="FakeEngine",
             device="none",
@@ -77,75 +77,66 @@ class FakeEngine:
         )
 
     def warm_up(self) -> None:
-        """Nothing is cold."""
+        pass
 
     def step(self, plan: StepPlan) -> StepResult:
         """Wait as long as such a step takes, then repeat the prompts."""
         model = self._model
         time.sleep(model.seconds(plan))
-        for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
-            assert model.block_size or row.num_computed_tokens == self._num_computed_tokens.get(row.id, 0), (
-                "the batcher and the engine disagree"
-            )
-            self._num_computed_tokens[row.id] = row.num_computed_tokens + count
+        for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
+            known = self._num_computed_tokens.get(seq.id, 0)
+            assert model.block_size or seq.num_computed_tokens == known, "the batcher and the engine disagree"
+            self._num_computed_tokens[seq.id] = seq.num_computed_tokens + count
             if model.block_size:
-                self._write_kv(row, count)
-        if any(model.crash_token in row.tokens for row in plan.seqs):
+                self._write_kv(seq, count)
+        if any(model.crash_token in seq.tokens for seq in plan.seqs):
             raise RuntimeError("a row holds the token that breaks this step")
-        if any(model.fatal_token in row.tokens for row in plan.seqs):
+        if any(model.fatal_token in seq.tokens for seq in plan.seqs):
             raise StartError("a row holds the token that ends this engine")
-        if (
-            model.memory_tokens is not None
-            and padded_tokens([*self._num_computed_tokens.values()], model.padded) > model.memory_tokens
-        ):
+        context = padded_tokens([*self._num_computed_tokens.values()], model.padded)
+        if model.memory_tokens is not None and context > model.memory_tokens:
             raise OutOfMemory("more tokens of context than the model's config allows")
-        tokens = [self._next_tokens(row) for row in plan.sampled]
+        tokens = [self._next_tokens(seq) for seq in plan.sampled]
         return StepResult(
             tokens,
             logprobs=[
-                self._token_logprobs(row.request.logprob_options, new_tokens)
-                for row, new_tokens in zip(plan.sampled, tokens, strict=True)
+                self._token_logprobs(seq.request.logprob_options, new_tokens)
+                for seq, new_tokens in zip(plan.sampled, tokens, strict=True)
             ],
             prompt_logprobs=self._prompt_logprobs(plan.sampled),
-            failed={row.id: "a poisoned row" for row in plan.seqs if model.poison_token in row.tokens},
+            failed={seq.id: "a poisoned row" for seq in plan.seqs if model.poison_token in seq.tokens},
         )
 
-    def release(self, rows: Rows[Sequence]) -> None:
-        """Forget how far they were."""
-        for row in rows:
-            self._num_computed_tokens.pop(row.id, None)
+    def release(self, seqs: Sequences[Sequence]) -> None:
+        for seq in seqs:
+            self._num_computed_tokens.pop(seq.id, None)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        pass
 
-    def _next_tokens(self, row: Sequence) -> list[int]:
-        first = row.num_generated_tokens
-        return [row.tokens[n % row.prompt_length] for n in range(first, first + self._model.tokens_per_step)]
+    def _next_tokens(self, seq: Sequence) -> list[int]:
+        first = seq.num_generated_tokens
+        return [seq.tokens[n % seq.prompt_length] for n in range(first, first + self._model.tokens_per_step)]
 
-    def _write_kv(self, row: Sequence, count: int) -> None:
-        """Write tokens to the row's blocks; all that it has there must be its own."""
-        size, end = self._model.block_size, row.num_computed_tokens + count
-        slots = [row.block_table[place // size] * size + place % size for place in range(end)]
-        self._kv_slots.update(
-            zip(slots[row.num_computed_tokens :], row.tokens[row.num_computed_tokens : end], strict=True)
-        )
-        assert [self._kv_slots[slot] for slot in slots] == row.tokens[:end], "a block holds another row's tokens"
+    def _write_kv(self, seq: Sequence, count: int) -> None:
+        """Write tokens to the sequence's blocks, and check that all it has there is its own."""
+        size, end = self._model.block_size, seq.num_computed_tokens + count
+        slots = [seq.block_table[at // size] * size + at % size for at in range(end)]
+        self._kv_slots.update(zip(slots[end - count :], seq.tokens[end - count : end], strict=True))
+        assert [self._kv_slots[slot] for slot in slots] == seq.tokens[:end], "a block holds tokens of another sequence"
 
-    def _prompt_logprobs(self, rows: list[Sequence]) -> dict[int, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, seqs: list[Sequence]) -> dict[int, list[TokenLogprobs]]:
         return {
-            row.id: [self._make_logprobs(row.request.logprob_options, token) for token in row.tokens]
-            for row in rows
-            if row.request.logprob_options.input_tokens and not row.num_generated_tokens
+            seq.id: [self._make_logprobs(seq.request.logprob_options, token) for token in seq.tokens]
+            for seq in seqs
+            if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens
         }
 
-    def _token_logprobs(self, details: LogprobOptions, tokens: list[int]) -> list[TokenLogprobs]:
-        wanted = details.generated_tokens and (details.logprobs or details.ranks or details.top_n_tokens)
-        return [self._make_logprobs(details, token) for token in tokens] if wanted else []
+    def _token_logprobs(self, options: LogprobOptions, tokens: list[int]) -> list[TokenLogprobs]:
+        wanted = options.generated_tokens and (options.logprobs or options.ranks or options.top_n_tokens)
+        return [self._make_logprobs(options, token) for token in tokens] if wanted else []
 
-    def _make_logprobs(self, details: LogprobOptions, token: int) -> TokenLogprobs:
-        logprob = -0.5 if details.logprobs else 0.0
-        top = [
-            ((token + i) % self._vocab_size, logprob - i if details.logprobs else 0.0)
-            for i in range(details.top_n_tokens)
-        ]
-        return TokenLogprobs(logprob, int(details.ranks), top)
+    def _make_logprobs(self, options: LogprobOptions, token: int) -> TokenLogprobs:
+        logprob, step = (-0.5, 1) if options.logprobs else (0.0, 0)
+        top = [((token + i) % self._vocab_size, logprob - i * step) for i in range(options.top_n_tokens)]
+        return TokenLogprobs(logprob, int(options.ranks), top)
