@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tgis.errors import StartError
-from tgis.models.convert import convert_weights, weights
+from tgis.models.convert import weights, weights_child
 from tgis.models.files import find_weights
 from tgis.utils import child_process
 
@@ -77,7 +77,7 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], seconds: float | None, *, show_output: bool) -> str | None:
         monkeypatch.setattr(sys, "argv", command[2:])
         try:
-            convert_weights.main()
+            weights_child.main()
         except SystemExit as left:
             return str(left.code)
         return None
@@ -135,7 +135,7 @@ class TestTheModelStaysTheSame:
     def test_embeddings_are_kept_once(self, model: Callable[..., Path], kind: str) -> None:
         path = model(kind)
         weights.convert_weights(path)
-        tied = convert_weights.tied_names(path)
+        tied = weights_child.tied_names(path)
         with safe_open(path / "model.safetensors", "pt") as file:
             dropped = dict(file.metadata())
             names = set(file.keys())
@@ -281,7 +281,7 @@ class TestRefused:
             save_file(tensors | {name: tensors[name] + 1}, target, metadata)
 
         path = model("tied", 2)
-        monkeypatch.setattr(convert_weights, "save_file", save)
+        monkeypatch.setattr(weights_child, "save_file", save)
         assert re.fullmatch(
             r"model-00001-of-00002\.safetensors: tensor '\S+' is not what was written", self.refused(path)
         )
@@ -289,12 +289,12 @@ class TestRefused:
     def test_what_is_compared(self, tmp_path: Path) -> None:
         tensors = {"w": torch.ones(3), "v": torch.tensor(float("nan"))}
         save_file(tensors, tmp_path / "m.safetensors")
-        convert_weights.verify(tmp_path / "m.safetensors", tensors)
+        weights_child.verify(tmp_path / "m.safetensors", tensors)
         for other in (torch.tensor([1.0, 1.0, 1.0000001]), torch.ones(3, dtype=torch.float64), torch.ones(3, 1)):
             with pytest.raises(StartError, match="tensor 'w' is not what was written"):
-                convert_weights.verify(tmp_path / "m.safetensors", tensors | {"w": other})
+                weights_child.verify(tmp_path / "m.safetensors", tensors | {"w": other})
         with pytest.raises(StartError, match="has other tensors than were written"):
-            convert_weights.verify(tmp_path / "m.safetensors", tensors | {"u": torch.ones(1)})
+            weights_child.verify(tmp_path / "m.safetensors", tensors | {"u": torch.ones(1)})
 
 
 # Runs a command whose files may have so many bytes only; what happens to one that wants more is up to the signal.

@@ -1,9 +1,11 @@
-"""Progress of work on many bytes: a bar on a terminal, else a line every few seconds."""
+"""Progress of slow work on stderr: for bytes a bar on a terminal, else a line every few seconds."""
 
+import contextlib
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 from huggingface_hub.utils import tqdm
@@ -18,6 +20,15 @@ def format_bytes(count: int) -> str:
         if value >= 999.5:
             value, unit = value / 1000, larger
     return f"{value:.3g} {unit}"
+
+
+@contextlib.contextmanager
+def timed(label: str) -> Iterator[None]:
+    """Print when the block starts and how long it took."""
+    print(f"{label} ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    yield
+    print(f"{label}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 class ProgressBar:

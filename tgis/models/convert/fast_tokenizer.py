@@ -1,25 +1,24 @@
-"""A tokenizer.json for models that have their tokenizer in an older format; transformers makes it, in a child."""
+"""Makes tokenizer.json for models with a slow tokenizer: transformers converts it in a child process."""
 
 import contextlib
 import hashlib
 import importlib.metadata
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from tgis.errors import StartError
 from tgis.models.files import ModelFiles, read_json
 from tgis.utils import child_process
+from tgis.utils.staging import staging_directory
 
 TOKENIZER = "tokenizer.json"
-MAX_TOKENIZER_BYTES = 1 << 26  # a larger file is weights
+MAX_TOKENIZER_BYTES = 1 << 26  # larger files are weights
 CONVERT_SECONDS = 600
 
 
 def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
-    """A directory with tokenizer.json: the model's own, else one made under `cache_dir`/tokenizers, once."""
+    """The model's directory if it has a tokenizer.json, else one below `cache_dir`/tokenizers, converted once."""
     if (model.path / TOKENIZER).is_file():
         return model.path
     try:
@@ -34,10 +33,10 @@ def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
 
 
 def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
-    """Put tokenizer.json into the model's directory, else the whole tokenizer into directory `out`.
+    """Add tokenizer.json to the model's directory, or write the whole tokenizer to directory `out`.
 
-    Returns what was done, in a line; nothing if the model has a tokenizer.json. Its other files stay as they are:
-    in the hub cache they are links to files that are named by their content.
+    Returns one line that says what was done. The model's other files are left alone: in the hub cache they are links to
+    content-addressed blobs.
     """
     if (model.path / TOKENIZER).is_file():
         return f"{model.path} has a {TOKENIZER} already: nothing to do"
@@ -45,7 +44,7 @@ def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
     try:
         with _converted(model, target) as made:
             files = [path for path in sorted(made.iterdir()) if out is not None and path.name != TOKENIZER]
-            for path in [*files, made / TOKENIZER]:  # it says that the others are there
+            for path in [*files, made / TOKENIZER]:  # last: it marks the tokenizer as complete
                 path.replace(target / path.name)
     except OSError as error:
         raise StartError(f"cannot write a tokenizer to {target}: {error.strerror or error}") from error
@@ -53,7 +52,7 @@ def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
 
 
 def _cache_key(path: Path) -> str:
-    """Of every file that can be part of a tokenizer, and of the library that reads them."""
+    """A hash of all files that may be part of the tokenizer, and of the version of transformers."""
     files = [file for file in path.iterdir() if file.is_file() and file.stat().st_size < MAX_TOKENIZER_BYTES]
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
     for file in sorted(files):
@@ -64,21 +63,17 @@ def _cache_key(path: Path) -> str:
 
 @contextlib.contextmanager
 def _converted(model: ModelFiles, folder: Path) -> Iterator[Path]:
-    """A directory in `folder` with the tokenizer as transformers writes it; what is left of it in the end goes."""
-    staging = Path(tempfile.mkdtemp(prefix=".", dir=folder))
-    try:
-        staging.chmod(0o755)
-        command = [sys.executable, "-m", "tgis.models.convert.convert_tokenizer", str(model.path), str(staging)]
+    """A staging directory in `folder` with the tokenizer as transformers saves it."""
+    with staging_directory(folder) as staging:
+        command = [sys.executable, "-m", "tgis.models.convert.fast_tokenizer_child", str(model.path), str(staging)]
         reason = child_process.run(command, CONVERT_SECONDS) or _conversion_problem(model, staging)
         if reason is not None:
             raise StartError(f"{model.path} has no {TOKENIZER}, put one there; none can be made: {reason}")
         yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _conversion_problem(model: ModelFiles, made: Path) -> str | None:
-    """What is wrong with a converted tokenizer; without vocabulary files transformers makes one up."""
+    """What is wrong with a converted tokenizer: without vocabulary files transformers writes an empty one."""
     if not (made / TOKENIZER).is_file():
         return "it has a tokenizer that only Python code can run"
     inner, size = read_json(made / TOKENIZER).get("model"), model.config.get("vocab_size")
@@ -93,5 +88,5 @@ def _publish(staging: Path, target: Path) -> None:
     try:
         staging.rename(target)
     except OSError:
-        if not target.is_dir():  # else another server was faster, with the same content
+        if not target.is_dir():  # otherwise another server has published the same content
             raise

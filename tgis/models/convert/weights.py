@@ -1,9 +1,8 @@
-"""Safetensors made of the .bin weights in a model's directory, by a child process; they get their names at the end."""
+"""Converts the .bin weights in a model's directory to safetensors; the files appear when all are complete."""
 
 import re
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from tgis.errors import StartError
@@ -11,16 +10,17 @@ from tgis.models.files import shard_files
 from tgis.utils import child_process
 from tgis.utils.file_lock import locked
 from tgis.utils.progress_bar import format_bytes
+from tgis.utils.staging import staging_directory
 
 INDEX_SUFFIX = ".index.json"
-STAGING_PREFIX = ".safetensors-"  # how the directory begins in which they grow
-NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  # in the name of a .bin file
+STAGING_PREFIX = ".safetensors-"  # of the directory where they are written
+NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  # in names of other .bin files
 
 
 def convert_weights(path: Path) -> str:
-    """Convert what is to be converted in directory `path`; returns what was done, in a line.
+    """Convert the weights in directory `path`; returns one line that says what was done.
 
-    StartError if a file holds anything but tensors, is broken, or the disk is full; nothing is changed then.
+    StartError if a file is broken or holds anything but tensors, or if the disk is full; nothing is changed then.
     """
     indexes = sorted(path.glob(f"*.bin{INDEX_SUFFIX}"))
     if len(indexes) > 1:
@@ -48,7 +48,7 @@ def _sources(path: Path) -> list[Path]:
 
 
 def _already_converted(path: Path, sources: list[str]) -> str | None:
-    """The last file to get its name, or weights that are served rather than any others."""
+    """The name of a finished conversion's last file, or of safetensors that are preferred anyway."""
     names = {target_name(source) for source in sources}
     if all((path / name).exists() for name in names):
         return max(names)
@@ -56,7 +56,7 @@ def _already_converted(path: Path, sources: list[str]) -> str | None:
 
 
 def _convert(path: Path, sources: list[Path]) -> str:
-    for left in path.glob(f"{STAGING_PREFIX}*"):  # by a process that was killed
+    for left in path.glob(f"{STAGING_PREFIX}*"):  # of a killed process
         shutil.rmtree(left, ignore_errors=True)
     need, free = sum(file.stat().st_size for file in sources), shutil.disk_usage(path).free
     if need > free:
@@ -64,15 +64,12 @@ def _convert(path: Path, sources: list[Path]) -> str:
             f"converting the weights in {path} needs {format_bytes(need)}, "
             f"and its file system has {format_bytes(free)} free"
         )
-    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=path))
-    try:
-        names = [file.name for file in sources]
-        command = [sys.executable, "-m", "tgis.models.convert.convert_weights", str(path), str(staging), *names]
+    names = [file.name for file in sources]
+    with staging_directory(path, STAGING_PREFIX) as staging:
+        command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(staging), *names]
         if reason := child_process.run(command, None, show_output=True):
             raise StartError(f"cannot convert the weights in {path}: {reason}")
         made = sorted(staging.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
         for file in made:
             file.replace(path / file.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return f"{path}: {', '.join(names)} converted to safetensors, every bit compared"

@@ -1,4 +1,4 @@
-"""`python -m tgis.models.demo NAME [--out CACHE]` prints the directory of the demo model, made once."""
+"""`python -m tgis.models.demo NAME [--out CACHE]` prints the directory of a demo model, built once."""
 
 import argparse
 import sys
@@ -9,11 +9,10 @@ from tgis.models.demo.fetch import MODELS, check_hashes, ensure
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tgis.models.demo", description="Bring a demo model.")
+    parser = argparse.ArgumentParser(prog="python -m tgis.models.demo", description="Build a demo model.")
     parser.add_argument("name", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, default=Path(".cache"), help="cache folder (default: .cache)")
-    parser.add_argument("--verify", action="store_true", help="check the sha256 of every file too")
+    parser.add_argument("--verify", action="store_true", help="also verify the sha256 of every file")
     options = parser.parse_args()
     try:
         directory = ensure(options.name, options.out)

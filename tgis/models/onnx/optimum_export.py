@@ -1,9 +1,8 @@
-"""The child process of `tgis.models.onnx.export`: lets Optimum write ONNX graphs of a model.
+"""The child process of `tgis.models.onnx.export`: Optimum writes ONNX graphs of a model.
 
-`python optimum_export.py MODEL OUT [PACKAGES]`, all directories; Optimum and a transformers that it works with are in
-PACKAGES, else where this Python has its own, perhaps without tgis. The decoder of an encoder-decoder gets what Optimum
-leaves out, a mask of the output, and counts the places of its tokens by it: so rows whose outputs are not equally long
-can share a pass.
+`python optimum_export.py MODEL OUT [PACKAGES]`, all directories; Optimum and a compatible transformers are in PACKAGES,
+else installed for this Python, which may lack tgis. The decoder of an encoder-decoder gets an attention mask of the
+output, which Optimum leaves out, and derives position ids from it, so that outputs of different lengths can be batched.
 """
 
 import inspect
@@ -13,10 +12,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Reads local files only and runs none of the model's code; any exception is for the parent to report."""
+    """Export with local files only, without running the model's code; the parent reports exceptions."""
     model_path, out, *packages = sys.argv[1:]
-    sys.path[:1] = packages  # instead of the folder of this file, whose modules have names that others have too
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read by the imports that follow
+    sys.path[:1] = packages  # replaces this file's directory, whose modules would shadow others
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read by the following imports
     from optimum.exporters.onnx import onnx_export_from_model  # noqa: PLC0415 - see above
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: PLC0415
 
@@ -32,46 +31,46 @@ def main() -> None:
 
 
 def _use_mask_positions(model: Any) -> bool:
-    """Let the decoder count places by its mask; whether that is possible."""
+    """Make the decoder derive positions from its mask; returns whether that is possible."""
     decoder = model.get_decoder()
     if any(name.endswith("relative_attention_bias") for name, _ in decoder.named_modules()):
-        return True  # counted from the newest token, in whose column all rows end
+        return True  # relative to the newest token, whose column is the last of every row
     if not hasattr(decoder, "embed_positions"):
         return False
     decoder.embed_positions = _mask_position_embedding(_position_table(model, model.config.max_position_embeddings))
     signature = inspect.signature(decoder.forward)
 
-    def tell(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def set_mask(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = signature.bind(*args, **kwargs).arguments
         decoder.embed_positions.mask = given["attention_mask"]
         decoder.embed_positions.columns = given["input_ids"].shape[1]
 
-    decoder.register_forward_pre_hook(tell, with_kwargs=True)
+    decoder.register_forward_pre_hook(set_mask, with_kwargs=True)
     return True
 
 
 def _mask_position_embedding(table: Any) -> Any:
-    """Stands for position embeddings; `table` [places, hidden]."""
+    """Replaces the position embeddings; `table` [positions, hidden size]."""
     import torch  # noqa: PLC0415 - only where Optimum is
 
-    class PlaceEmbeddings(torch.nn.Module):  # type: ignore[misc]
-        mask: Any  # [rows, columns so far], of the next pass
-        columns: Any  # that the pass adds
+    class MaskPositionEmbedding(torch.nn.Module):  # type: ignore[misc]
+        mask: Any  # [batch, length so far], set before each forward
+        columns: Any  # new tokens of the forward
 
-        def forward(self, *_: Any, **__: Any) -> Any:  # each architecture passes something else
-            places = (self.mask.cumsum(-1) - 1).clamp(min=0)
-            return table[places[:, -self.columns :]]
+        def forward(self, *_: Any, **__: Any) -> Any:  # architectures pass different arguments
+            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+            return table[positions[:, -self.columns :]]
 
-    return PlaceEmbeddings()
+    return MaskPositionEmbedding()
 
 
 def _position_table(model: Any, count: int) -> Any:
-    """What the decoder embeds for its first places, [count, hidden], as a pass over so many tokens shows."""
+    """The decoder's embeddings of the first `count` positions, [count, hidden size], observed in a forward."""
     import torch  # noqa: PLC0415 - only where Optimum is
 
     seen = []
     hook = model.get_decoder().embed_positions.register_forward_hook(lambda _m, _i, output: seen.append(output))
-    token = 1 if model.config.pad_token_id == 0 else 0  # some give padding no place
+    token = 1 if model.config.pad_token_id == 0 else 0  # some models give padding no position
     ids = torch.full((1, count), token)
     with torch.no_grad():
         model.base_model(input_ids=ids[:, :1], decoder_input_ids=ids, use_cache=False)
@@ -80,7 +79,7 @@ def _position_table(model: Any, count: int) -> Any:
 
 
 def _export_decoder_mask(model_type: str, task: str) -> None:
-    """Let Optimum's decoders of this type take `decoder_attention_mask`, which it calls attention_mask in graphs."""
+    """Make Optimum export `decoder_attention_mask` for this model type; it is named attention_mask in the graph."""
     from optimum.exporters.tasks import TasksManager  # noqa: PLC0415 - only where Optimum is
 
     kind = TasksManager.get_exporter_config_constructor("onnx", model_type=model_type, task=task).func

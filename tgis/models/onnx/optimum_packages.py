@@ -1,25 +1,23 @@
-"""Optimum and the older transformers that it needs, in a folder of their own under the cache directory.
+"""Installs Optimum and the older transformers that it needs into a directory of their own in the cache.
 
-The folder stands before tgis's packages for one child process; nothing that serves ever sees it.
+Only the export's child process has that directory on its path; the server never does.
 """
 
-import contextlib
 import hashlib
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from tgis.errors import StartError
 from tgis.utils import child_process
 from tgis.utils.file_lock import locked
+from tgis.utils.staging import staging_directory
 
 REQUIREMENTS = Path(__file__).with_name("optimum.txt")
 INSTALL_SECONDS = 1800
 
 
 def ensure_packages(cache_dir: Path, wheels: Path | None) -> Path:
-    """The folder, made once after saying so, out of the wheels in a folder if one is named; StartError if it fails."""
+    """The directory, created once; pip installs from `wheels` if given. StartError if that fails."""
     key = hashlib.sha256(f"{sys.version_info[:2]} {REQUIREMENTS.read_text()}".encode()).hexdigest()[:12]
     target = cache_dir / f"optimum-{key}"
     try:
@@ -34,16 +32,11 @@ def ensure_packages(cache_dir: Path, wheels: Path | None) -> Path:
 
 
 def _install(target: Path, wheels: Path | None) -> None:
-    staging = Path(tempfile.mkdtemp(prefix=".optimum-", dir=target.parent))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary", ":all:", "--requirement", str(REQUIREMENTS), "--target", str(staging)]
+    command += ["--no-deps", "--only-binary", ":all:", "--requirement", str(REQUIREMENTS)]
     if wheels is not None:
         command += ["--no-index", "--find-links", str(wheels)]
-    try:
-        if reason := child_process.run(command, INSTALL_SECONDS):
+    with staging_directory(target.parent, ".optimum-") as staging:
+        if reason := child_process.run([*command, "--target", str(staging)], INSTALL_SECONDS):
             raise StartError(f"cannot install Optimum (--wheels and --python need no network): {reason}")
-        staging.chmod(0o755)
         staging.rename(target)
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(staging)

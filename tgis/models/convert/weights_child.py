@@ -1,6 +1,6 @@
-"""The child process of `tgis.models.convert.weights`: loads .bin files, nothing but tensors, and writes safetensors.
+"""The child process of `tgis.models.convert.weights`: loads .bin files without running code, writes safetensors.
 
-`python -m tgis.models.convert.convert_weights MODEL OUT FILE ...`: two directories, and names of files in the first.
+`python -m tgis.models.convert.weights_child MODEL OUT FILE ...`: two directories, and names of files in the first.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 def convert(model: Path, out: Path, names: list[str]) -> None:
     """Write a safetensors file for each of `names`, and the index if the model has one."""
-    weight_map: dict[str, str] = {}  # of tensors
+    weight_map: dict[str, str] = {}  # tensor -> file
     tied = tied_names(model)
     total = sum((model / name).stat().st_size for name in names)
     with contextlib.closing(ProgressBar("converting", total, stream=sys.stdout)) as progress:
@@ -37,7 +37,7 @@ def convert(model: Path, out: Path, names: list[str]) -> None:
             tensors, dropped = untie(load(model / name), tied)
             target = out / target_name(name)
             save_file(tensors, target, metadata=dropped | {"format": "pt"})
-            target.chmod(0o644)  # save_file lets only the owner read
+            target.chmod(0o644)  # save_file makes it readable by its owner only
             verify(target, tensors)
             weight_map |= dict.fromkeys(tensors, target.name)
             progress.advance((model / name).stat().st_size)
@@ -47,7 +47,7 @@ def convert(model: Path, out: Path, names: list[str]) -> None:
 
 
 def load(path: Path) -> Tensors:
-    """The tensors of a .bin file, by name; mapped into memory unless the file has the format of before 2020."""
+    """The tensors of a .bin file by name; memory-mapped unless it has the format of torch before 1.6."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -63,7 +63,7 @@ def load(path: Path) -> Tensors:
 
 
 def tied_names(model: Path) -> list[str]:
-    """Patterns of tensors that transformers, when it loads the model, makes the same as others if they are missing."""
+    """Patterns of tensors that transformers ties to others on loading, so that they need not be stored."""
     kind = read_json(model / "config.json").get("model_type") if (model / "config.json").is_file() else None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         return []
@@ -74,10 +74,10 @@ def tied_names(model: Path) -> list[str]:
 
 
 def untie(tensors: Tensors, tied: list[str]) -> tuple[Tensors, dict[str, str]]:
-    """Tensors that share no memory, and the names that were left out, each with the one that stands for it.
+    """Tensors that share no memory, and the dropped names, each with the name of the tensor that it is tied to.
 
-    Left out are second names of the very same tensor that loading brings back. All else that shares memory is
-    copied: parts of larger tensors, and second names of which nobody knows that they are.
+    Dropped are aliases of a tensor that loading restores. Everything else that shares memory is copied: views into
+    larger tensors, and aliases that are not known to be tied.
     """
     groups = defaultdict(list)
     for name, tensor in tensors.items():
@@ -93,7 +93,7 @@ def untie(tensors: Tensors, tied: list[str]) -> tuple[Tensors, dict[str, str]]:
 
 
 def verify(made: Path, tensors: Tensors) -> None:
-    """StartError unless the file, read again, has every bit of every tensor."""
+    """Read the file back; StartError unless every tensor is bit-identical."""
     with made.open("rb") as file:
         os.fsync(file.fileno())
     with safe_open(made, "pt") as content:
@@ -107,7 +107,6 @@ def verify(made: Path, tensors: Tensors) -> None:
 
 
 def _storage_ptr(tensor: torch.Tensor) -> int:
-    """Where its memory begins."""
     return int(tensor.untyped_storage().data_ptr())
 
 
@@ -122,14 +121,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Whatever is wrong with the files becomes one line on stderr, for the parent to report."""
+    """Report any failure as one line on stderr, which the parent shows."""
     model, out, *names = sys.argv[1:]
     transformers.utils.logging.set_verbosity_error()
     try:
         convert(Path(model), Path(out), names)
     except StartError as error:
         sys.exit(str(error))
-    except Exception as error:  # noqa: BLE001 - the border of the process; broken files raise anything
+    except Exception as error:  # noqa: BLE001 - process border; broken files raise anything
         lines = str(error).strip().splitlines() or [""]
         sys.exit(f"{type(error).__name__}: {lines[0]}")
 
