@@ -64,7 +64,7 @@ class TimedEngine:
         self.engine.release([*seqs])
 
 
-def engine_options(name: str, model: Path, dtype: str, size: int) -> EngineOptions:
+def engine_options(name: str, model: Path, dtype: str, size: int, cache: Path = Path(".cache")) -> EngineOptions:
     """The defaults of a server, except for the batch size and without a prefix cache."""
     return EngineOptions(
         engine=name,
@@ -81,6 +81,7 @@ def engine_options(name: str, model: Path, dtype: str, size: int) -> EngineOptio
         log_level="warning",
         json_output=False,
         prefix_cache=False,
+        cache_dir=str(cache),
     )
 
 
@@ -121,7 +122,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     sizes = [int(size) for size in args.sizes.split(",")]
     machine, limits = load_timed_engine(
-        engine_options(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes))
+        engine_options(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes), args.cache)
     )
     Simulation(limits, machine, TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # warm-up
     report: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}

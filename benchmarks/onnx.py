@@ -119,6 +119,7 @@ def _engine(variant: Variant, model: Path, cache: Path) -> Engine:
         num_threads=None,
         log_level="warning",
         json_output=False,
+        cache_dir=str(cache),
     )
     engine = load_engine(options, _end)
     engine.warm_up()

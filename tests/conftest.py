@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+from repository import REPOSITORY, TEST_CACHE
 from tokenizers import pre_tokenizers
 
 from tgis.models.files import ModelFiles, find_model
@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
-    """Survives between runs; CI sets TGIS_TEST_CACHE."""
-    return Path(os.environ.get("TGIS_TEST_CACHE", REPOSITORY / ".cache")).absolute()
+    """Survives between runs."""
+    return TEST_CACHE
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "kv_cache_size_mb": (("1", 1), ("4096", 4096)),
     "prefix_cache": (("false", False), ("0", False)),
     "num_threads": (("1", 1), ("8", 8)),
+    "cpu_isa": (("none", "none"), ("avx2", "avx2")),
     "prefix_store_path": (("/", Path("/")), ("/tmp", Path("/tmp"))),
     "prompt_cache_size_mb": (("1", 1), ("2048", 2048)),
     "max_prompt_prefix_length": (("1", 1), ("100", 100)),

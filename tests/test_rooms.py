@@ -26,7 +26,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "prompts": {"errors", "ipc", "models", "utils"},
     "engine_core": {"batcher", "engines", "errors", "ipc", "prompts", "utils"},
     "engines": {"batcher", "errors", "ipc"},
-    "engines/kernels": set(),
+    "engines/kernels": {"errors", "utils"},
     "engines/memory": {"batcher", "engines", "engines/padded", "errors", "ipc"},
     "engines/loading": {"engines/kernels", "engines/memory", "engines/padded", "errors", "ipc", "utils"},
     "engines/lora": {"batcher", "engines/kernels", "engines/loading", "prompts"},

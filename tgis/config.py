@@ -43,6 +43,7 @@ ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fak
 DTYPE = choice(
     "float32", "float16", "bfloat16", unsupported=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
 )
+CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
@@ -124,6 +125,9 @@ class Config:
         BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True)
     num_threads: int | None = option(
         BATCHES, integer(1, 4096), "number of CPU threads of the engine", None, shown_default="all cores")
+    cpu_isa: str = option(
+        BATCHES, CPU_ISA, "instruction set of the CPU kernels: none, generic, avx2, avx512, avx512_bf16 or amx, which"
+        " leaves bfloat16 linear layers to oneDNN", "auto", shown_default="the CPU's best")
 
     prefix_store_path: Path | None = option(
         ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None,

@@ -220,6 +220,7 @@ class Server:
             compile=config.pt2_compile,
             estimate_memory=config.estimate_memory,
             cache_dir=str(config.cache_dir),
+            cpu_isa=config.cpu_isa,
             cuda_memory_fraction=config.cuda_process_memory_fraction,
             num_threads=config.num_threads,
             log_level=config.log_level,

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cpu_kernels import CACHE_DIR, CPU_ISA
+
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import BatchLimits, MemoryModel
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -40,6 +42,8 @@ def engine_options(model: Path, max_batch_size: int, threads: int | None) -> Eng
         num_threads=threads,
         log_level="info",
         json_output=False,
+        cache_dir=CACHE_DIR,
+        cpu_isa=CPU_ISA,
     )
 
 

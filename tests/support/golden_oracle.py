@@ -6,7 +6,6 @@ Batch of one, float32, CPU, computed on forward passes of transformers. A case w
 
 import argparse
 import itertools
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -19,11 +18,10 @@ from golden_compare import differences
 from golden_model import OracleModel
 from golden_steps import AmbiguousError, OracleRun
 from google.protobuf import json_format
+from repository import TEST_CACHE
 
 from tgis.models.demo import fetch
 from tgis.pb import generation_pb2 as pb
-
-CACHE = Path(os.environ.get("TGIS_TEST_CACHE", Path(__file__).parents[2] / ".cache"))
 
 
 class _Dumper(yaml.CSafeDumper):
@@ -93,7 +91,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             spec = servers()[server]
             model = OracleModel(
-                spec.model_directory(fetch.ensure(spec.model, CACHE), Path(scratch)), spec.options, spec.prompts
+                spec.model_directory(fetch.ensure(spec.model, TEST_CACHE), Path(scratch)), spec.options, spec.prompts
             )
         for _, file in files:
             wrong += _settle(file, expectations(file, model), arguments.check)

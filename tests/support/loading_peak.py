@@ -11,7 +11,7 @@ import msgspec
 import torch
 from batches import engine_options
 
-from tgis.engines.kernels.cpu.linear import PackedLinear
+from tgis.engines.kernels.cpu.linear import Gemm, PackedLinear
 from tgis.engines.loading.loader import load_causal_lm
 from tgis.engines.memory.available import PROCESS, read_proc_bytes
 
@@ -22,8 +22,8 @@ def main(model: Path, dtype: str) -> int:
     seen = [idle]
 
     class Watched(PackedLinear):
-        def __init__(self, linear: torch.nn.Linear) -> None:
-            super().__init__(linear)
+        def __init__(self, linear: torch.nn.Linear, gemm: Gemm) -> None:
+            super().__init__(linear, gemm)
             seen.append(read_proc_bytes(PROCESS / "status", "RssAnon"))
 
     with patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):

@@ -7,10 +7,12 @@ import os
 import sys
 
 import torch
+from cpu_kernels import CACHE_DIR, CPU_ISA
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.distributed import ranks
+from tgis.engines.kernels.cpu.library import load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 
@@ -23,5 +25,5 @@ model = AutoModelForCausalLM.from_pretrained(
 ids = torch.tensor([[5, 9, 13, 2, 7]])
 before = model(ids).logits
 merged = merge_linears(model, input_ids=ids[:, :2])
-packed = pack_linears(model)
+packed = pack_linears(model, load_kernels(CPU_ISA, CACHE_DIR))
 print(merged, packed, (model(ids).logits - before).abs().max().item())

@@ -1,29 +1,30 @@
-"""The C kernel of attention against the oracle, and what happens where it cannot be compiled."""
+"""The C kernel of attention against the oracle, for every instruction set."""
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from attention_oracle import reference_attention
 from chunk_batches import ChunkedBatch, chunk_batch
+from cpu_kernels import kernels_of
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
-from tgis.engines.kernels.cpu import attention
-from tgis.engines.kernels.cpu.attention import Kernel, find_kernel
-from tgis.engines.kernels.cpu.build import library
+from tgis.engines.kernels.cpu.attention import CpuAttention
+from tgis.engines.kernels.cpu.build import isa_flags
+from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
 from tgis.engines.paged.attention import AttentionParams, kernel_rows
 from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 
 FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}
+LIBRARIES = list(isa_flags())
 NOTHING = torch.zeros(0, dtype=torch.int64)
 ROWS = [(0, 2), (0, 16), (0, 130), (127, 2), (126, 5), (509, 7), (1000, 33), (15, 64)]  # tokens before, new tokens
-RULES = {
+PARAMS = {
     "plain": AttentionParams(0.3),
     "window of one token": AttentionParams(0.3, 1),
     "window": AttentionParams(0.3, 100),
@@ -34,37 +35,45 @@ RULES = {
 }
 
 
-def kernel_for(q: Tensor, keys: Tensor, values: Tensor) -> Kernel:
-    kernel = find_kernel(q, keys, values)
-    assert kernel is not None
-    return kernel
+@pytest.fixture(params=LIBRARIES)
+def kernel(request: pytest.FixtureRequest) -> CpuAttention:
+    return CpuAttention(kernels_of(request.param))
 
 
-def decode(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **rules: Any) -> Tensor:
-    """Of rows with one token each."""
+@pytest.fixture
+def kernels() -> list[CpuAttention]:
+    """All that this CPU can run, for expected values that take long."""
+    return [CpuAttention(kernels_of(isa)) for isa in LIBRARIES if ISAS[isa] <= cpu_flags()]
+
+
+def decode_by(
+    kernel: CpuAttention, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **params: Any
+) -> Tensor:
+    """Attention of rows with one token each."""
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [], NOTHING, [])
-    return kernel_for(q, keys, values).attend(q, keys, values, kernel_rows(batch), **rules)
+    assert kernel.supports(q, keys, values)
+    return kernel.attend(q, keys, values, kernel_rows(batch), **params)
 
 
-def arguments(rules: AttentionParams) -> dict[str, Any]:
-    return {"scale": rules.scale, "window": rules.window, "softcap": rules.softcap, "sinks": rules.sinks}
+def arguments(params: AttentionParams) -> dict[str, Any]:
+    return {"scale": params.scale, "window": params.window, "softcap": params.softcap, "sinks": params.sinks}
 
 
-def whole(chunks: ChunkedBatch, rules: AttentionParams) -> Tensor:
-    """What is given to the chunks of a batch."""
-    kernel = kernel_for(chunks.q, *chunks.layer)
-    output = kernel.attend(chunks.q, *chunks.layer, kernel_rows(chunks.batch), **arguments(rules))
+def prefill_by(kernel: CpuAttention, chunks: ChunkedBatch, params: AttentionParams) -> Tensor:
+    """Attention of the chunks of a batch."""
+    assert kernel.supports(chunks.q, *chunks.layer)
+    output = kernel.attend(chunks.q, *chunks.layer, kernel_rows(chunks.batch), **arguments(params))
     return output[chunks.batch.num_decodes :]
 
 
-def difference(chunks: ChunkedBatch, rules: AttentionParams) -> float:
-    """Of the kernel from the oracle, at most."""
-    expected = [
-        reference_attention(chunks.q[chunk.tokens], k, v, **arguments(rules))
+def prefill_error(kernels: list[CpuAttention], chunks: ChunkedBatch, params: AttentionParams) -> float:
+    """The largest difference from the oracle."""
+    parts = [
+        reference_attention(chunks.q[chunk.tokens], k, v, **arguments(params))
         for chunk, (k, v) in zip(chunks.batch.chunks, chunks.contexts, strict=True)
     ]
-    found: float = (whole(chunks, rules).double() - torch.cat(expected)).abs().max().item()
-    return found
+    expected = torch.cat(parts)
+    return max(float((prefill_by(kernel, chunks, params).double() - expected).abs().max()) for kernel in kernels)
 
 
 @contextmanager
@@ -81,71 +90,66 @@ def in_int64(case: Case, dtype: torch.dtype) -> Case:
     return replace(case, index=torch.int64, dtype=dtype)
 
 
-@pytest.fixture
-def uncached() -> "Callable[[], None]":
-    def clear() -> None:
-        library.cache_clear()
-        attention._kernel.cache_clear()
-
-    clear()
-    return clear
-
-
 @pytest.mark.parametrize("name", FITTING)
-def test_gives_what_attention_is(name: str) -> None:
-    assert error(in_int64(FITTING[name], torch.float32), "cpu", decode) < 1e-5
+def test_decodes_match_the_oracle(kernel: CpuAttention, name: str) -> None:
+    assert error(in_int64(FITTING[name], torch.float32), "cpu", partial(decode_by, kernel)) < 1e-5
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_bfloat16_is_rounded_once(name: str) -> None:
-    assert error(in_int64(BFLOAT16[name], torch.bfloat16), "cpu", decode) < 2e-2
+def test_decodes_in_bfloat16_are_rounded_once(name: str) -> None:
+    kernel = CpuAttention(kernels_of("auto"))
+    assert error(in_int64(BFLOAT16[name], torch.bfloat16), "cpu", partial(decode_by, kernel)) < 2e-2
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_chunks_see_what_came_before_and_themselves(name: str) -> None:
-    assert difference(chunk_batch(ROWS, 6, 2, 32, torch.float32), RULES[name]) < 1e-5
-    assert difference(chunk_batch(ROWS, 6, 2, 32, torch.bfloat16), RULES[name]) < 2e-2
+@pytest.mark.parametrize("name", PARAMS)
+def test_chunks_see_their_context_and_themselves(kernels: list[CpuAttention], name: str) -> None:
+    assert prefill_error(kernels, chunk_batch(ROWS, 6, 2, 32, torch.float32), PARAMS[name]) < 1e-5
+    assert prefill_error(kernels, chunk_batch(ROWS, 6, 2, 32, torch.bfloat16), PARAMS[name]) < 2e-2
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(1, 1, 16), (9, 3, 64), (7, 7, 80), (5, 1, 48), (14, 2, 256), (200, 1, 16)]
+    ("heads", "kv_heads", "size"),
+    [(1, 1, 16), (9, 3, 64), (7, 7, 80), (5, 1, 48), (14, 2, 256), (200, 1, 16), (2, 1, 512), (256, 1, 512)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_of_many_shapes(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+def test_chunks_of_many_shapes(
+    kernels: list[CpuAttention], heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> None:
     chunks = chunk_batch([(0, 40), (130, 3)], heads, kv_heads, size, dtype)
-    assert difference(chunks, AttentionParams(size**-0.5)) < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert prefill_error(kernels, chunks, AttentionParams(size**-0.5)) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
+def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(kernel: CpuAttention, dtype: torch.dtype) -> None:
     keys, values = torch.randn(5, 4, 3, 16).to(dtype), torch.randn(5, 4, 3, 32).to(dtype)
     k, v = torch.randn(1, 3, 6, 16).to(dtype)[0].transpose(0, 1), torch.randn(6, 3, 32).to(dtype)
     slots = torch.tensor([7, 0, 19, 3, 12, 8])
     expected = keys.clone(), values.clone()
     for stored, new in zip(expected, (k, v), strict=True):
         stored.flatten(0, 1)[slots] = new
-    kernel_for(torch.randn(6, 9, 16).to(dtype), keys, values).keep(k, v, keys, values, slots)
+    kernel.write_kv_cache(k, v, keys, values, slots)
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_any_number_of_threads(count: int) -> None:
+def test_any_number_of_threads(kernel: CpuAttention, count: int) -> None:
     chunks = chunk_batch([(1500, 20), (0, 7)], 6, 3, 16, torch.float32)
     with threads(count):
-        assert error(Case([600, 20, 33], heads=6, kv_heads=3), "cpu", decode) < 1e-5
-        assert error(Case([2600], heads=6, kv_heads=3), "cpu", decode) < 1e-5
-        assert difference(chunks, AttentionParams(0.3)) < 1e-5
+        assert error(Case([600, 20, 33], heads=6, kv_heads=3), "cpu", partial(decode_by, kernel)) < 1e-5
+        assert error(Case([2600], heads=6, kv_heads=3), "cpu", partial(decode_by, kernel)) < 1e-5
+        assert prefill_error([kernel], chunks, AttentionParams(0.3)) < 1e-5
 
 
-@pytest.mark.parametrize("rules", [AttentionParams(0.3), AttentionParams(0.3, 100), RULES["all at once"]])
+@pytest.mark.parametrize("rules", [AttentionParams(0.3), AttentionParams(0.3, 100), PARAMS["all at once"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_gets_the_same_bits_in_any_chunk_and_company(rules: AttentionParams, dtype: torch.dtype) -> None:
+def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
+    kernel: CpuAttention, rules: AttentionParams, dtype: torch.dtype
+) -> None:
     """However a prompt is cut, by however many threads, and beside whomever."""
     total = 1300
     chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
-    expected, blocks = whole(chunks, rules), chunks.batch.chunks[0].block_table
-    kernel = kernel_for(chunks.q, *chunks.layer)
+    expected, blocks = prefill_by(kernel, chunks, rules), chunks.batch.chunks[0].block_table
     cuts = ([1, 1, 14, 1, 240, 255, 1, 511, 276], [130] * 10, [1024, 276], [37] * 35 + [5])
     for count, cut in zip((1, 2, 7, 2), cuts, strict=True):
         assert sum(cut) == total
@@ -161,28 +165,28 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(rules: AttentionPar
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_no_number_stays_visible(dtype: torch.dtype) -> None:
+def test_nan_stays_visible(kernel: CpuAttention, dtype: torch.dtype) -> None:
     tensors, rules = inputs(Case([40, 40], dtype=dtype), "cpu")
     tensors[0][1, 0] = float("nan")
-    output = decode(*tensors, **rules)
+    output = decode_by(kernel, *tensors, **rules)
     assert output[1, 0].isnan().all()
     assert output[0].isfinite().all()
     assert output[1, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_no_number_in_a_chunk_is_seen_by_what_comes_after(dtype: torch.dtype) -> None:
+def test_nan_in_a_chunk_is_seen_by_later_tokens(kernel: CpuAttention, dtype: torch.dtype) -> None:
     chunks = chunk_batch([(0, 40), (0, 20)], 4, 2, 16, dtype)
     slot = chunks.batch.chunks[0].block_table[1], 5  # token 21
     chunks.layer[0][slot] = float("nan")
-    output = whole(chunks, AttentionParams(0.3))
+    output = prefill_by(kernel, chunks, AttentionParams(0.3))
     assert output[:21].isfinite().all()
     assert output[21:40].isnan().all()
     assert output[40:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_read_that_nobody_has_written(dtype: torch.dtype) -> None:
+def test_nothing_unwritten_is_read(kernel: CpuAttention, dtype: torch.dtype) -> None:
     chunks = chunk_batch([(600, 21)], 4, 2, 16, dtype)
     (chunk,) = chunks.batch.chunks
     for states in chunks.layer:
@@ -190,28 +194,28 @@ def test_nothing_is_read_that_nobody_has_written(dtype: torch.dtype) -> None:
         states[chunk.block_table[:30]] = float("nan")
     chunk.block_table[:30] = 2**30
     rules = AttentionParams(0.3, 100)
-    assert whole(chunks, rules).isfinite().all()
+    assert prefill_by(kernel, chunks, rules).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
+def test_large_scores_do_not_overflow(kernel: CpuAttention, dtype: torch.dtype) -> None:
     tensors, rules = inputs(Case([50], dtype=dtype), "cpu")
     tensors[0] *= 1e4
-    assert decode(*tensors, **rules).isfinite().all()
+    assert decode_by(kernel, *tensors, **rules).isfinite().all()
     chunks = chunk_batch([(600, 20)], 4, 2, 16, dtype)
     chunks.q *= 1e4
-    assert whole(chunks, AttentionParams(0.3)).isfinite().all()
+    assert prefill_by(kernel, chunks, AttentionParams(0.3)).isfinite().all()
 
 
-def test_queries_lie_as_the_model_has_them() -> None:
+def test_queries_of_any_strides(kernel: CpuAttention) -> None:
     chunks = chunk_batch([(20, 30)], 4, 2, 16, torch.float32)
-    expected = whole(chunks, AttentionParams(0.3))
+    expected = prefill_by(kernel, chunks, AttentionParams(0.3))
     for dims in ((1, 0, 2), (2, 1, 0)):  # heads first; numbers apart
         chunks.q = chunks.q.permute(dims).contiguous().permute(dims)
-        assert torch.equal(whole(chunks, AttentionParams(0.3)), expected)
+        assert torch.equal(prefill_by(kernel, chunks, AttentionParams(0.3)), expected)
 
 
-def test_rows_are_told_by_where_their_blocks_are() -> None:
+def test_sequences_point_to_their_block_tables() -> None:
     tables, lengths, blocks = torch.zeros(2, 5, dtype=torch.int64), torch.tensor([70, 3]), torch.arange(4)
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [PrefillChunk(slice(2, 9), 50, blocks)], NOTHING, [])
     assert kernel_rows(batch).tolist() == [
@@ -221,27 +225,9 @@ def test_rows_are_told_by_where_their_blocks_are() -> None:
     ]
 
 
-@pytest.mark.parametrize(("k_size", "dtype"), [(24, torch.float32), (16, torch.float64), (16, torch.float16)])
-def test_other_shapes_and_dtypes_have_none(k_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("k_size", "dtype"), [(24, torch.float32), (528, torch.float32), (16, torch.float64), (16, torch.float16)]
+)
+def test_other_shapes_and_dtypes_are_not_supported(k_size: int, dtype: torch.dtype) -> None:
     (q, keys, values, *_), _ = inputs(Case([5], k_size=k_size, v_size=k_size, dtype=dtype), "cpu")
-    assert find_kernel(q, keys, values) is None
-
-
-@pytest.mark.parametrize("compiler", [None, "#!/bin/sh\nexit 1\n"])
-def test_a_machine_without_a_compiler_says_so_once(
-    compiler: str | None,
-    uncached: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    if compiler is not None:
-        (tmp_path / "cc").write_text(compiler)
-        (tmp_path / "cc").chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    caplog.set_level(logging.INFO)
-    (q, keys, values, *_), _ = inputs(Case([5]), "cpu")
-    assert find_kernel(q, keys, values) is None
-    assert find_kernel(q, keys, values) is None
-    assert len([record for record in caplog.records if "plain PyTorch" in record.message]) == 1
-    uncached()
+    assert not CpuAttention.supports(q, keys, values)

@@ -1,11 +1,11 @@
-"""Fused operators against transformers' own, in float64, and that only what is the same is replaced."""
+"""Fused operators against transformers' own in float64, for every instruction set; only what agrees is replaced."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from cpu_kernels import kernels_of
 from tiny_models import ARCHITECTURES, ENCODER_DECODERS, make_config, make_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -21,8 +21,8 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5 import modeling_t5
 
 from tgis.engines.kernels.cpu import fused_ops
-from tgis.engines.kernels.cpu.build import library
-from tgis.engines.kernels.cpu.fused_ops import RmsNorm, fuse, rotate
+from tgis.engines.kernels.cpu.fused_ops import RmsNorm, RotaryEmbedding, fuse
+from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -37,8 +37,6 @@ NORMS = [
 HALVES = [modeling_llama, modeling_qwen3, modeling_olmo2, modeling_gpt_neox]  # rotate one half with the other
 OTHERS = [modeling_helium, modeling_gptj]  # rotate neighbours
 
-pytestmark = pytest.mark.skipif(fused_ops._kernels(torch.float32) is None, reason="no C compiler")
-
 
 @pytest.fixture(autouse=True)
 def deterministic() -> None:
@@ -46,13 +44,14 @@ def deterministic() -> None:
     torch.set_grad_enabled(False)
 
 
+@pytest.fixture(params=["generic", "avx2", "avx512", "avx512_bf16"])
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return kernels_of(request.param)
+
+
 @pytest.fixture
-def uncached() -> Iterator[None]:
-    for cached in (library, fused_ops._kernels):
-        cached.cache_clear()
-    yield
-    for cached in (library, fused_ops._kernels):
-        cached.cache_clear()
+def best_kernels() -> CpuKernels:
+    return kernels_of("auto")
 
 
 class Holder(PreTrainedModel):  # type: ignore[misc]
@@ -91,10 +90,12 @@ def drawn(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("size", [1, 17, 576])
-def test_norms_of_transformers_are_replaced(kind: type[nn.Module], size: int, dtype: torch.dtype) -> None:
+def test_norms_of_transformers_are_replaced(
+    kernels: CpuKernels, kind: type[nn.Module], size: int, dtype: torch.dtype
+) -> None:
     norm = drawn(kind(size, 1e-6), dtype)
     model = Holder(norm).to(dtype)
-    assert fuse(model) == 1
+    assert fuse(model, kernels) == 1
     assert isinstance(model.part, RmsNorm)
     x = torch.randn(2, 40, size).to(dtype) * torch.logspace(-4, 4, 40)[:, None].to(dtype)
     scale = norm.weight.double() + (kind is modeling_gemma2.Gemma2RMSNorm)
@@ -110,17 +111,17 @@ def test_norms_of_transformers_are_replaced(kind: type[nn.Module], size: int, dt
     [nn.LayerNorm(32), nn.RMSNorm(32), Sharp(), nn.Linear(32, 32), nn.BatchNorm1d(32), CohereLayerNorm(4096)],
     ids=lambda part: type(part).__name__,
 )
-def test_other_modules_stay(part: nn.Module, dtype: torch.dtype) -> None:
-    """Cohere's takes the mean away, which of many random numbers is nearly 0."""
+def test_other_modules_stay(best_kernels: CpuKernels, part: nn.Module, dtype: torch.dtype) -> None:
+    """Cohere's subtracts the mean, which is nearly 0 for many random numbers."""
     model = Holder(drawn(part, torch.float32)).to(dtype)
-    assert fuse(model) == 0
+    assert fuse(model, best_kernels) == 0
     assert model.part is part
 
 
-def test_what_is_no_number_stays_in_its_row() -> None:
+def test_nan_stays_in_its_row(kernels: CpuKernels) -> None:
     x = torch.randn(3, 64).bfloat16()
     x[1, 5] = float("nan")
-    y = RmsNorm(modeling_llama.LlamaRMSNorm(64).bfloat16(), 1e-6, 0.0)(x)
+    y = RmsNorm(modeling_llama.LlamaRMSNorm(64).bfloat16(), 1e-6, 0.0, kernels)(x)
     assert y[1].isnan().all()
     assert y[[0, 2]].isfinite().all()
 
@@ -128,12 +129,14 @@ def test_what_is_no_number_stays_in_its_row() -> None:
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize(("batch", "angles"), [(1, 1), (3, 3), (3, 1)])
 @pytest.mark.parametrize("size", [2, 6, 64])
-def test_rotates_as_transformers_does(dtype: torch.dtype, batch: int, angles: int, size: int) -> None:
+def test_rotates_as_transformers_does(
+    kernels: CpuKernels, dtype: torch.dtype, batch: int, angles: int, size: int
+) -> None:
     states = torch.randn(batch, 70, 6, 2 * size).to(dtype)[..., :size].transpose(1, 2)  # of a partly rotated head
     q, k = states[:, :4], states[:, 4:]
     cos, sin = torch.randn(2, angles, 70, size).to(dtype)
-    apply = modeling_llama.apply_rotary_pos_emb
-    wide = apply(q.double(), k.double(), cos.double(), sin.double())
+    rotate = RotaryEmbedding(kernels)
+    wide = modeling_llama.apply_rotary_pos_emb(q.double(), k.double(), cos.double(), sin.double())
     for expected, found in zip(wide, rotate(q, k, cos, sin), strict=True):
         assert error(expected, found) < ERROR[dtype]
     heads_last = rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
@@ -141,43 +144,47 @@ def test_rotates_as_transformers_does(dtype: torch.dtype, batch: int, angles: in
         assert error(expected, found.transpose(1, 2)) < ERROR[dtype]
 
 
-def test_what_is_wider_than_the_angles_stays() -> None:
+def test_what_a_head_has_beyond_the_rotary_size_is_copied(kernels: CpuKernels) -> None:
     q, k = torch.randn(2, 1, 4, 7, 24)
     cos, sin = torch.randn(2, 1, 7, 8)
     expected = modeling_gpt_neox.apply_rotary_pos_emb(q, k, cos, sin)
-    for whole, found in zip(expected, rotate(q, k, cos, sin), strict=True):
+    for whole, found in zip(expected, RotaryEmbedding(kernels)(q, k, cos, sin), strict=True):
         assert torch.allclose(whole, found, atol=1e-5)
 
 
 @pytest.mark.parametrize("module", HALVES)
 def test_a_function_that_rotates_halves_is_known(module: ModuleType) -> None:
-    assert fused_ops._is_rotation(module.apply_rotary_pos_emb)
+    assert fused_ops._computes_rotary(module.apply_rotary_pos_emb)
 
 
 @pytest.mark.parametrize("module", OTHERS)
 def test_a_function_that_does_something_else_is_not(module: ModuleType) -> None:
-    assert not fused_ops._is_rotation(module.apply_rotary_pos_emb)
+    assert not fused_ops._computes_rotary(module.apply_rotary_pos_emb)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3"])
-def test_a_fused_model_gives_its_logits_and_leaves_others_alone(kind: str, tmp_path: Path) -> None:
+def test_a_fused_model_gives_its_logits_and_leaves_others_alone(
+    best_kernels: CpuKernels, kind: str, tmp_path: Path
+) -> None:
     path = make_model(kind, tmp_path)
     plain, fused = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
     layers = plain.config.num_hidden_layers
     ids = torch.randint(3, 60, (2, 9))
     expected = plain(ids).logits
-    assert fuse(fused) >= 3 * layers + 1  # two norms and an attention a layer, and the last norm
+    assert fuse(fused, best_kernels) >= 3 * layers + 1  # two norms and an attention a layer, and the last norm
     assert torch.allclose(fused(ids).logits, expected, atol=1e-5)
     assert torch.equal(plain(ids).logits, expected)
 
 
-def test_a_norm_of_another_dtype_is_the_models_own() -> None:
+def test_a_norm_of_another_dtype_is_the_models_own(best_kernels: CpuKernels) -> None:
     plain, x = drawn(modeling_llama.LlamaRMSNorm(64), torch.bfloat16), torch.randn(3, 64)
-    assert torch.equal(RmsNorm(plain, 1e-6, 0.0)(x), plain(x))
+    assert torch.equal(RmsNorm(plain, 1e-6, 0.0, best_kernels)(x), plain(x))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES | ENCODER_DECODERS)
-def test_every_architecture_computes_in_bfloat16_what_it_did(name: str, tmp_path: Path) -> None:
+def test_every_architecture_computes_in_bfloat16_what_it_did(
+    best_kernels: CpuKernels, name: str, tmp_path: Path
+) -> None:
     """Some keep angles, weights or sums in float32."""
     config = make_config(name)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -185,14 +192,12 @@ def test_every_architecture_computes_in_bfloat16_what_it_did(name: str, tmp_path
     plain, fused = (family.from_pretrained(path, dtype=torch.bfloat16).eval() for _ in range(2))
     ids = torch.randint(3, 60, (2, 9))
     arguments = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :4]} if config.is_encoder_decoder else {})
-    pack_linears(fused)
-    fuse(fused)
+    pack_linears(fused, best_kernels)
+    fuse(fused, best_kernels)
     expected = plain(**arguments, use_cache=False).logits.double()
     found = fused(**arguments, use_cache=False).logits.double()
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.usefixtures("uncached")
-def test_without_a_compiler_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert fuse(Holder(modeling_llama.LlamaRMSNorm(32))) == 0
+def test_without_kernels_nothing_is_replaced() -> None:
+    assert fuse(Holder(modeling_llama.LlamaRMSNorm(32)), None) == 0

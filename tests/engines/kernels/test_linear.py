@@ -1,22 +1,25 @@
-"""Packed linear layers against products in float64, and that no row depends on those beside it."""
+"""Packed linear layers against float64, for every instruction set; no row depends on those beside it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from cpu_kernels import kernels_of
+from tiny_models import make_config
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tgis.engines.kernels.cpu import linear
-from tgis.engines.kernels.cpu.build import library
-from tgis.engines.kernels.cpu.linear import OneDnnProduct, OurProduct, PackedLinear, Product, has_kernel
+from tgis.engines.kernels.cpu.library import ISAS, CpuKernels
+from tgis.engines.kernels.cpu.linear import CpuGemm, Gemm, OneDnnGemm, PackedLinear, cpu_gemm, pack_linears
 
-KINDS = [OurProduct, OneDnnProduct]
-SIZES = [(2, 1), (64, 32), (576, 192), (576, 49), (1538, 70), (4100, 33)]  # beyond a tile, beyond what is read at once
+SIZES = [(2, 1), (64, 32), (576, 192), (576, 49), (1538, 70), (4100, 33)]  # beyond a tile, beyond what is prefetched
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+GEMMS = {"avx512": [torch.float32], "avx512_bf16": [torch.float32, torch.bfloat16], "amx": [torch.float32]}
+ONEDNN_DTYPES = [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
-needs_kernel = pytest.mark.skipif(not has_kernel(torch.zeros(2, 2)), reason="no kernel for this processor")
+MakeGemm = Callable[[Tensor], CpuGemm]
 
 
 @pytest.fixture(autouse=True)
@@ -24,83 +27,113 @@ def deterministic() -> None:
     torch.manual_seed(7)
 
 
-@pytest.fixture
-def uncached() -> Iterator[None]:
-    for cached in (library, linear._kernel):
-        cached.cache_clear()
-    yield
-    for cached in (library, linear._kernel):
-        cached.cache_clear()
+@pytest.fixture(params=[(isa, dtype) for isa, dtypes in GEMMS.items() if isa != "amx" for dtype in dtypes])
+def ours(request: pytest.FixtureRequest) -> tuple[MakeGemm, torch.dtype]:
+    """Our GEMM for a weight, and the dtype that it must have."""
+    isa, dtype = request.param
+    return partial(CpuGemm, kernels=kernels_of(isa)), dtype
 
 
-def parts(inputs: int, outputs: int, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    weight = torch.randn(outputs, inputs).div(inputs**0.5).to(dtype)
-    return weight, torch.randn(outputs).to(dtype), torch.randn(rows, inputs).to(dtype)
-
-
-def error(product: Product, weight: Tensor, bias: Tensor | None, x: Tensor) -> float:
-    expected = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    return float((product(x, bias).double() - expected).abs().max() / expected.abs().max())
-
-
-@needs_kernel
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 65, 200])
-def test_is_a_product(
-    kind: Callable[[Tensor], Product], dtype: torch.dtype, inputs: int, outputs: int, rows: int
-) -> None:
-    weight, bias, x = parts(inputs, outputs, dtype, rows)
-    assert error(kind(weight), weight, None, x) < ERROR[dtype]
-    assert error(kind(weight), weight, bias, x) < ERROR[dtype]
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_no_row_depends_on_others(dtype: torch.dtype, threads: int) -> None:
-    weight, bias, x = parts(576, 200, dtype, 150)
-    product = partial(OurProduct(weight), bias=bias)
-    alone = torch.cat([product(row[None]) for row in x])
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(count)
     try:
-        for rows in (2, 9, 64, 150):
-            assert torch.equal(product(x[:rows]), alone[:rows])
+        yield
     finally:
         torch.set_num_threads(before)
 
 
-@needs_kernel
-@pytest.mark.parametrize("dtype", ERROR)
-def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
-    weight, bias, x = parts(64, 40, dtype, 9)
+def tensors(inputs: int, outputs: int, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    weight = torch.randn(outputs, inputs).div(inputs**0.5).to(dtype)
+    return weight, torch.randn(outputs).to(dtype), torch.randn(rows, inputs).to(dtype)
+
+
+def error(gemm: Gemm, weight: Tensor, bias: Tensor | None, x: Tensor) -> float:
+    expected = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    return float((gemm(x, bias).double() - expected).abs().max() / expected.abs().max())
+
+
+def check_errors(make: Callable[[Tensor], Gemm], dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    for rows in (1, 2, 3, 7, 8, 65, 200):
+        weight, bias, x = tensors(inputs, outputs, dtype, rows)
+        assert error(make(weight), weight, None, x) < ERROR[dtype]
+        assert error(make(weight), weight, bias, x) < ERROR[dtype]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_our_gemm_multiplies(ours: tuple[MakeGemm, torch.dtype], inputs: int, outputs: int) -> None:
+    check_errors(*ours, inputs, outputs)
+
+
+@pytest.mark.parametrize("dtype", ONEDNN_DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_onednn_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    check_errors(OneDnnGemm, dtype, inputs, outputs)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_no_row_depends_on_others(ours: tuple[MakeGemm, torch.dtype], threads: int) -> None:
+    make, dtype = ours
+    weight, bias, x = tensors(576, 200, dtype, 150)
+    gemm = partial(make(weight), bias=bias)
+    alone = torch.cat([gemm(row[None]) for row in x])
+    with num_threads(threads):
+        for rows in (2, 9, 64, 150):
+            assert torch.equal(gemm(x[:rows]), alone[:rows])
+
+
+def test_nan_and_infinity_stay_in_their_row(ours: tuple[MakeGemm, torch.dtype]) -> None:
+    make, dtype = ours
+    weight, bias, x = tensors(64, 40, dtype, 9)
     x[3, 5], x[6, 0] = float("nan"), float("inf")
-    y = OurProduct(weight)(x, bias)
+    y = make(weight)(x, bias)
     assert y[3].isnan().all()
     assert not y[6].isfinite().any()
     assert y[[0, 1, 2, 4, 5, 7, 8]].isfinite().all()
 
 
-@needs_kernel
-def test_any_shape_and_order_of_inputs() -> None:
-    weight, bias, x = parts(64, 40, torch.float32, 12)
-    product = partial(OurProduct(weight), bias=bias)
-    assert torch.equal(product(x.view(2, 3, 2, 64)), product(x).view(2, 3, 2, 40))
-    assert torch.equal(product(x.T.contiguous().T), product(x))
-    assert product(x[:0]).shape == (0, 40)
+def test_inputs_of_any_shape_and_strides(ours: tuple[MakeGemm, torch.dtype]) -> None:
+    make, dtype = ours
+    weight, bias, x = tensors(64, 40, dtype, 12)
+    gemm = partial(make(weight), bias=bias)
+    assert torch.equal(gemm(x.view(2, 3, 2, 64)), gemm(x).view(2, 3, 2, 40))
+    assert torch.equal(gemm(x.T.contiguous().T), gemm(x))
+    assert gemm(x[:0]).shape == (0, 40)
 
 
-@pytest.mark.parametrize(("inputs", "dtype"), [(63, torch.bfloat16), (64, torch.float16), (64, torch.float64)])
-def test_other_shapes_and_dtypes_have_no_kernel(inputs: int, dtype: torch.dtype) -> None:
-    assert not has_kernel(torch.zeros(32, inputs, dtype=dtype))
+@pytest.mark.parametrize("isa", ISAS)
+def test_our_gemm_is_chosen_where_it_is_the_faster_one(isa: str) -> None:
+    kernels = kernels_of(isa)
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16):
+        assert (cpu_gemm(torch.zeros(32, 64, dtype=dtype), kernels) is not None) == (dtype in GEMMS.get(isa, []))
+    assert cpu_gemm(torch.zeros(32, 63, dtype=torch.bfloat16), kernels) is None  # no pairs
+    assert cpu_gemm(torch.zeros(32, 64), None) is None
 
 
-@pytest.mark.usefixtures("uncached")
-def test_without_a_compiler_onednn_multiplies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    linear = nn.Linear(64, 40).requires_grad_(requires_grad=False)
-    packed = PackedLinear(linear)
-    assert isinstance(packed.product, OneDnnProduct)
-    assert error(lambda x, _: packed(x), linear.weight, linear.bias, torch.randn(3, 64)) < ERROR[torch.float32]
+def llama(dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(make_config("Llama")).to(dtype).eval().requires_grad_(requires_grad=False)
+
+
+def check_packed(kernels: CpuKernels | None, dtype: torch.dtype, layers: int) -> None:
+    model, ids = llama(dtype), torch.tensor([[5, 9, 13]])
+    expected = model(ids).logits
+    assert pack_linears(model, kernels) == layers == sum(type(m) is PackedLinear for m in model.modules())
+    assert (model(ids).logits - expected).norm() < 10 * ERROR.get(dtype, 0) * expected.norm() + 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_linear_layers_are_packed_for_what_can_multiply_them(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = sum(type(module) is nn.Linear for module in llama(dtype).modules())
+    check_packed(None, dtype, layers if dtype in ONEDNN_DTYPES else 0)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)  # as on CPUs with AVX2 alone
+    check_packed(None, dtype, layers if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_of_a_model_by_our_gemm(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = kernels_of("avx512_bf16")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    check_packed(kernels, dtype, sum(type(module) is nn.Linear for module in llama(dtype).modules()))

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
+from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
@@ -55,6 +56,11 @@ def select_device(options: EngineOptions) -> torch.device:
     return torch.device("cpu")
 
 
+def select_kernels(options: EngineOptions, device: torch.device) -> CpuKernels | None:
+    """The C kernels for this device, if it is a CPU and has any."""
+    return load_kernels(options.cpu_isa, options.cache_dir) if device.type == "cpu" else None
+
+
 def load_config(options: EngineOptions) -> PreTrainedConfig:
     """What the model's config.json says."""
     return AutoConfig.from_pretrained(options.model_path, local_files_only=True, trust_remote_code=False)
@@ -88,26 +94,26 @@ def _load_for_inference(auto_class: Any, options: EngineOptions, device: torch.d
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
     check_model_fits(auto_class, options, config, dtype, device)
-    longest = options.max_sequence_length
     with log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     ):
-        model = _optimize(
-            _from_pretrained(auto_class, options, config, dtype).eval().to(device), config, device, longest
-        )
+        model = _from_pretrained(auto_class, options, config, dtype).eval().to(device)
+        _optimize(model, config, options, device)
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 
 
-def _optimize(model: PreTrainedModel, config: PreTrainedConfig, device: torch.device, longest: int) -> PreTrainedModel:
-    """Its rotary embeddings made steady, its linear layers faster."""
+def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineOptions, device: torch.device) -> None:
+    """Freeze the frequencies of rotary embeddings, and make layers faster."""
+    longest = options.max_sequence_length
     if fixed := freeze_frequencies(model, longest):
         log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
     if device.type == "cpu":  # where merging was measured to bring nothing beyond packing
-        log.info("packed %d linear layers, fused the small operators of %d others", pack_linears(model), fuse(model))
+        kernels = select_kernels(options, device)
+        packed, fused = pack_linears(model, kernels), fuse(model, kernels)
+        log.info("packed %d linear layers, fused the small operators of %d others", packed, fused)
     else:
         log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))
-    return model
 
 
 def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:

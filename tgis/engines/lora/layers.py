@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgis.batcher.sequence import Sequence as Row
-from tgis.engines.kernels.cpu.linear import OurProduct, Product, has_kernel
+from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.linear import Gemm, cpu_gemm
 from tgis.engines.loading.merged_linear import MergedLinear, MergedLinearSlice
 from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.prompts.lora import LoraAdapter
@@ -31,11 +32,12 @@ def lora_of(row: Row) -> LoraAdapter | None:
 class LoraLayers:
     """The linear layers of a model, which compute what they always do unless `applied` is open; None has no layers."""
 
-    def __init__(self, model: PreTrainedModel | None) -> None:
+    def __init__(self, model: PreTrainedModel | None, kernels: CpuKernels | None = None) -> None:
+        self._kernels = kernels
         self._modules = {} if model is None else dict(_lora_targets(model))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._bank = AdapterBank({name: _dtype(module) for name, module in self._modules.items()})
-        self._gemms: dict[str, tuple[Product, Product]] = {}  # with what is in the stack, once they are needed
+        self._gemms: dict[str, tuple[Gemm, Gemm]] = {}  # with what is in the stack, once they are needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass, of at least those in the stack
         self._num_passes = 0
         self._foreign_columns: Tensor | None = (
@@ -88,25 +90,23 @@ class LoraLayers:
 
         return change
 
-    def _gemms_of(self, name: str) -> tuple[Product, Product]:
+    def _gemms_of(self, name: str) -> tuple[Gemm, Gemm]:
         if name not in self._gemms:
             down, up = self._bank.layers[name]
-            self._gemms[name] = _gemm(down), _gemm(up.T)
+            self._gemms[name] = _gemm(down, self._kernels), _gemm(up.T, self._kernels)
         return self._gemms[name]
 
 
-def _add_lora(output: Tensor, x: Tensor, down: Product, up: Product, foreign: Tensor) -> None:
+def _add_lora(output: Tensor, x: Tensor, down: Gemm, up: Gemm, foreign: Tensor) -> None:
     """Change [..., out] in place by what adapters make of `x` [..., in]; its parts are behind one another."""
     hidden = down(x, None)  # [..., columns]
     hidden.view(len(foreign), -1, hidden.shape[-1]).masked_fill_(foreign, 0.0)
     output.add_(up(hidden, None))
 
 
-def _gemm(weight: Tensor) -> Product:
-    """With a weight [out, in], packed where that is of use: oneDNN takes as long to begin as for what is so small."""
-    if weight.device.type == "cpu" and has_kernel(weight):
-        return OurProduct(weight)
-    return lambda x, bias: linear(x, weight, bias)
+def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:
+    """With a weight [out, in]; oneDNN's packed one would take longer to set up than to compute what is so small."""
+    return cpu_gemm(weight, kernels) or (lambda x, bias: linear(x, weight, bias))
 
 
 def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 import torch
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import load_causal_lm, model_info
+from tgis.engines.loading.loader import load_causal_lm, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, padded_spans
 from tgis.engines.memory.profiler import KvCacheCost
@@ -30,7 +30,7 @@ class CausalLM:
             use_gqa_attention(self.model)
         self.info = model_info(self.model)
         self.max_positions = options.max_sequence_length
-        self.lora = LoraLayers(self.model)
+        self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._embed_tokens = self.model.get_input_embeddings()
         self.embedding_size = self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0
         self.max_logprob_tokens = max_logprob_tokens(device)

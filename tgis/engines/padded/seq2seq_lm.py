@@ -15,7 +15,7 @@ from transformers import EncoderDecoderCache, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import load_seq2seq_lm, model_info
+from tgis.engines.loading.loader import load_seq2seq_lm, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, decoder_prompt, embed_with_prompts, encoder_prompt, padded_spans
 from tgis.engines.memory.profiler import KvCacheCost
@@ -69,7 +69,7 @@ class Seq2SeqLM:
         self.info = model_info(self.model)
         self._positions = find_positions(self.model, options.max_sequence_length)
         self._constraints = OutputConstraints.from_config(self.model.generation_config, device)
-        self.lora = LoraLayers(self.model)
+        self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self._max_batch_size = max_batch_size
         self.max_positions = self._positions.max_positions

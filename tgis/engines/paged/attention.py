@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines.kernels.cpu.attention import Kernel, find_kernel
+from tgis.engines.kernels.cpu.attention import CpuAttention
+from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 from tgis.engines.paged.kv_cache import PagedKVCache
@@ -41,8 +42,9 @@ _Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, _KVCache, AttentionParam
 class PagedAttention:
     """The attention function of one engine: writes the keys and values of the step, then attends."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kernels: CpuKernels | None = None) -> None:
         self.name = name
+        self._cpu_attention = CpuAttention(kernels) if kernels else None
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, 1)
         self.windows: set[int | None] = set()  # that layers have passed
@@ -83,9 +85,9 @@ class PagedAttention:
         kv_cache = self.cache.layer(layer_index, k, v)
         self.windows.add(window)
         params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
-        if kernel := find_kernel(q, *kv_cache):
-            kernel.keep(k, v, *kv_cache, batch.slot_mapping)
-            return _cpu_kernel_attention(kernel, batch, q, kv_cache, params)[None]
+        if self._cpu_attention and self._cpu_attention.supports(q, *kv_cache):
+            self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
+            return _cpu_kernel_attention(self._cpu_attention, batch, q, kv_cache, params)[None]
         for stored, new in zip(kv_cache, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
         decode, prefill = _select_backends(q, kv_cache, params)
@@ -95,7 +97,7 @@ class PagedAttention:
 
 
 def _cpu_kernel_attention(
-    kernel: Kernel, batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams
+    kernel: CpuAttention, batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
     """Decodes and chunks in one call."""
     if batch.kernel_rows is None:

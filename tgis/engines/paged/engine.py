@@ -13,7 +13,7 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.loading.loader import load_causal_lm, select_device
+from tgis.engines.loading.loader import load_causal_lm, select_device, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import device_errors, memory_for_batches
@@ -62,10 +62,11 @@ class PagedEngine:
         self._all_reduce_min = all_reduce_min
         self._device = select_device(options)
         self._model, self._accepts = load_causal_lm(options, self._device)
-        self._lora = LoraLayers(self._model)
+        kernels = select_kernels(options, self._device)
+        self._lora = LoraLayers(self._model, kernels)
         self._embedding = self._model.get_input_embeddings()
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
-        self._attention = PagedAttention(f"tgis_paged_{id(self)}")
+        self._attention = PagedAttention(f"tgis_paged_{id(self)}", kernels)
         self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history)
         self._prompt_logprobs = PromptLogprobs(self._vocab_size)
         self._async_decode = (

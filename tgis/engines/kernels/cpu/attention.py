@@ -1,104 +1,98 @@
-"""Attention over the paged KV cache on CPUs: a kernel in C, for rows with one new token and for chunks alike.
-
-Where it cannot be compiled, and for shapes and dtypes that it does not know, bodies in plain PyTorch give the same.
-"""
+"""Attention over the paged KV cache on CPUs, by attention.c: decodes and prompt chunks in one call."""
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cpu.build import library
+from tgis.engines.kernels.cpu.library import CpuKernels
 
-_LANES = 16
-_UNLIMITED = 2**62
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-
-class _Shape(NamedTuple):
-    """What the kernel is compiled for; the names are those of its macros."""
-
-    half: int
-    k_size: int
-    v_size: int
-    group: int
-    kv_heads: int
-    block: int
+_DTYPES = (torch.float32, torch.bfloat16)
+_SIZE_MULTIPLE = 16  # of head sizes: the lanes of the widest vectors
+_MAX_SIZE = 512  # of heads, and
+_MAX_GROUP = 256  # of query heads that share a KV head: so that scratch memory fits on the stack of a thread
+_NO_WINDOW = 2**62
 
 
-class _Work(ctypes.Structure):
-    """The kernel's argument."""
+class _AttentionArgs(ctypes.Structure):
+    """`attention_args` of attention.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "output", "rows", "sinks")),
-        *((name, ctypes.c_int64) for name in ("count", "q_token", "q_head", "window")),
+        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "output", "sequences", "sinks")),
+        *((name, ctypes.c_int64) for name in ("num_seqs", "q_token_stride", "q_head_stride", "k_size", "v_size")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "block_size", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("threads", ctypes.c_int64),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """What is compiled for one shape. `keys` [blocks, block size, K, D] and `values` [blocks, block size, K, E] are
-    contiguous and, as all states, of the dtype of that shape.
+class CpuAttention:
+    """The kernels for caches `k_cache` [blocks, block size, K, D] and `v_cache` [blocks, block size, K, E], which are
+    contiguous and of the dtype of the queries, keys and values.
     """
 
-    _attention: Callable[[_Work], int]
-    _keep: Callable[..., None]
+    def __init__(self, kernels: CpuKernels) -> None:
+        pointers = [ctypes.c_void_p] * 5
+        self._attend = {
+            dtype: kernels.function("paged_attention", dtype, [ctypes.POINTER(_AttentionArgs)], ctypes.c_int)
+            for dtype in _DTYPES
+        }
+        self._write = {
+            dtype: kernels.function("write_kv_cache", dtype, pointers + [ctypes.c_int64] * 8) for dtype in _DTYPES
+        }
 
-    def keep(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write `k` [T, K, D] and `v` [T, K, E] of new tokens to their `slots` [T], of all tokens of all blocks."""
-        assert k.dtype == v.dtype == keys.dtype, (k.dtype, v.dtype)
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
+    @staticmethod
+    def supports(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+        sizes, group = (k_cache.shape[3], v_cache.shape[3]), q.shape[1] // k_cache.shape[2]
+        fits = group <= _MAX_GROUP and all(size <= _MAX_SIZE and size % _SIZE_MULTIPLE == 0 for size in sizes)
+        return fits and q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in _DTYPES
+
+    def write_kv_cache(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store `k` [T, K, D] and `v` [T, K, E] of new tokens in their slots [T], counted in tokens."""
+        assert k.dtype == v.dtype == k_cache.dtype, (k.dtype, v.dtype)
+        assert k_cache.is_contiguous()
+        assert v_cache.is_contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-        pointers = k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr()
-        self._keep(*pointers, len(k), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        tensors = k, v, k_cache, v_cache, slot_mapping
+        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+        self._write[k.dtype](*(t.data_ptr() for t in tensors), *k.shape, v.shape[2], *strides)
 
     def attend(
         self,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        sequences: Tensor,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The output [T, H, E] of queries [T, H, D], which are the last tokens of their rows, as `rows` has
-        them; the new tokens' keys and values have been kept.
+        """The output [T, H, E] of queries [T, H, D], whose keys and values are in the cache.
+
+        `sequences` is int64 [sequences, 4]: the first query, the number of queries, which are the last tokens of the
+        sequence, its length, and the address of its block table, int64.
         """
         q, sinks = q if q.stride(2) == 1 else q.contiguous(), None if sinks is None else sinks.float().contiguous()
-        output = q.new_empty(*q.shape[:2], values.shape[-1])
-        pointers = [None if t is None else t.data_ptr() for t in (q, keys, values, output, rows, sinks)]
-        numbers = len(rows), q.stride(0), q.stride(1), window or _UNLIMITED
-        if self._attention(_Work(*pointers, *numbers, scale, softcap or 0.0, torch.get_num_threads())):
+        output = q.new_empty(*q.shape[:2], v_cache.shape[3])
+        tensors = q, k_cache, v_cache, output, sequences, sinks
+        _, block_size, kv_heads, k_size = k_cache.shape
+        args = _AttentionArgs(
+            *(None if t is None else t.data_ptr() for t in tensors),
+            len(sequences),
+            q.stride(0),
+            q.stride(1),
+            k_size,
+            v_cache.shape[3],
+            kv_heads,
+            q.shape[1] // kv_heads,
+            block_size,
+            window or _NO_WINDOW,
+            scale,
+            softcap or 0.0,
+            torch.get_num_threads(),
+        )
+        if self._attend[q.dtype](args):
             raise MemoryError(f"no memory for attention of {len(q)} tokens")
         return output
-
-
-def find_kernel(q: Tensor, keys: Tensor, values: Tensor) -> Kernel | None:
-    """One for tensors like these, if there can be one; it is compiled now, once per shape."""
-    if q.device.type != "cpu" or not q.dtype == keys.dtype == values.dtype or q.dtype not in _DTYPES:
-        return None
-    kv_heads, block = keys.shape[2], keys.shape[1]
-    return _kernel(_Shape(_DTYPES[q.dtype], q.shape[2], values.shape[3], q.shape[1] // kv_heads, kv_heads, block))
-
-
-@cache
-def _kernel(shape: _Shape) -> Kernel | None:
-    if shape.k_size % _LANES or shape.v_size % _LANES:
-        return None
-    compiled = library("attention.c", **shape._asdict())
-    if compiled is None:
-        return None
-    attention, keep = compiled.attention, compiled.keep
-    attention.argtypes, attention.restype = [ctypes.POINTER(_Work)], ctypes.c_int
-    keep.argtypes, keep.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5, None
-    return Kernel(attention, keep)

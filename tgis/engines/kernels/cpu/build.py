@@ -1,45 +1,66 @@
-"""Kernels in C for the CPU: sources beside this module, compiled for the processor at hand when an engine starts.
+"""Compiles the C kernels, one library for each instruction set.
 
-They run in the OpenMP threads of PyTorch. Without a C compiler nothing is lost but speed.
+Of the standard library only: setup.py runs this file where nothing is installed.
 """
 
-import ctypes
-import logging
-import shutil
+import hashlib
+import os
+import platform
 import subprocess
-import tempfile
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+_HERE = Path(__file__).parent
+_SOURCES = ("attention.c", "elementwise.c", "gemm.c")
+_FLAGS = ("-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
+_TIMEOUT_SECONDS = 300.0
 
-_SECONDS = 60.0  # for the compiler
-
-
-@cache
-def library(source: str, **macros: int) -> ctypes.CDLL | None:
-    """What the file of that name gives with these macros; None, with a log line, where it cannot be compiled."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        log.info("no C compiler (cc): what %s computes is plain PyTorch, which is slower", source)
-        return None
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            return ctypes.CDLL(str(_compile(compiler, source, macros, Path(directory))))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("%s could not be compiled, plain PyTorch is slower: %s", source, error)
-        return None
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_X86_64 = {"generic": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
 
 
-def _compile(compiler: str, source: str, macros: dict[str, int], directory: Path) -> Path:
-    """The library. OpenMP is not linked to it: it must be the one of PyTorch, which is there already."""
-    definitions = [f"-D{name.upper()}={value}" for name, value in macros.items()]
-    flags = ["-O3", "-march=native", "-fopenmp", "-fPIC", *definitions]
-    compiled, linked = directory / "kernel.o", directory / "kernel.so"
-    commands: tuple[list[str | Path], ...] = (
-        [compiler, *flags, "-c", Path(__file__).with_name(source), "-o", compiled],
-        [compiler, "-shared", compiled, "-lm", "-o", linked],
+def isa_flags() -> dict[str, tuple[str, ...]]:
+    """The libraries of this machine's architecture and the compiler flags of each."""
+    return _X86_64 if platform.machine() == "x86_64" else {"generic": ()}
+
+
+def source_files() -> list[Path]:
+    """What the libraries are made from; empty in an installed wheel."""
+    return sorted(_HERE.glob("*.[ch]"))
+
+
+def source_hash(isa: str) -> str:
+    """Changes when the library has to be compiled anew."""
+    digest = hashlib.sha256(repr((platform.machine(), _FLAGS, isa_flags()[isa])).encode())
+    for file in source_files():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compile_library(isa: str, compiler: str, directory: Path) -> Path:
+    """The library, in `directory`, as are its object files; OSError or TimeoutExpired if that fails.
+
+    OpenMP is not linked: its functions must be those of the library that PyTorch has loaded.
+    """
+
+    def compile_object(source: str, bf16: int) -> Path:
+        target = directory / f"{isa}-{source}-{bf16}.o"
+        _run(compiler, *_FLAGS, *isa_flags()[isa], f"-DBF16={bf16}", "-c", str(_HERE / source), "-o", str(target))
+        return target
+
+    jobs = [(source, bf16) for source in _SOURCES for bf16 in (0, 1)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_object, *zip(*jobs, strict=True)))
+    library = directory / f"{isa}.so"
+    _run(compiler, "-shared", *map(str, objects), "-lm", "-o", str(library))
+    return library
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
     )
-    for command in commands:
-        subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
-    return linked
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+        raise OSError(f"{command[0]}: {errors[0]}")

@@ -1,68 +1,71 @@
-/* Small operators of decoders on CPUs, each in one pass over its numbers: fusing.py says which and has this compiled.
-
-   HALF says whether the numbers are bfloat16 or float32; all else is float32, and is rounded once. */
+/* RMS norm and rotary embedding, each in one pass; computed in float32 and rounded once. */
 
 #include <math.h>
 
-#include "lanes.h"
+#include "simd.h"
 
-#define ENOUGH 16384 /* numbers that are worth more than one thread */
+#define PARALLEL_ELEMENTS 16384 /* fewer are not worth waking the other threads */
 
-/* y [rows, size] = x / sqrt(mean of the squares of its row + eps) * (weight [size] + offset) */
-void norm(
-    const number *x, const number *weight, number *y, int64_t rows, int64_t size, float eps, float offset,
+/* y [rows, size] = x / sqrt(mean(x^2) + eps) * (weight [size] + weight_offset) */
+void EXPORT(rms_norm)(
+    const scalar_t *x, const scalar_t *weight, scalar_t *y, int64_t rows, int64_t size, float eps, float weight_offset,
     int64_t threads
 ) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= ENOUGH)
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        const number *from = x + row * size;
-        wide squares = {0};
+        const scalar_t *x_row = x + row * size;
+        f32_vec squares = {0};
         for (int64_t i = 0; i < size; i += LANES) {
-            const wide part = load_some(from + i, size - i);
+            const f32_vec part = load_partial(x_row + i, size - i);
             squares += part * part;
         }
-        const float factor = 1 / sqrtf(sum(squares) / size + eps);
+        const float scale = 1 / sqrtf(reduce_add(squares) / size + eps);
         for (int64_t i = 0; i < size; i += LANES) {
-            const wide scale = load_some(weight + i, size - i) + offset;
-            store_some(y + row * size + i, load_some(from + i, size - i) * factor * scale, size - i);
+            const f32_vec w = load_partial(weight + i, size - i) + weight_offset;
+            store_partial(y + row * size + i, load_partial(x_row + i, size - i) * scale * w, size - i);
         }
     }
 }
 
-/* A tensor [batch, heads, tokens, width], where it goes, and the strides of both but that of the last dimension, 1. */
+/* q or k [batch, heads, tokens, head_size] and its output, each with its own strides; the last dimension is contiguous. */
 typedef struct {
-    const number *x;
-    number *y;
-    int64_t heads, width, from[3], to[3];
-} states;
+    const scalar_t *x;
+    scalar_t *y;
+    int64_t heads, head_size, x_strides[3], y_strides[3]; /* of batch, heads, tokens */
+} rotary_tensor;
 
-static void rotate_token(const states *w, int64_t b, int64_t t, int64_t size, const number *c, const number *s) {
-    const int64_t half = size / 2;
-    for (int64_t h = 0; h < w->heads; h++) {
-        const number *first = w->x + b * w->from[0] + h * w->from[1] + t * w->from[2], *second = first + half;
-        number *out = w->y + b * w->to[0] + h * w->to[1] + t * w->to[2];
+static void rotate_token(
+    const rotary_tensor *tensor, int64_t batch, int64_t token, int64_t rotary_size, const scalar_t *cos,
+    const scalar_t *sin
+) {
+    const int64_t half = rotary_size / 2, *from = tensor->x_strides, *to = tensor->y_strides;
+    for (int64_t head = 0; head < tensor->heads; head++) {
+        const scalar_t *x = tensor->x + batch * from[0] + head * from[1] + token * from[2];
+        scalar_t *y = tensor->y + batch * to[0] + head * to[1] + token * to[2];
         for (int64_t i = 0; i < half; i += LANES) {
             const int64_t count = half - i;
-            const wide a = load_some(first + i, count), z = load_some(second + i, count);
-            store_some(out + i, a * load_some(c + i, count) - z * load_some(s + i, count), count);
-            store_some(out + half + i, z * load_some(c + half + i, count) + a * load_some(s + half + i, count), count);
+            const f32_vec x1 = load_partial(x + i, count), x2 = load_partial(x + half + i, count);
+            const f32_vec y1 = x1 * load_partial(cos + i, count) - x2 * load_partial(sin + i, count);
+            const f32_vec y2 = x2 * load_partial(cos + half + i, count) + x1 * load_partial(sin + half + i, count);
+            store_partial(y + i, y1, count);
+            store_partial(y + half + i, y2, count);
         }
-        memcpy(out + size, first + size, (w->width - size) * sizeof *out);
+        memcpy(y + rotary_size, x + rotary_size, (tensor->head_size - rotary_size) * sizeof *y);
     }
 }
 
-/* y = x * cos + (-second half of x, first half of x) * sin, of two tensors; cos and sin [batch or 1, tokens, size] with
-   the stride `step` of batches. What is wider than these stays as it is. */
-void rotate(
-    const states *q, const states *k, const number *cosines, const number *sines, int64_t batch, int64_t tokens,
-    int64_t size, int64_t step, int64_t threads
+/* y = x * cos + rotate_half(x) * sin for q and k; cos and sin [batch or 1, tokens, rotary_size], where `batch_stride` is
+   0 if all rows share them. Elements of a head beyond rotary_size are copied. */
+void EXPORT(rotary_embedding)(
+    const rotary_tensor *q, const rotary_tensor *k, const scalar_t *cos, const scalar_t *sin, int64_t batches,
+    int64_t tokens, int64_t rotary_size, int64_t batch_stride, int64_t threads
 ) {
-    const int64_t numbers = batch * (q->heads + k->heads) * tokens * size;
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (numbers >= ENOUGH)
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t t = 0; t < tokens; t++) {
-            const int64_t place = b * step + t * size;
-            rotate_token(q, b, t, size, cosines + place, sines + place);
-            rotate_token(k, b, t, size, cosines + place, sines + place);
+    const int64_t elements = batches * (q->heads + k->heads) * tokens * rotary_size;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (elements >= PARALLEL_ELEMENTS)
+    for (int64_t batch = 0; batch < batches; batch++)
+        for (int64_t token = 0; token < tokens; token++) {
+            const int64_t offset = batch * batch_stride + token * rotary_size;
+            rotate_token(q, batch, token, rotary_size, cos + offset, sin + offset);
+            rotate_token(k, batch, token, rotary_size, cos + offset, sin + offset);
         }
 }

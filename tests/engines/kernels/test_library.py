@@ -1,0 +1,167 @@
+"""Which library of C kernels is used: by the CPU's features and CPU_ISA, prebuilt or compiled once."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cpu_kernels import kernels_of
+
+from tgis import config
+from tgis.engines.kernels.cpu import build, library
+from tgis.engines.kernels.cpu.library import ISAS, cpu_flags, load_kernels, resolve_isa
+from tgis.errors import StartError
+
+SSE = "fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt"
+AVX2 = f"{SSE} avx f16c fma avx2 bmi2"
+AVX512 = f"{AVX2} avx512f avx512dq avx512cd avx512bw avx512vl"
+CPUS = {
+    "qemu64": (SSE, "generic"),
+    "AMD Zen 3": (AVX2, "avx2"),
+    "Xeon Phi": (f"{AVX2} avx512f avx512cd avx512er avx512pf", "avx2"),
+    "Ice Lake": (f"{AVX512} avx512_vnni", "avx512"),
+    "AMD Zen 4": (f"{AVX512} avx512_bf16", "avx512_bf16"),
+    "Sapphire Rapids": (f"{AVX512} avx512_bf16 amx_bf16 amx_tile amx_int8", "amx"),
+    "Sapphire Rapids, AMX hidden": (f"{AVX512} avx512_bf16", "avx512_bf16"),
+    "Graviton 3": ("fp asimd evtstrm aes sve bf16", "generic"),
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_the_best_instruction_set_of_a_cpu(name: str) -> None:
+    flags, best = CPUS[name]
+    assert resolve_isa("auto", frozenset(flags.split())) == best
+
+
+def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
+    flags = frozenset(AVX512.split())
+    for isa in ("none", "generic", "avx2", "avx512"):
+        assert resolve_isa(isa, flags) == isa
+    for isa in ("avx512_bf16", "amx"):
+        with pytest.raises(StartError, match=f"^CPU_ISA={isa}: this CPU lacks avx512_bf16$"):
+            resolve_isa(isa, flags)
+    with pytest.raises(StartError, match="lacks avx2, fma"):
+        resolve_isa("avx2", frozenset())
+
+
+def test_amx_can_be_pretended() -> None:
+    """No kernel of ours uses it: it only leaves bfloat16 to oneDNN."""
+    assert resolve_isa("amx", ISAS["avx512_bf16"]) == "amx"
+    assert kernels_of("amx").gemm_dtypes == {torch.float32}
+
+
+def test_the_option_takes_every_instruction_set() -> None:
+    for isa in ("auto", "none", *ISAS):
+        assert config.parse([], {"MODEL_NAME": "m", "CPU_ISA": isa}, "tgis serve").cpu_isa == isa
+    assert set(build.isa_flags()) <= set(ISAS)
+
+
+@pytest.mark.parametrize("line", ["flags\t\t: fpu avx2 fma", "Features\t: fpu avx2 fma"])
+def test_flags_are_read_as_linux_shows_them(tmp_path: Path, line: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nvmx flags\t: vnmi\n\nprocessor\t: 1\n{line}\n")
+    assert cpu_flags(tmp_path / "cpuinfo") == {"fpu", "avx2", "fma"}
+    assert cpu_flags(tmp_path / "missing") == frozenset()
+
+
+def test_openmp_is_not_linked() -> None:
+    """Two OpenMP libraries in one process would have twice as many threads."""
+    path = _path(kernels_of("generic"))
+    assert b"GOMP_parallel" in path.read_bytes()
+    assert b"libgomp" not in path.read_bytes()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been compiled, by a compiler that takes a finished library from elsewhere."""
+    finished, names = _path(kernels_of("generic")), []
+
+    def compile_library(isa: str, _compiler: str, directory: Path) -> Path:
+        names.append(isa)
+        return Path(shutil.copy(finished, directory / f"{isa}.so"))
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    return names
+
+
+def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str]) -> None:
+    for _ in range(2):
+        load_kernels.cache_clear()
+        kernels = load_kernels("generic", str(tmp_path))
+        assert kernels is not None
+        assert kernels.isa == "generic"
+    assert compiled == ["generic"]
+    (directory,) = tmp_path.iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {path.name for path in directory.iterdir()} == {"lock", f"generic-{build.source_hash('generic')}.so"}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / "kernels" / "build-x"
+    leftover.mkdir(parents=True, mode=0o700)
+    leftover.parent.chmod(0o700)
+    (leftover / "generic-gemm.c-0.o").touch()
+    assert load_kernels("generic", str(tmp_path))
+    assert not leftover.exists()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("what", ["directory", "library"])
+def test_nothing_is_loaded_that_others_can_write(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    assert load_kernels("generic", str(tmp_path))
+    (path,) = (tmp_path / "kernels").glob("*.so") if what == "library" else [tmp_path / "kernels"]
+    path.chmod(0o777)
+    load_kernels.cache_clear()
+    assert load_kernels("generic", str(tmp_path)) is None
+    assert f"{path} can be written by others" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (None, "no C compiler (cc)"),
+        ("#!/bin/sh\nexit 1\n", "cc: exit code 1"),
+        ("#!/bin/sh\necho 'x.c:1: error: bad' >&2; exit 1\n", "cc: x.c:1: error: bad"),
+    ],
+)
+def test_a_machine_without_a_compiler_says_so_once(
+    compiler: str | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if compiler is not None:
+        (tmp_path / "cc").write_text(compiler)
+        (tmp_path / "cc").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin" if compiler else str(tmp_path))
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        assert load_kernels("generic", str(tmp_path / "cache")) is None
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("no CPU kernels, plain PyTorch is slower: ")
+    assert warnings[0].endswith(reason)
+    assert not list((tmp_path / "cache" / "kernels").glob("build-*"))
+
+
+def test_a_prebuilt_library_needs_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(_path(kernels_of("generic")), tmp_path / "generic.so")
+    monkeypatch.setattr(library, "_HERE", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    caplog.set_level(logging.INFO)
+    assert load_kernels("generic", str(tmp_path / "cache"))
+    assert f"CPU kernels: generic ({tmp_path / 'generic.so'})" in caplog.text
+    assert not (tmp_path / "cache").exists()
+
+
+def test_none_is_none(tmp_path: Path) -> None:
+    assert load_kernels("none", str(tmp_path)) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def _path(kernels: library.CpuKernels) -> Path:
+    return Path(kernels._library._name)

@@ -1,0 +1,23 @@
+"""The C kernels for tests. CPU_ISA masks instruction sets in tests as in a server: `CPU_ISA=avx2 make test`."""
+
+import os
+
+import pytest
+from repository import TEST_CACHE
+
+from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
+from tgis.errors import StartError
+
+CPU_ISA = os.environ.get("CPU_ISA", "auto")
+CACHE_DIR = str(TEST_CACHE)
+
+
+def kernels_of(isa: str) -> CpuKernels:
+    """Those for one instruction set, whatever CPU_ISA is; skips the test where there are none."""
+    try:
+        kernels = load_kernels(isa, CACHE_DIR)
+    except StartError as error:
+        pytest.skip(str(error))
+    if kernels is None:
+        pytest.skip("no C compiler")
+    return kernels

@@ -1,0 +1,149 @@
+"""The C kernels of this process: one library, chosen by the instruction set of the CPU.
+
+A wheel brings a library for each instruction set. An editable install has sources instead, and compiles what it needs
+into CACHE_DIR when an engine starts.
+"""
+
+import ctypes
+import logging
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from os import getuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tgis.engines.kernels.cpu import build
+from tgis.errors import StartError
+from tgis.utils.file_lock import locked
+
+log = logging.getLogger(__name__)
+
+_HERE = Path(__file__).parent
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
+
+_AVX2 = frozenset({"avx2", "fma"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_AVX512_BF16 = _AVX512 | {"avx512_bf16"}
+_AMX = frozenset({"amx_tile", "amx_bf16"})
+
+# What CPU_ISA may name, and the flags of /proc/cpuinfo that it takes; the last that a CPU has is the best.
+ISAS: dict[str, frozenset[str]] = {
+    "generic": frozenset(),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512_BF16,
+    "amx": _AVX512_BF16 | _AMX,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKernels:
+    """The functions of the library."""
+
+    isa: str
+    _library: ctypes.CDLL
+
+    @property
+    def gemm_dtypes(self) -> frozenset[torch.dtype]:
+        """Dtypes in which our GEMM is preferred to oneDNN's; it is written for AVX-512 alone.
+
+        With AMX, oneDNN has the better one for large batches in bfloat16 and ours for small ones: linear layers of
+        SmolLM2 on two cores of a Xeon take 37.7 / 43.5 / 57 ms at 1 / 8 / 32 tokens, and 24.0 / 32.5 / 76 by ours.
+        """
+        match self.isa:
+            case "avx512_bf16":
+                return frozenset({torch.float32, torch.bfloat16})
+            case "avx512" | "amx":
+                return frozenset({torch.float32})
+            case _:
+                return frozenset()
+
+    def function(self, name: str, dtype: torch.dtype, argtypes: list[Any], restype: Any = None) -> Callable[..., Any]:
+        """One that is compiled for each dtype."""
+        function = self._library[f"{name}_{_SUFFIXES[dtype]}"]
+        function.argtypes, function.restype = argtypes, restype
+        return function
+
+
+@cache
+def load_kernels(cpu_isa: str, cache_dir: str) -> CpuKernels | None:
+    """The kernels that CPU_ISA names; None if that is `none` or they cannot be had, which the log says.
+
+    StartError if the CPU cannot execute them.
+    """
+    isa = resolve_isa(cpu_isa, cpu_flags())
+    if isa == "none":
+        log.info("CPU kernels: none")
+        return None
+    name = "avx512_bf16" if isa == "amx" else isa
+    path = _HERE / f"{name}.so"
+    try:
+        if not path.exists():
+            path = _compiled(name, cache_dir)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("no CPU kernels, plain PyTorch is slower: %s", error)
+        return None
+    log.info("CPU kernels: %s (%s)", isa, path)
+    return CpuKernels(isa, library)
+
+
+def resolve_isa(cpu_isa: str, flags: frozenset[str]) -> str:
+    """The instruction set that CPU_ISA means on a CPU with these flags."""
+    if cpu_isa == "auto":
+        return [isa for isa, needed in ISAS.items() if needed <= flags][-1]
+    if cpu_isa != "none" and (missing := ISAS[cpu_isa] - _AMX - flags):  # no kernel of ours uses AMX
+        raise StartError(f"CPU_ISA={cpu_isa}: this CPU lacks {', '.join(sorted(missing))}")
+    return cpu_isa
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Instruction set extensions that both the CPU and the operating system support, as Linux calls them."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(found, "").split())
+
+
+def _compiled(isa: str, cache_dir: str) -> Path:
+    """The library in CACHE_DIR, compiled if no start before this one has done that."""
+    if not build.source_files() or not cache_dir:
+        raise FileNotFoundError(f"no library for {isa}, and nothing to compile one from")
+    directory = Path(cache_dir, "kernels")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(directory)
+    path = directory / f"{isa}-{build.source_hash(isa)}.so"
+    with locked(directory / "lock"):
+        if not path.exists():
+            _compile(isa, path)
+    _check_owner(path)
+    return path
+
+
+def _compile(isa: str, path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc)")
+    log.info("compiling CPU kernels for %s", isa)
+    for leftover in path.parent.glob("build-*"):  # of a process that was killed: whoever builds holds the lock
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch:
+        library = build.compile_library(isa, compiler, Path(scratch))
+        library.chmod(0o500)
+        library.replace(path)
+
+
+def _check_owner(path: Path) -> None:
+    """Code is loaded from there: nobody else may write it."""
+    status = path.stat()
+    if status.st_uid != getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} can be written by others")

@@ -1,0 +1,125 @@
+/* Vectors of LANES floats, as many as a register of the CPU holds, loaded from and stored to arrays of scalar_t:
+   bfloat16 if BF16, else float32. */
+
+#ifndef SIMD_H
+#define SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define LANE_INDEX {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif defined(__AVX2__)
+#define LANES 8
+#define LANE_INDEX {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define LANES 4
+#define LANE_INDEX {0, 1, 2, 3}
+#endif
+
+typedef float f32_vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t u32_vec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t u16_vec __attribute__((vector_size(2 * LANES)));
+
+#if BF16
+typedef uint16_t scalar_t;
+#define EXPORT(name) name##_bf16
+#else
+typedef float scalar_t;
+#define EXPORT(name) name##_f32
+#endif
+
+/* GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle. */
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (u32_vec){__VA_ARGS__})
+#endif
+
+static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline float max_f32(float a, float b) { return a > b ? a : b; }
+
+static inline f32_vec load(const scalar_t *from) {
+#if BF16
+    u16_vec bits;
+    memcpy(&bits, from, sizeof bits);
+    return (f32_vec)(__builtin_convertvector(bits, u32_vec) << 16);
+#else
+    f32_vec x;
+    memcpy(&x, from, sizeof x);
+    return x;
+#endif
+}
+
+/* Round to the nearest bfloat16, ties to even; NaN stays NaN. */
+static inline u16_vec to_bf16(f32_vec x) {
+#if defined(__AVX512BF16__)
+    return (u16_vec)_mm512_cvtneps_pbh((__m512)x);
+#else
+    u32_vec bits = (u32_vec)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32_vec quiet_nan = (bits >> 16) | 0x40, is_nan = (u32_vec)(x != x);
+    return __builtin_convertvector((rounded & ~is_nan) | (quiet_nan & is_nan), u16_vec);
+#endif
+}
+
+static inline void store(scalar_t *to, f32_vec x) {
+#if BF16
+    u16_vec bits = to_bf16(x);
+    memcpy(to, &bits, sizeof bits);
+#else
+    memcpy(to, &x, sizeof x);
+#endif
+}
+
+/* The first `count` lanes; the others are 0. */
+static inline f32_vec load_partial(const scalar_t *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    scalar_t padded[LANES] = {0};
+    memcpy(padded, from, count * sizeof *padded);
+    return load(padded);
+}
+
+static inline void store_partial(scalar_t *to, f32_vec x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    scalar_t all[LANES];
+    store(all, x);
+    memcpy(to, all, count * sizeof *all);
+}
+
+/* Element-wise maximum; b where either is NaN. */
+static inline f32_vec max_vec(f32_vec a, f32_vec b) {
+#if defined(__AVX512F__)
+    return (f32_vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    u32_vec a_wins = (u32_vec)(a > b);
+    return (f32_vec)((a_wins & (u32_vec)a) | (~a_wins & (u32_vec)b));
+#endif
+}
+
+/* Adds the halves of the vector, then the halves of that: in this order on every CPU. */
+static inline float reduce_add(f32_vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) x[i] += x[i + n];
+    return x[0];
+#endif
+}
+
+static inline float reduce_max(f32_vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) x[i] = max_f32(x[i], x[i + n]);
+    return x[0];
+#endif
+}
+
+#endif
