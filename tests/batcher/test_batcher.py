@@ -1,4 +1,4 @@
-"""The batcher, rule by rule, under a made-up clock."""
+"""The batcher, rule by rule, with a fake clock."""
 
 import pytest
 from batches import EOS, ids, limits, next_plan, next_prefill, request, run_step
@@ -12,7 +12,7 @@ from tgis.ipc.request import Request, StopReason
 
 
 def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: float = 0.0) -> Sequence:
-    """The row after the tokens have come one by one, or as many of them as it took to end it."""
+    """The sequence after these tokens, one per step, or as many as it took to end it."""
     batcher.submit([the_request], 0.0)
     for token in tokens:
         plan, ended = run_step(batcher, token, now)
@@ -22,33 +22,33 @@ def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: fl
 
 
 def test_a_request_ends_with_its_last_allowed_token() -> None:
-    row = generated(Batcher(limits(), {EOS}), request(1, max_new=3), [7] * 10)
-    assert (row.num_generated_tokens, row.stop_reason) == (3, StopReason.MAX_TOKENS)
+    seq = generated(Batcher(limits(), {EOS}), request(1, max_new=3), [7] * 10)
+    assert (seq.num_generated_tokens, seq.stop_reason) == (3, StopReason.MAX_TOKENS)
 
 
-def test_a_request_that_had_to_be_shortened_ends_with_token_limit() -> None:
-    row = generated(Batcher(limits(), {EOS}), request(1, max_new=3, capped=True), [7] * 10)
-    assert row.stop_reason is StopReason.TOKEN_LIMIT
+def test_a_request_limited_by_context_ends_with_token_limit() -> None:
+    seq = generated(Batcher(limits(), {EOS}), request(1, max_new=3, capped=True), [7] * 10)
+    assert seq.stop_reason is StopReason.TOKEN_LIMIT
 
 
 def test_eos_on_the_last_allowed_token_is_eos() -> None:
-    row = generated(Batcher(limits(), {EOS}), request(1, max_new=2), [7, EOS])
-    assert (row.num_generated_tokens, row.stop_reason) == (2, StopReason.EOS_TOKEN)
+    seq = generated(Batcher(limits(), {EOS}), request(1, max_new=2), [7, EOS])
+    assert (seq.num_generated_tokens, seq.stop_reason) == (2, StopReason.EOS_TOKEN)
 
 
-def test_any_of_several_eos_ids_ends() -> None:
-    row = generated(Batcher(limits(), {EOS, 98}), request(1), [7, 98])
-    assert (row.num_generated_tokens, row.stop_reason) == (2, StopReason.EOS_TOKEN)
+def test_each_eos_id_ends_a_request() -> None:
+    seq = generated(Batcher(limits(), {EOS, 98}), request(1), [7, 98])
+    assert (seq.num_generated_tokens, seq.stop_reason) == (2, StopReason.EOS_TOKEN)
 
 
-def test_eos_before_the_minimum_does_not_end() -> None:
-    row = generated(Batcher(limits(), {EOS}), request(1, min_new=3), [EOS, EOS, EOS])
-    assert (row.num_generated_tokens, row.stop_reason) == (3, StopReason.EOS_TOKEN)
+def test_eos_before_min_new_tokens_does_not_end() -> None:
+    seq = generated(Batcher(limits(), {EOS}), request(1, min_new=3), [EOS, EOS, EOS])
+    assert (seq.num_generated_tokens, seq.stop_reason) == (3, StopReason.EOS_TOKEN)
 
 
 def test_the_time_limit_beats_everything_and_keeps_the_token() -> None:
-    row = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, min_new=4), [EOS], now=5.001)
-    assert (row.num_generated_tokens, row.stop_reason) == (1, StopReason.TIME_LIMIT)
+    seq = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, min_new=4), [EOS], now=5.001)
+    assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_time_limit_beats_everything_and_keeps_the_token() -> None:
         (request(1, max_new=9, min_new=8), 0.0, [7, 7, 7, EOS, 7, EOS], StopReason.NOT_FINISHED),
     ],
 )
-def test_of_several_tokens_of_a_step_those_behind_the_end_are_dropped(
+def test_tokens_after_the_one_that_ends_a_request_are_dropped(
     one: Request, now: float, kept: list[int], end: StopReason
 ) -> None:
     batcher = Batcher(limits(padded=False, block_size=4), {EOS})
@@ -73,9 +73,9 @@ def test_of_several_tokens_of_a_step_those_behind_the_end_are_dropped(
         assert next_plan(batcher).num_scheduled_tokens == [6]
 
 
-def test_a_deadline_is_late_only_after_it() -> None:
-    row = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, max_new=1), [7], now=5.0)
-    assert row.stop_reason is StopReason.MAX_TOKENS
+def test_a_request_expires_only_after_its_deadline() -> None:
+    seq = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, max_new=1), [7], now=5.0)
+    assert seq.stop_reason is StopReason.MAX_TOKENS
 
 
 def test_a_request_expires_in_the_queue_without_a_token() -> None:
@@ -88,25 +88,25 @@ def test_a_request_expires_in_the_queue_without_a_token() -> None:
     assert batcher.num_waiting == 0
 
 
-def test_rows_join_a_running_batch_and_leave_it_at_any_step() -> None:
+def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1, max_new=2)], 0.0)
     assert ids(run_step(batcher)[0].seqs) == [1]
     batcher.submit([request(2)], 0.0)
-    plan, ended = run_step(batcher)  # no second prefill before the running row has had its token
+    plan, ended = run_step(batcher)  # no second prefill before the running sequence has had its token
     assert (plan.has_prefill, ids(plan.seqs), ids(ended)) == (False, [1], [1])
     plan, _ = run_step(batcher)
     assert (plan.has_prefill, ids(plan.seqs)) == (True, [2])
 
 
-def test_prefills_alternate_with_steps_of_the_running_rows() -> None:
+def test_prefills_alternate_with_decodes() -> None:
     batcher = Batcher(limits(prefill_tokens=3), {EOS})
     batcher.submit([request(n) for n in range(3)], 0.0)
     kinds = [run_step(batcher)[0].has_prefill for _ in range(5)]
     assert kinds == [True, False, True, False, True]
 
 
-def test_the_batch_size_bounds_the_rows() -> None:
+def test_the_batch_size_is_bounded() -> None:
     batcher = Batcher(limits(max_batch_size=2), {EOS})
     batcher.submit([request(n) for n in range(5)], 0.0)
     run_step(batcher)
@@ -114,19 +114,19 @@ def test_the_batch_size_bounds_the_rows() -> None:
     assert (batcher.num_running, batcher.num_waiting) == (2, 3)
 
 
-def test_the_weight_counts_rows_times_the_longest_with_its_output() -> None:
+def test_a_padded_batch_costs_sequences_times_the_longest_with_its_output() -> None:
     batcher = Batcher(limits(weight=3 * (10 + 5)), {EOS})
     batcher.submit([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], 0.0)
     assert ids(next_plan(batcher).seqs) == [1, 2, 3]
 
 
-def test_without_padding_the_weight_is_a_sum() -> None:
+def test_without_padding_a_batch_costs_the_sum() -> None:
     batcher = Batcher(limits(weight=(10 + 5) + 2 * (2 + 5), padded=False), {EOS})
     batcher.submit([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], 0.0)
     assert ids(next_plan(batcher).seqs) == [1, 2, 3]
 
 
-def test_padding_closes_a_prefill() -> None:
+def test_padding_bounds_a_prefill() -> None:
     batcher = Batcher(limits(max_prefill_padding=0.2), {EOS})
     batcher.submit([request(1, 10), request(2, 8), request(3, 2)], 0.0)
     assert ids(run_step(batcher)[0].seqs) == [1, 2]
@@ -134,13 +134,13 @@ def test_padding_closes_a_prefill() -> None:
     assert ids(run_step(batcher)[0].seqs) == [3]
 
 
-def test_a_request_that_needs_more_than_a_prefill_takes_runs_alone() -> None:
+def test_a_prompt_larger_than_a_prefill_runs_alone() -> None:
     batcher = Batcher(limits(prefill_tokens=8, weight=10), {EOS})
     batcher.submit([request(1, 50), request(2, 2)], 0.0)
     assert ids(run_step(batcher)[0].seqs) == [1]
 
 
-def test_only_those_queued_within_a_second_overtake_the_first_that_does_not_fit() -> None:
+def test_only_requests_of_the_next_second_overtake_one_that_does_not_fit() -> None:
     batcher = Batcher(limits(weight=40), {EOS})
     batcher.submit([request(1, 3), request(2, 30)], 0.0)
     batcher.submit([request(3, 1)], 1.0)
@@ -150,7 +150,7 @@ def test_only_those_queued_within_a_second_overtake_the_first_that_does_not_fit(
     assert batcher.take_counters() == AdmissionCounters(queue_jumps=1)
 
 
-def test_rows_that_leave_in_time_make_room_for_one_that_grows() -> None:
+def test_sequences_that_end_in_time_make_room_for_one_that_grows() -> None:
     batcher = Batcher(limits(weight=34, padded=False), {EOS})
     batcher.submit([request(1, 10, max_new=2), request(2, 5, max_new=23)], 0.0)  # 12 and 28, but never together
     assert ids(next_plan(batcher).seqs) == [1, 2]
@@ -167,7 +167,7 @@ def test_a_prefill_and_the_batch_share_the_memory() -> None:
     assert batcher.take_counters() == AdmissionCounters(queue_jumps=1, prefill_weight_exceeded=1)
 
 
-def test_a_step_out_of_memory_is_undone_and_the_batch_gets_smaller() -> None:
+def test_a_step_out_of_memory_is_rolled_back_and_the_batch_shrinks() -> None:
     batcher = Batcher(limits(weight=100), {EOS})
     batcher.submit([request(n, 10, max_new=5) for n in range(4)], 0.0)
     run_step(batcher)
@@ -178,21 +178,21 @@ def test_a_step_out_of_memory_is_undone_and_the_batch_gets_smaller() -> None:
     plan = next_plan(batcher)
     assert ids(plan.seqs) == [0, 1]  # 2 x 15 fits into 39
     assert plan.num_scheduled_tokens == [11, 11]  # the token they had is kept
-    assert [row.num_generated_tokens for row in plan.seqs] == [1, 1]
+    assert [seq.num_generated_tokens for seq in plan.seqs] == [1, 1]
 
 
-def test_a_prefill_out_of_memory_is_halved_and_the_running_rows_stay() -> None:
+def test_a_prefill_out_of_memory_is_halved_and_the_running_sequences_stay() -> None:
     batcher = Batcher(limits(max_batch_size=8), {EOS})
     batcher.submit([request(0)], 0.0)
     run_step(batcher)
     batcher.submit([request(n) for n in range(1, 5)], 0.0)
     assert batcher.rollback(next_prefill(batcher), out_of_memory=True) == []
     assert (batcher.num_running, batcher.context_limit) == (1, 1000)
-    assert ids(run_step(batcher)[0].seqs) == [0]  # whose stream is not to wait for all attempts
+    assert ids(run_step(batcher)[0].seqs) == [0]  # its stream does not wait for all attempts
     assert ids(next_prefill(batcher).seqs) == [1, 2]
 
 
-def test_a_request_that_is_out_of_memory_alone_is_refused() -> None:
+def test_a_request_that_is_out_of_memory_alone_fails() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1), request(2)], 0.0)
     batcher.rollback(next_plan(batcher), out_of_memory=True)
@@ -203,7 +203,7 @@ def test_a_request_that_is_out_of_memory_alone_is_refused() -> None:
     assert ids(next_plan(batcher).seqs) == [2]
 
 
-def test_what_lack_of_memory_took_comes_back_slowly() -> None:
+def test_capacity_recovers_slowly_after_out_of_memory() -> None:
     batcher = Batcher(limits(weight=10**6), {EOS})
     batcher.submit([request(n, 1000, max_new=9000) for n in range(2)], 0.0)
     batcher.commit(next_prefill(batcher), [[7]], 0.0)
@@ -217,7 +217,7 @@ def test_what_lack_of_memory_took_comes_back_slowly() -> None:
     assert 1.1 * low < batcher.context_limit < 2 * low
 
 
-def test_a_broken_step_is_tried_again_in_halves_until_one_row_is_found() -> None:
+def test_a_failed_step_is_retried_in_halves_until_one_sequence_is_found() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n, max_new=50) for n in range(4)], 0.0)
     tried: list[list[int]] = []
@@ -232,7 +232,7 @@ def test_a_broken_step_is_tried_again_in_halves_until_one_row_is_found() -> None
     assert batcher.num_running == 3
 
 
-def test_an_accident_costs_nobody() -> None:
+def test_a_single_failure_fails_no_request() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1)], 0.0)
     assert batcher.rollback(next_plan(batcher), out_of_memory=False) == []
@@ -241,7 +241,7 @@ def test_an_accident_costs_nobody() -> None:
     assert ids(run_step(batcher)[1]) == [1]
 
 
-def test_a_row_that_comes_back_may_expire_and_be_cancelled() -> None:
+def test_requeued_sequences_may_expire_and_be_cancelled() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1, deadline=5.0), request(2)], 0.0)
     run_step(batcher)
@@ -253,7 +253,7 @@ def test_a_row_that_comes_back_may_expire_and_be_cancelled() -> None:
     assert batcher.idle
 
 
-def test_a_request_too_long_for_the_memory_stops_the_start() -> None:
+def test_a_max_sequence_length_beyond_memory_stops_the_start() -> None:
     quadratic = MemoryModel(10_000, prefill_quadratic=1.0)
     check_max_sequence_length(limits(memory=quadratic), 100)
     with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 101 does not fit into memory, 100 does: lower it"):
@@ -268,7 +268,7 @@ def test_a_prefill_costs_its_tokens_padding_included_and_the_square_of_the_longe
     assert MemoryModel(1000, 2.0).prefill_cost(BatchShape.of(lengths, padded=False)) == 2 * 25
 
 
-def test_cancelled_requests_leave_wherever_they_are() -> None:
+def test_waiting_and_running_requests_are_cancelled() -> None:
     batcher = Batcher(limits(max_batch_size=1), {EOS})
     batcher.submit([request(1), request(2), request(3)], 0.0)
     run_step(batcher)
@@ -278,7 +278,7 @@ def test_cancelled_requests_leave_wherever_they_are() -> None:
     assert (ids(plan.to_release), ids(plan.seqs)) == ([1], [3])
 
 
-def test_abandoned_rows_are_gone() -> None:
+def test_dropped_sequences_are_gone() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1), request(2)], 0.0)
     plan = next_plan(batcher)

@@ -1,4 +1,4 @@
-"""The batcher against random worlds: arrivals, cancels, deadlines, broken steps and too little memory."""
+"""The batcher under random arrivals, cancels, deadlines, failed steps and lack of memory."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -24,14 +24,14 @@ class Arrival:
     deadline: float | None = None
     cancelled_at: int | None = None
     poisoned: bool = False
-    shared: int = 0  # tokens that it begins with as all others do
-    tenant: int = 0  # those of another one share no blocks
-    facts: bool = False  # about its input tokens
+    shared: int = 0  # tokens of a beginning that all have in common
+    tenant: int = 0  # tenants share no blocks
+    prompt_logprobs: bool = False
 
     def request(self, number: int) -> Request:
         shared = min(self.shared, self.length)
         tokens = [*range(1, 1 + shared), *[1000 + number] * (self.length - shared)]
-        details = LogprobOptions(input_tokens=self.facts, logprobs=self.facts)
+        details = LogprobOptions(input_tokens=self.prompt_logprobs, logprobs=self.prompt_logprobs)
         return Request(number, tokens, self.new, False, SamplingParams(), details, self.deadline, SALTS[self.tenant])
 
 
@@ -42,21 +42,21 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class World:
-    """An engine that only counts, and the clients of it. A step takes half a second."""
+    """An engine that only counts, and its clients. A step takes half a second."""
 
     bounds: BatchLimits
     arrivals: list[Arrival]
     memory: int = 10**9  # tokens of context that the engine really has
     max_new_tokens: int = 1  # of a sequence in one step of an engine with blocks
-    accidents: frozenset[int] = frozenset()  # steps that fail for no reason
+    accidents: frozenset[int] = frozenset()  # steps that fail once
     held: dict[int, int] = field(default_factory=dict)  # id -> computed tokens
     ends: dict[int, list[StopReason]] = field(default_factory=dict)
-    out_of_memory: set[int] = field(default_factory=set)  # refused for it
-    tried: set[int] = field(default_factory=set)  # that were in a step which failed
-    rolled_back: set[int] = field(default_factory=set)  # that were in the last step, which failed
+    out_of_memory: set[int] = field(default_factory=set)  # failed because of it
+    tried: set[int] = field(default_factory=set)  # in a step that failed
+    rolled_back: set[int] = field(default_factory=set)  # in the last step, if it failed
     generated: dict[int, int] = field(default_factory=dict)
-    slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # of KV blocks: the salt and the token there
-    trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of plans: id, count
+    slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # KV slot -> the salt and the token there
+    trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of each plan: ids and scheduled tokens
 
     def run(self) -> None:
         batcher = Batcher(self.bounds, {EOS})
@@ -88,115 +88,117 @@ class World:
                 batcher.cancel([number])
 
     def _check(self, plan: StepPlan, batcher: Batcher, queue: list[RequestState]) -> None:
-        """What an engine may expect of a plan, and what clients may expect of the order."""
-        self.trace.append([(row.id, count) for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)])
+        """What an engine can rely on in a plan, and clients in the order."""
+        self.trace.append([(seq.id, count) for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)])
         assert 0 < batcher.num_running <= self.bounds.max_batch_size
         assert all(
-            0 < count <= row.num_uncomputed_tokens
-            for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+            0 < count <= seq.num_uncomputed_tokens
+            for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         )
         if self.bounds.block_size:
             self._check_blocks(plan, batcher)
         else:
-            assert all(row.num_computed_tokens == self.held.get(row.id, 0) for row in plan.seqs)
+            assert all(seq.num_computed_tokens == self.held.get(seq.id, 0) for seq in plan.seqs)
             old, new = (
                 [r for r in plan.seqs if r.num_computed_tokens],
                 [r for r in plan.seqs if not r.num_computed_tokens],
             )
             assert not new or not old
-            assert new or {row.id for row in old} == set(self.held)
-        left = {row.id for row in batcher.snapshot(0.0, 1000).waiting_requests}
-        waited = {row.id: row.seconds_since_arrival for row in queue}
-        for joined in waited.keys() - left - self.tried:  # those stand in front
+            assert new or {seq.id for seq in old} == set(self.held)
+        left = {seq.id for seq in batcher.snapshot(0.0, 1000).waiting_requests}
+        waited = {seq.id: seq.seconds_since_arrival for seq in queue}
+        for joined in waited.keys() - left - self.tried:  # those are in front
             assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
 
     def _check_blocks(self, plan: StepPlan, batcher: Batcher) -> None:
-        """The oldest get on, the youngest make room, and the engine is told of them."""
+        """The oldest proceed, the youngest are preempted."""
         assert batcher._block_manager is not None
         batcher._block_manager.pool.check()
         assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
         oldest = batcher.running_seqs[0]
         assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group
-        lost = [row for row in preempted(plan) if row.id not in self.rolled_back]
-        assert all(one.arrival_order > row.arrival_order for one in lost for row in plan.seqs)
-        for row in plan.seqs:
-            if row.request.logprob_options.input_tokens and not row.num_generated_tokens:
-                assert row.num_computed_tokens == self.held.get(row.id, 0), "facts of these tokens are missing"
+        lost = [seq for seq in preempted(plan) if seq.id not in self.rolled_back]
+        assert all(one.arrival_order > seq.arrival_order for one in lost for seq in plan.seqs)
+        for seq in plan.seqs:
+            if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens:
+                assert seq.num_computed_tokens == self.held.get(seq.id, 0), (
+                    "prompt logprobs of these tokens are missing"
+                )
 
     def _step(self, batcher: Batcher, plan: StepPlan, step: int, now: float) -> None:
         self.rolled_back = set()
-        for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
-            self.held[row.id] = row.num_computed_tokens + count
-            self._write(row, count)
+        for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
+            self.held[seq.id] = seq.num_computed_tokens + count
+            self._write(seq, count)
         self._write_ahead(plan)
-        pager = batcher._block_manager
-        context = pager.pool.num_used * pager.block_size if pager else self._context([*self.held.values()])
+        manager = batcher._block_manager
+        context = manager.pool.num_used * manager.block_size if manager else self._context([*self.held.values()])
         lacking = context > self.memory
-        if lacking or step in self.accidents or any(self.arrivals[row.id].poisoned for row in plan.seqs):
-            self.rolled_back = {row.id for row in plan.seqs}
+        if lacking or step in self.accidents or any(self.arrivals[seq.id].poisoned for seq in plan.seqs):
+            self.rolled_back = {seq.id for seq in plan.seqs}
             self.tried |= self.rolled_back
             refused = batcher.rollback(plan, out_of_memory=lacking)
-            self.out_of_memory |= {row.id for row in refused if lacking}
+            self.out_of_memory |= {seq.id for seq in refused if lacking}
             self._end(refused)
             return
-        ended = batcher.commit(plan, [self._next_tokens(row) for row in plan.sampled], now)
+        ended = batcher.commit(plan, [self._next_tokens(seq) for seq in plan.sampled], now)
         self._end(ended)
         if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)
 
-    def _next_tokens(self, row: Sequence) -> list[int]:
-        """Several at once if there are blocks, more at times than the sequence may still get."""
-        tokens = list(row.tokens)
+    def _next_tokens(self, seq: Sequence) -> list[int]:
+        """Several if there are blocks, sometimes more than the sequence may still get."""
+        tokens = list(seq.tokens)
         several = next_token([*tokens, 0]) % self.max_new_tokens if self.bounds.block_size else 0
         for _ in range(1 + several):
             tokens.append(next_token(tokens))
-        return tokens[len(row.tokens) :]
+        return tokens[len(seq.tokens) :]
 
-    def _write(self, row: Sequence, count: int) -> None:
-        """Compute tokens into the row's blocks, and read there what the row is made of."""
+    def _write(self, seq: Sequence, count: int) -> None:
+        """Write tokens to the sequence's blocks, and check that they hold the whole sequence."""
         if size := self.bounds.block_size:
-            end = row.num_computed_tokens + count
-            places = [row.block_table[at // size] * size + at % size for at in range(end)]
+            end = seq.num_computed_tokens + count
+            places = [seq.block_table[at // size] * size + at % size for at in range(end)]
             assert max(places) < self.bounds.memory.token_capacity
-            contents = [(row.request.cache_salt, token) for token in row.tokens[:end]]
-            self.slots.update(zip(places[row.num_computed_tokens :], contents[row.num_computed_tokens :], strict=True))
+            contents = [(seq.request.cache_salt, token) for token in seq.tokens[:end]]
+            self.slots.update(zip(places[seq.num_computed_tokens :], contents[seq.num_computed_tokens :], strict=True))
             assert [self.slots[place] for place in places] == contents
 
     def _write_ahead(self, plan: StepPlan) -> None:
-        """As an engine that runs ahead does: nobody may read that, before it is written again."""
+        """Write the token after the next one, as async decoding does: it must be overwritten before it is read."""
         if size := self.bounds.block_size:
-            for row in plan.sampled:
-                at = len(row.tokens)
-                if self.bounds.lookahead and row.num_remaining_tokens > 1 and at < len(row.block_table) * size:
-                    self.slots[row.block_table[at // size] * size + at % size] = b"", -1
+            for seq in plan.sampled:
+                at = len(seq.tokens)
+                if self.bounds.lookahead and seq.num_remaining_tokens > 1 and at < len(seq.block_table) * size:
+                    self.slots[seq.block_table[at // size] * size + at % size] = b"", -1
 
     def _check_future(self, batcher: Batcher) -> None:
-        """Run what is running to its end, without further arrivals, and look at the memory."""
-        rows = [
-            [row.prompt_tokens + row.generated_tokens, row.remaining_tokens]
-            for row in batcher.snapshot(0.0, 1000).running_requests
+        """Memory must suffice if all that runs goes on to its end without further arrivals."""
+        seqs = [
+            [seq.prompt_tokens + seq.generated_tokens, seq.remaining_tokens]
+            for seq in batcher.snapshot(0.0, 1000).running_requests
         ]
-        while len(rows) > 1:  # one alone is always allowed
-            assert self._context([length for length, _ in rows]) <= self.bounds.memory.token_capacity
-            rows = [[length + 1, rest - 1] for length, rest in rows if rest > 0]
+        while len(seqs) > 1:  # one alone is always allowed
+            assert self._context([length for length, _ in seqs]) <= self.bounds.memory.token_capacity
+            seqs = [[length + 1, rest - 1] for length, rest in seqs if rest > 0]
 
     def _context(self, lengths: list[int]) -> int:
         return len(lengths) * max(lengths, default=0) if self.bounds.padded else sum(lengths)
 
     def _release(self, plan: StepPlan, batcher: Batcher) -> None:
-        """What the plan names has left the batch, and all that has left is named."""
-        for row in plan.to_release:
-            self.held.pop(row.id, None)  # it may have had no part of a step yet
-        assert self.held.keys() <= {row.id for row in batcher.running_seqs}
+        """All sequences that have left the batch are named, and no others are held."""
+        for seq in plan.to_release:
+            self.held.pop(seq.id, None)  # it may not have been in a step yet
+        assert self.held.keys() <= {seq.id for seq in batcher.running_seqs}
 
-    def _end(self, rows: list[Sequence]) -> None:
-        for row in rows:
-            self.ends.setdefault(row.id, []).append(row.stop_reason)
-            self.generated[row.id] = row.num_generated_tokens
-            alone = Sequence(row.request, 0.0)
-            while len(alone.tokens) < len(row.tokens):
+    def _end(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self.ends.setdefault(seq.id, []).append(seq.stop_reason)
+            self.generated[seq.id] = seq.num_generated_tokens
+            alone = Sequence(seq.request, 0.0)
+            while len(alone.tokens) < len(seq.tokens):
                 alone.tokens.append(next_token(alone.tokens))
-            assert row.tokens == alone.tokens
+            assert seq.tokens == alone.tokens
 
 
 ARRIVALS = st.lists(
@@ -210,7 +212,7 @@ ARRIVALS = st.lists(
         poisoned=st.sampled_from([False] * 9 + [True]),
         shared=st.sampled_from([0, 6, 17, 30]),
         tenant=st.sampled_from([0, 0, 0, 1]),
-        facts=st.sampled_from([False] * 4 + [True]),
+        prompt_logprobs=st.sampled_from([False] * 4 + [True]),
     ),
     max_size=25,
 )
@@ -256,7 +258,7 @@ def test_every_request_ends_once_and_memory_is_never_promised_twice(
 
 @settings(max_examples=100, deadline=None)
 @given(ARRIVALS, BOUNDS, st.integers(20, 120), st.frozensets(st.integers(0, 200), max_size=20))
-def test_lack_of_memory_and_accidents_lose_nobody(
+def test_out_of_memory_and_failed_steps_lose_no_request(
     arrivals: list[Arrival], bounds: BatchLimits, memory: int, accidents: frozenset[int]
 ) -> None:
     world = World(bounds, arrivals, memory, accidents=accidents, max_new_tokens=4)
@@ -277,10 +279,10 @@ def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: Ba
 
 @settings(max_examples=40, deadline=None)
 @given(BOUNDS, st.integers(1, 12), st.integers(1, 3), st.integers(0, 3))
-def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
+def test_the_oldest_request_is_not_starved_by_small_ones(
     bounds: BatchLimits, small: int, per_step: int, wait: int
 ) -> None:
-    """It needs all the memory there is; the small ones of its first second may pass it, and no others."""
+    """It needs all the memory; only the small ones of its first second may overtake it."""
     batcher = Batcher(bounds, {EOS})
     limit = bounds.memory.token_capacity
     limit -= limit % (bounds.block_size or 1)
@@ -292,7 +294,7 @@ def test_the_oldest_request_runs_however_many_small_ones_keep_coming(
         batcher.submit([request(next(numbers), small, 4) for _ in range(per_step)], now)
         plan = next_plan(batcher, now)
         batcher.commit(plan, [[7]] * len(plan.sampled), now)
-        if any(row.id == 0 for row in plan.sampled):
+        if any(seq.id == 0 for seq in plan.sampled):
             break
     else:
         raise AssertionError("starved")

@@ -1,4 +1,4 @@
-"""Rows with KV blocks: cached prefixes, and who gives blocks to whom when they run out."""
+"""Batches with KV blocks: prefix caching, and preemption when blocks run out."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 from tgis.ipc.snapshot import WaitReason
 
 SIZE = 4  # tokens of a block
-BUDGET = 8  # tokens of a step without rows that decode
+BUDGET = 8  # prefill tokens of a step without decodes
 
 
 def batcher(blocks: int = 100, *, prefix_cache: bool = True, **changes: int) -> Batcher:
@@ -45,7 +45,7 @@ def pool_of(one: Batcher):  # type: ignore[no-untyped-def]
 
 
 def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
-    """The steps until all is done: how many tokens each row computed in each."""
+    """Run to the end; how many tokens each request computed in each step."""
     steps = []
     while busy(one):
         plan = step(one, token)
@@ -55,7 +55,7 @@ def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
 
 
 def computed(one: Batcher, number: int) -> int:
-    """Tokens computed of one request until all is done."""
+    """Run to the end; how many tokens one request computed."""
     return sum(counts.get(number, 0) for counts in work(one))
 
 
@@ -66,17 +66,17 @@ def prompt(length: int, first: int = 1000) -> list[int]:
 @pytest.mark.parametrize(
     ("length", "hits"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28), (32, 28), (33, 32)]
 )
-def test_a_prompt_seen_before_is_computed_from_its_last_block_on(length: int, hits: int) -> None:
+def test_a_cached_prompt_is_computed_from_its_last_block_on(length: int, hits: int) -> None:
     one = batcher()
     one.submit([ask(1, prompt(length), 2)], 0.0)
     assert computed(one, 1) == length + 1
     assert one.take_counters() == AdmissionCounters(prefix_cache_queries=length)
     one.submit([ask(2, prompt(length))], 0.0)
-    assert computed(one, 2) == length - hits  # one token at least: the next one is chosen from its scores
+    assert computed(one, 2) == length - hits  # at least one, for its logits
     assert one.take_counters() == AdmissionCounters(prefix_cache_queries=length, prefix_cache_hits=hits)
 
 
-def test_only_what_is_equal_from_the_start_is_a_prefix() -> None:
+def test_only_equal_beginnings_are_shared() -> None:
     one = batcher()
     one.submit([ask(1, prompt(20))], 0.0)
     work(one)
@@ -90,7 +90,7 @@ def test_only_what_is_equal_from_the_start_is_a_prefix() -> None:
         assert computed(one, number) == len(tokens) - hits
 
 
-def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     one = batcher()
     one.submit([ask(1, prompt(10), 8)], 0.0)
     work(one, token=3)
@@ -109,8 +109,8 @@ def test_requests_of_different_salts_share_nothing() -> None:
         assert computed(one, number) == 4
 
 
-def test_no_salt_opens_what_others_have_cached() -> None:
-    """Not even one that is what names their first block."""
+def test_no_salt_reaches_the_cached_blocks_of_others() -> None:
+    """Not even the hash of their first block."""
     one = batcher()
     one.submit([ask(1, prompt(20), salt=b"a" * 32)], 0.0)
     work(one)
@@ -127,7 +127,7 @@ def test_without_the_cache_everything_is_computed() -> None:
     assert one.take_counters() == AdmissionCounters()
 
 
-def test_facts_about_input_tokens_come_from_computing_them() -> None:
+def test_prompts_with_prompt_logprobs_are_computed() -> None:
     one = batcher()
     facts = LogprobOptions(input_tokens=True, logprobs=True)
     one.submit([ask(1, prompt(20), details=facts)], 0.0)
@@ -135,12 +135,12 @@ def test_facts_about_input_tokens_come_from_computing_them() -> None:
     one.submit([ask(2, prompt(20), details=facts)], 0.0)
     assert computed(one, 2) == 20
     assert one.take_counters() == AdmissionCounters()
-    one.submit([ask(3, prompt(20))], 0.0)  # what they have computed is good for others
+    one.submit([ask(3, prompt(20))], 0.0)  # others use what they have computed
     assert computed(one, 3) == 4
 
 
 def started(prompt_length: int = 24, deadline: float | None = None) -> tuple[Batcher, StepPlan]:
-    """A request in the middle of its prompt, and one that waits for what it computes."""
+    """A request in the middle of its prefill, and one that waits for its blocks."""
     one = batcher()
     one.submit([ask(1, prompt(prompt_length), deadline=deadline)], 0.0)
     step(one)
@@ -151,14 +151,14 @@ def started(prompt_length: int = 24, deadline: float | None = None) -> tuple[Bat
     return one, plan
 
 
-def test_a_prompt_whose_beginning_is_being_computed_waits_for_it() -> None:
+def test_a_prompt_waits_for_an_inflight_prefix() -> None:
     one, plan = started()
     one.commit(plan, [], 0.0)
     assert computed(one, 2) == 1
     assert one.take_counters() == AdmissionCounters(prefix_cache_queries=24 + 25, prefix_cache_hits=24)
 
 
-def test_a_prompt_waits_no_longer_than_for_what_it_shares() -> None:
+def test_a_prompt_waits_only_for_the_shared_part() -> None:
     one = batcher()
     one.submit([ask(1, prompt(80))], 0.0)
     step(one)
@@ -175,32 +175,32 @@ def test_a_prompt_waits_no_longer_than_for_what_it_shares() -> None:
     ],
     ids=["cancelled", "expired", "failed"],
 )
-def test_who_waits_for_a_prompt_that_ends_goes_on_from_there(end: Callable[[Batcher, StepPlan], object]) -> None:
+def test_a_prompt_goes_on_where_the_inflight_prefix_ended(end: Callable[[Batcher, StepPlan], object]) -> None:
     one, plan = started(deadline=1.0)
     end(one, plan)
     assert [counts.get(2) for counts in work(one)] == [8, 8, 1]  # of 25 tokens, 8 were done
     assert pool_of(one).num_used == 0
 
 
-def test_who_waits_for_a_prompt_whose_step_fails_goes_on_after_it() -> None:
+def test_a_prompt_waits_for_the_retry_of_an_inflight_prefix() -> None:
     one, plan = started()
     one.rollback(plan, out_of_memory=False)
     steps = work(one)
-    assert sum(counts.get(1, 0) for counts in steps) == 16  # again what is not cached yet
+    assert sum(counts.get(1, 0) for counts in steps) == 16  # what is not cached is recomputed
     assert sum(counts.get(2, 0) for counts in steps) == 1
 
 
-def test_what_a_failed_step_has_written_is_in_no_cache() -> None:
+def test_blocks_of_a_failed_step_are_not_cached() -> None:
     one = batcher()
     one.submit([ask(1, prompt(20))], 0.0)
     for _ in range(2):
-        one.rollback(next_plan(one), out_of_memory=False)  # the second time alone is its end
+        one.rollback(next_plan(one), out_of_memory=False)  # it fails alone for the second time
     assert not busy(one)
     one.submit([ask(2, prompt(20))], 0.0)
     assert computed(one, 2) == 20
 
 
-def test_the_least_recently_used_prefix_makes_room() -> None:
+def test_the_least_recently_used_prefix_is_evicted() -> None:
     one = batcher(blocks=12)
     for number in range(3):
         one.submit([ask(number, prompt(16, 100 * number))], 0.0)
@@ -214,28 +214,28 @@ def test_the_least_recently_used_prefix_makes_room() -> None:
         assert computed(one, number) == (12 if first == 900 else 16) - hits
 
 
-def test_of_a_prefix_the_end_makes_room_first() -> None:
+def test_the_end_of_a_prefix_is_evicted_first() -> None:
     one = batcher(blocks=8)
     one.submit([ask(1, prompt(24))], 0.0)
     work(one)
-    one.submit([ask(2, prompt(16, 500))], 0.0)  # two blocks are free: two of the first's are taken
+    one.submit([ask(2, prompt(16, 500))], 0.0)  # two blocks are free: two of the first's are evicted
     work(one)
     one.submit([ask(3, prompt(24))], 0.0)
     assert computed(one, 3) == 24 - 16
 
 
-def test_what_is_shared_takes_no_room_twice() -> None:
+def test_shared_blocks_are_counted_once() -> None:
     one = batcher(blocks=10)
     one.submit([ask(1, prompt(24), 8)], 0.0)
     for _ in range(3):
         step(one)
-    one.submit([ask(2, [*prompt(24), 5, 5], 2)], 0.0)  # seven blocks, six of them shared, of the ten
+    one.submit([ask(2, [*prompt(24), 5, 5], 2)], 0.0)  # of ten blocks it needs seven, six of them shared
     assert ids(step(one).seqs) == [1, 2]
     assert pool_of(one).num_used == 8
 
 
 def grown(blocks: int, *requests: Request, steps: int) -> Batcher:
-    """Requests that run together, after so many steps."""
+    """A batcher after so many steps of these requests, none of them preempted."""
     one = batcher(blocks, prefix_cache=False, prefill_tokens=64)
     one.submit(requests, 0.0)
     for _ in range(steps):
@@ -245,7 +245,7 @@ def grown(blocks: int, *requests: Request, steps: int) -> Batcher:
     return one
 
 
-def test_the_youngest_gives_its_blocks_to_the_oldest_and_loses_no_token() -> None:
+def test_the_youngest_is_preempted_and_loses_no_token() -> None:
     requests = [ask(number, prompt(4, 100 * number), 12) for number in range(3)]
     one = grown(9, *requests, steps=9)  # three blocks each, all in use
     plan = step(one)
@@ -257,14 +257,14 @@ def test_the_youngest_gives_its_blocks_to_the_oldest_and_loses_no_token() -> Non
     while busy(one):
         plan = next_plan(one)
         if lost in plan.seqs and not lost.num_computed_tokens:
-            assert plan.num_scheduled_tokens[plan.seqs.index(lost)] == 4 + 9  # generated tokens and all
+            assert plan.num_scheduled_tokens[plan.seqs.index(lost)] == 4 + 9  # generated tokens included
         ends += one.commit(plan, [[7]] * len(plan.sampled), 0.0)
-    assert [(row.id, row.num_generated_tokens, row.stop_reason) for row in ends] == [
+    assert [(seq.id, seq.num_generated_tokens, seq.stop_reason) for seq in ends] == [
         (n, 12, StopReason.MAX_TOKENS) for n in range(3)
     ]
 
 
-def test_several_who_make_room_come_back_in_their_order() -> None:
+def test_preempted_sequences_return_in_order() -> None:
     one = grown(9, *(ask(n, prompt(4, 100 * n), 30) for n in range(3)), steps=9)
     seen = []
     while busy(one):
@@ -272,12 +272,12 @@ def test_several_who_make_room_come_back_in_their_order() -> None:
         seen += ids(preempted(plan))
         if preempted(plan):
             assert one.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
-        waiting = [row.id for row in one.snapshot(0.0, max_seqs=9).waiting_requests]
+        waiting = [seq.id for seq in one.snapshot(0.0, max_seqs=9).waiting_requests]
         assert waiting == sorted(waiting)
     assert seen[:2] == [2, 1]
 
 
-def test_who_overtook_and_makes_room_stands_behind_whom_it_overtook() -> None:
+def test_a_preempted_sequence_queues_behind_those_it_overtook() -> None:
     one = batcher(13, prefix_cache=False, prefill_tokens=64)
     one.submit([ask(0, prompt(4), 40)], 0.0)
     step(one)
@@ -286,26 +286,26 @@ def test_who_overtook_and_makes_room_stands_behind_whom_it_overtook() -> None:
     while not preempted(plan := step(one)):
         pass
     assert ids(preempted(plan)) == [2]
-    assert [row.id for row in one.snapshot(0.0, max_seqs=9).waiting_requests] == [1, 2]
+    assert [seq.id for seq in one.snapshot(0.0, max_seqs=9).waiting_requests] == [1, 2]
     assert one.num_requeued == 1
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_request_as_large_as_the_pool_runs_however_many_are_there(prefix_cache: bool) -> None:
+def test_a_request_as_large_as_the_pool_always_proceeds(prefix_cache: bool) -> None:
     one = batcher(10, prefix_cache=prefix_cache)
     one.submit([ask(0, prompt(2), 39)], 0.0)
     one.submit([ask(n, prompt(3, 100 * n), 12) for n in range(1, 7)], 0.0)
     order = []
     while busy(one):
         plan = next_plan(one)
-        assert 0 in ids(plan.seqs) or 0 in order  # it never stands still
+        assert 0 in ids(plan.seqs) or 0 in order  # it proceeds in every step
         order += ids(one.commit(plan, [[7]] * len(plan.sampled), 0.0))
         pool_of(one).check()
     assert sorted(order) == list(range(7))
     assert one.take_counters().preemptions > 0
 
 
-def test_a_row_that_makes_room_begins_where_the_cache_ends() -> None:
+def test_a_preempted_sequence_reuses_its_cached_blocks() -> None:
     one = batcher(8, prefill_tokens=64)
     one.submit([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 0.0)
     lost: list[Sequence] = []
@@ -314,25 +314,25 @@ def test_a_row_that_makes_room_begins_where_the_cache_ends() -> None:
         lost += preempted(plan)
         if lost and lost[0] in plan.seqs:
             break
-    row = lost[0]
+    seq = lost[0]
     admissions = one.take_counters()
-    assert admissions.prefix_cache_queries == 8 + 8 + len(row.tokens) - 1  # after the step it has one more
+    assert admissions.prefix_cache_queries == 8 + 8 + len(seq.tokens) - 1  # after the step it has one more
     assert admissions.prefix_cache_hits > 0
-    assert row.num_computed_tokens == len(row.tokens) - 1
+    assert seq.num_computed_tokens == len(seq.tokens) - 1
 
 
-def test_lack_of_memory_frees_every_block_and_makes_the_batch_smaller() -> None:
+def test_out_of_memory_frees_all_blocks_and_shrinks_the_batch() -> None:
     one = grown(20, *(ask(n, prompt(12, 100 * n), 4) for n in range(4)), steps=2)
     assert one.rollback(next_plan(one), out_of_memory=True) == []
     assert (one.num_running, one.num_waiting, pool_of(one).num_used) == (0, 4, 0)
     plan = step(one)
     assert ids(plan.seqs) == [0, 1]  # four blocks each and one to grow by, of nine tenths of the sixteen in use
-    assert [row.num_generated_tokens for row in plan.seqs] == [3, 3]  # two that they had
+    assert [seq.num_generated_tokens for seq in plan.seqs] == [3, 3]  # two that they had
     assert sorted(ids(ends_of(one))) == [0, 1, 2, 3]
 
 
-def test_lack_of_memory_ends_though_all_of_it_is_cached() -> None:
-    """Rows that find everything in the cache come back as they went, and as small as what they share."""
+def test_the_batch_shrinks_even_if_everything_is_cached() -> None:
+    """Sequences that find all their blocks cached need hardly any memory to come back."""
     one = batcher(200, block_size=1)
     one.submit([ask(n, [*prompt(20), n], 8) for n in range(6)], 0.0)
     while len(step(one).seqs) < 6:
@@ -354,7 +354,7 @@ def ends_of(one: Batcher) -> list[Sequence]:
     return ends
 
 
-def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_blocks() -> None:
+def test_a_failed_step_is_retried_in_halves_beside_sequences_that_keep_their_blocks() -> None:
     one = grown(20, *(ask(n, prompt(12, 100 * n), 30) for n in range(4)), steps=1)
     tried: list[list[int]] = []
     refused: list[Sequence] = []
@@ -371,7 +371,7 @@ def test_a_broken_step_is_tried_again_in_halves_beside_rows_that_keep_their_bloc
     assert tried[-1] == [0, 1, 3]
 
 
-def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_them() -> None:
+def test_lookahead_blocks_come_one_step_early_and_are_no_more_in_all() -> None:
     one = batcher(20, lookahead=1)
     one.submit([ask(0, prompt(6), 7)], 0.0)
     held = [
@@ -382,14 +382,14 @@ def test_an_engine_that_runs_ahead_gets_blocks_one_step_early_and_no_more_of_the
     assert (busy(one), pool_of(one).num_used) == (False, 0)
 
 
-def test_a_prompt_that_goes_on_gets_no_block_early() -> None:
+def test_an_unfinished_prompt_gets_no_lookahead_block() -> None:
     one = batcher(20, lookahead=1)
     one.submit([ask(0, prompt(16), 7)], 0.0)
     assert [len(step(one).seqs[0].block_table) for _ in range(2)] == [2, 5]
 
 
-def test_nobody_makes_room_for_what_runs_ahead() -> None:
-    """What one row has early would have been its own in the next step; when none is free, others have none early."""
+def test_lookahead_preempts_nothing() -> None:
+    """A lookahead block would have been allocated in the next step anyway; if none is free, none is allocated early."""
     lost = {}
     for ahead in (0, 1):
         one = batcher(6, lookahead=ahead, prefix_cache=False)

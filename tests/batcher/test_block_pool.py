@@ -1,4 +1,4 @@
-"""The block pool under random operations, against a model of it that is as plain as can be."""
+"""The block pool under random operations, against the simplest model of it."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -6,75 +6,75 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tgis.batcher.block_pool import BlockPool
 
-KEYS = [bytes([n]) for n in range(8)]
+HASHES = [bytes([n]) for n in range(8)]
 
 
 class Pool(RuleBasedStateMachine):
-    """The model: the blocks of each row, and the labelled blocks in the order in which they were last given back."""
+    """The model: the blocks of each sequence, and the cached blocks in the order in which they were last freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(0)
         self.count = 0
-        self.rows: list[list[int]] = []
+        self.seqs: list[list[int]] = []
         self.contents: dict[int, bytes] = {}
-        self.left: list[int] = []  # labelled blocks that nobody uses, the longest unused first
+        self.evictable: list[int] = []  # least recently used first
 
     @rule(count=st.integers(0, 12))
     @precondition(lambda self: not self.count)
-    def begin(self, count: int) -> None:
+    def start(self, count: int) -> None:
         self.count = count
         self.pool = BlockPool(count)
 
     @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
-        """A row that is new, or one that grows."""
-        blank = set(range(self.count)) - self.used() - set(self.left)
-        count = data.draw(st.integers(0, len(blank) + len(self.left)))
-        evicted = self.left[: max(0, count - len(blank))]
-        taken = self.pool.allocate(count)
-        assert len(taken) == len(set(taken)) == count
-        assert blank.issuperset(taken) if not evicted else set(taken) == blank | set(evicted)
+    def allocate(self, data: st.DataObject) -> None:
+        """For a new sequence, or one that grows."""
+        blank = set(range(self.count)) - self.used() - set(self.evictable)
+        count = data.draw(st.integers(0, len(blank) + len(self.evictable)))
+        evicted = self.evictable[: max(0, count - len(blank))]
+        allocated = self.pool.allocate(count)
+        assert len(allocated) == len(set(allocated)) == count
+        assert blank.issuperset(allocated) if not evicted else set(allocated) == blank | set(evicted)
         for block in evicted:
-            self.left.remove(block)
+            self.evictable.remove(block)
             del self.contents[block]
-        rows = [*self.rows, []]
-        rows[data.draw(st.integers(0, len(self.rows)))] += taken
-        self.rows = [row for row in rows if row]
+        seqs = [*self.seqs, []]
+        seqs[data.draw(st.integers(0, len(self.seqs)))] += allocated
+        self.seqs = [seq for seq in seqs if seq]
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS))
-    @precondition(lambda self: any(self.rows))
-    def label(self, data: st.DataObject, key: bytes) -> None:
+    @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
+    @precondition(lambda self: any(self.seqs))
+    def set_hash(self, data: st.DataObject, block_hash: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(self.used())))
-        self.pool.set_hash(block, key)
-        if block not in self.contents and key not in self.contents.values():
-            self.contents[block] = key
+        self.pool.set_hash(block, block_hash)
+        if block not in self.contents and block_hash not in self.contents.values():
+            self.contents[block] = block_hash
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=6, unique=True))
-    def share(self, keys: list[bytes]) -> None:
-        found = self.pool.find_cached(keys)
-        assert found == self.expected(keys)
+    @rule(hashes=st.lists(st.sampled_from(HASHES), max_size=6, unique=True))
+    def incref(self, hashes: list[bytes]) -> None:
+        found = self.pool.find_cached(hashes)
+        assert found == self.expected(hashes)
         self.pool.incref(found)
-        self.left = [block for block in self.left if block not in found]
-        self.rows.append(found)
+        self.evictable = [block for block in self.evictable if block not in found]
+        self.seqs.append(found)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.rows)
-    def give_back(self, data: st.DataObject) -> None:
-        row = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
-        self.pool.free(row)
-        self.left += [block for block in reversed(row) if block in self.contents and block not in self.used()]
+    @precondition(lambda self: self.seqs)
+    def free(self, data: st.DataObject) -> None:
+        seq = self.seqs.pop(data.draw(st.integers(0, len(self.seqs) - 1)))
+        self.pool.free(seq)
+        self.evictable += [block for block in reversed(seq) if block in self.contents and block not in self.used()]
 
     def used(self) -> set[int]:
-        return {block for row in self.rows for block in row}
+        return {block for seq in self.seqs for block in seq}
 
-    def expected(self, keys: list[bytes]) -> list[int]:
-        blocks = {key: block for block, key in self.contents.items()}
+    def expected(self, hashes: list[bytes]) -> list[int]:
+        blocks = {block_hash: block for block, block_hash in self.contents.items()}
         found = []
-        for key in keys:
-            if key not in blocks:
+        for block_hash in hashes:
+            if block_hash not in blocks:
                 break
-            found.append(blocks[key])
+            found.append(blocks[block_hash])
         return found
 
     @invariant()
@@ -83,9 +83,9 @@ class Pool(RuleBasedStateMachine):
         used = self.used()
         assert (self.pool.num_used, self.pool.num_available) == (len(used), self.count - len(used))
         assert [self.pool.count_used([block]) for block in range(self.count)] == [n in used for n in range(self.count)]
-        for key in KEYS:
-            assert self.pool.find_cached([key]) == self.expected([key])
-            assert self.pool.is_used(key) == any(block in used for block in self.expected([key]))
+        for block_hash in HASHES:
+            assert self.pool.find_cached([block_hash]) == self.expected([block_hash])
+            assert self.pool.is_used(block_hash) == any(block in used for block in self.expected([block_hash]))
 
 
 TestPool = Pool.TestCase

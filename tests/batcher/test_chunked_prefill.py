@@ -1,6 +1,4 @@
-"""Prompts beside rows that decode: how long others wait for a token, and how long a prompt for its first, on a machine
-whose steps take what a formula says.
-"""
+"""Chunked prefill beside decodes: time between tokens and time to first token, with step times from a formula."""
 
 from collections.abc import Callable
 from statistics import median
@@ -12,25 +10,32 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.prefill_budget import DecodeTimes
 from tgis.batcher.sequence import StepPlan
 
-BASE, PER_ROW, PER_TOKEN, PER_SEEN = 10.0, 0.4, 0.3, 5e-6  # milliseconds; the last: for each token that a token sees
-STRETCH = 2.5
+BASE, PER_SEQ, PER_TOKEN, PER_ATTENDED = (
+    10.0,
+    0.4,
+    0.3,
+    5e-6,
+)  # milliseconds; the last per token that a token attends to
+MAX_SLOWDOWN = 2.5
 NEW = 128
 
 
 def milliseconds(plan: StepPlan) -> float:
     tokens = sum(plan.num_scheduled_tokens)
-    seen = sum(row.num_computed_tokens * count for row, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True))
-    return BASE + PER_ROW * len(plan.seqs) + PER_TOKEN * (tokens - len(plan.seqs)) + PER_SEEN * seen
+    seen = sum(seq.num_computed_tokens * count for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True))
+    return BASE + PER_SEQ * len(plan.seqs) + PER_TOKEN * (tokens - len(plan.seqs)) + PER_ATTENDED * seen
 
 
 class World:
-    """A batcher and the machine's clock."""
+    """A batcher and a clock."""
 
     def __init__(self) -> None:
-        bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, max_slowdown=STRETCH)
+        bounds = limits(
+            10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, max_slowdown=MAX_SLOWDOWN
+        )
         self.batcher = Batcher(bounds, ())
         self.now = 0.0
-        self.first: dict[int, float] = {}  # request id -> when its first token came
+        self.first: dict[int, float] = {}  # request id -> time of its first token
         self._count = 0
 
     def submit(self, length: int, max_new: int = NEW) -> int:
@@ -39,23 +44,23 @@ class World:
         return self._count
 
     def step(self) -> tuple[float, int]:
-        """What a step took, and how many rows ended."""
+        """Milliseconds of a step, and how many requests ended."""
         plan = next_plan(self.batcher, self.now)
         took = milliseconds(plan)
         self.now += took
-        for row in plan.sampled:
-            self.first.setdefault(row.id, self.now)
+        for seq in plan.sampled:
+            self.first.setdefault(seq.id, self.now)
         return took, len(self.batcher.commit(plan, [[7]] * len(plan.sampled), self.now))
 
     def until(self, done: Callable[[], bool]) -> list[float]:
-        """What the steps take until then."""
+        """Milliseconds of each step until then."""
         steps = []
         while not done():
             steps.append(self.step()[0])
         return steps
 
 
-def test_tokens_keep_coming_beside_a_long_prompt() -> None:
+def test_a_long_prompt_does_not_slow_decodes_much() -> None:
     world = World()
     streams = [world.submit(130, 2000) for _ in range(8)]
     world.until(lambda: streams[-1] in world.first)
@@ -63,12 +68,12 @@ def test_tokens_keep_coming_beside_a_long_prompt() -> None:
     long = world.submit(4000)
     steps = world.until(lambda: long in world.first)
     assert max(steps) < 3 * usual
-    assert sum(steps) < 4 * 4000 * PER_TOKEN  # and it gets on
+    assert sum(steps) < 4 * 4000 * PER_TOKEN  # and the prompt proceeds
 
 
 @pytest.mark.parametrize("before", [1, 8, 32])
-def test_many_clients_get_their_first_tokens_soon_whatever_came_before(before: int) -> None:
-    """32 clients, each of which sends its next prompt when it has its answer, after a time with other numbers."""
+def test_many_clients_get_their_first_tokens_soon_whatever_ran_before(before: int) -> None:
+    """32 clients in a closed loop, after a time with another number of them."""
     world = World()
     for clients in (before, 32):
         sent = {world.submit(130): world.now for _ in range(clients - world.batcher.num_running)}
@@ -76,10 +81,10 @@ def test_many_clients_get_their_first_tokens_soon_whatever_came_before(before: i
             for _ in range(world.step()[1]):
                 sent[world.submit(130)] = world.now
     waits = [world.first[asked] - sent[asked] for asked in sent if asked in world.first]
-    assert median(waits) < 10 * (BASE + 32 * PER_ROW)
+    assert median(waits) < 10 * (BASE + 32 * PER_SEQ)
 
 
-def test_times_of_other_numbers_of_rows_stand_in() -> None:
+def test_unseen_batch_sizes_are_extrapolated() -> None:
     times = DecodeTimes()
     assert times.expected(5) is None
     times.add(20, 2.0)

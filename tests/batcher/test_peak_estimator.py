@@ -1,36 +1,36 @@
-"""The analysis of a batch's peak, against the plain way: run every future step and look."""
+"""The peak of a batch, against the naive way: run every future step and look."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis.batcher.memory_model import PeakEstimator
 
-Rows = list[tuple[int, int]]  # length, rest
-ROWS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 12)), max_size=7)
+Lengths = list[tuple[int, int]]  # length, remaining tokens
+SEQS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 12)), max_size=7)
 
 
-def naive_peak(rows: Rows, padded: bool) -> int:
-    """The largest context over all steps until the last row has ended."""
+def naive_peak(seqs: Lengths, padded: bool) -> int:
+    """The largest context over all steps until the last sequence has ended."""
     peak = 0
-    for step in range(max((rest for _, rest in rows), default=-1) + 1):
-        lengths = [length + step for length, rest in rows if rest >= step]
+    for step in range(max((rest for _, rest in seqs), default=-1) + 1):
+        lengths = [length + step for length, rest in seqs if rest >= step]
         peak = max(peak, len(lengths) * max(lengths) if padded else sum(lengths))
     return peak
 
 
 @settings(max_examples=300, deadline=None)
-@given(ROWS, st.booleans())
-def test_the_peak_is_that_of_all_steps(rows: Rows, padded: bool) -> None:
-    assert PeakEstimator(rows, padded, 10**9).peak() == naive_peak(rows, padded)
+@given(SEQS, st.booleans())
+def test_the_peak_is_the_largest_of_all_steps(seqs: Lengths, padded: bool) -> None:
+    assert PeakEstimator(seqs, padded, 10**9).peak() == naive_peak(seqs, padded)
 
 
 @settings(max_examples=500, deadline=None)
-@given(ROWS, ROWS, st.booleans(), st.integers(0, 260))
-def test_a_row_fits_if_no_step_to_come_is_over_the_limit(
-    rows: Rows, candidates: Rows, padded: bool, limit: int
+@given(SEQS, SEQS, st.booleans(), st.integers(0, 260))
+def test_a_sequence_fits_if_no_future_step_exceeds_the_limit(
+    seqs: Lengths, candidates: Lengths, padded: bool, limit: int
 ) -> None:
-    limit = max(limit, naive_peak(rows, padded))
-    forecast, batch = PeakEstimator(rows, padded, limit), list(rows)
+    limit = max(limit, naive_peak(seqs, padded))
+    forecast, batch = PeakEstimator(seqs, padded, limit), list(seqs)
     for length, rest in candidates:
         fits = naive_peak([*batch, (length, rest)], padded) <= limit
         assert forecast.fits(length, rest) == fits

@@ -1,4 +1,4 @@
-"""When prefills interrupt, and how prompts are chunked, in made-up time."""
+"""When prefills interrupt decodes, and how the budget of a step is split, in simulated time."""
 
 import pytest
 from batches import EOS, busy, limits, request
@@ -15,7 +15,7 @@ from tgis.ipc.request import StopReason
 
 
 def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
-    """What each step is while there is always one more request that could join: P or d; a decode takes 1 s."""
+    """Each step as P or d while there is always one more request that could join; a decode takes 1 s."""
     batcher, now, seen = Batcher(limits(max_batch_size=99, max_waiting_tokens=max_waiting), {EOS}), 0.0, ""
     for n in range(steps):
         batcher.submit([request(n, 1, 99)], now)
@@ -30,13 +30,13 @@ def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
 @pytest.mark.parametrize(
     ("max_waiting", "prefill_seconds", "expected"),
     [
-        (24, 0.1, "PdPdPdPd"),  # one step at least
+        (24, 0.1, "PdPdPdPd"),  # at least one decode
         (24, 6.0, "PdddPddd"),  # half as long as the prefill took
-        (2, 6.0, "PddPddPd"),  # but no more than these steps
+        (2, 6.0, "PddPddPd"),  # but at most this many decodes
         (0, 6.0, "PdPdPdPd"),
     ],
 )
-def test_running_rows_have_their_share_of_the_time(max_waiting: int, prefill_seconds: float, expected: str) -> None:
+def test_running_sequences_get_their_share_of_the_time(max_waiting: int, prefill_seconds: float, expected: str) -> None:
     assert kinds(max_waiting, prefill_seconds, 8) == expected
 
 
@@ -51,23 +51,23 @@ def longest_gap(*, chunked: bool) -> float:
     return max(Simulation(bounds, SimulatedEngine(CHUNKS if chunked else WHOLE), STREAMS).run().longest_gap)
 
 
-def test_a_long_prompt_in_chunks_does_not_stall_streams() -> None:
+def test_chunked_prefill_does_not_stall_streams() -> None:
     assert longest_gap(chunked=True) < 3 * NORMAL_STEP
-    assert longest_gap(chunked=False) > 20 * NORMAL_STEP  # what it is without
+    assert longest_gap(chunked=False) > 20 * NORMAL_STEP  # without chunking
 
 
-def test_a_prompt_that_is_late_half_way_through_ends_there() -> None:
+def test_a_prompt_expires_half_way_through_its_prefill() -> None:
     batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
     batcher.submit([request(1, 10, deadline=5.0)], 0.0)
     plan = batcher.plan(0.0)
     assert plan.seqs
     assert (plan.num_scheduled_tokens, plan.sampled, plan.has_prefill) == ([4], [], True)
     assert batcher.commit(plan, [], 6.0) == []
-    assert [row.stop_reason for row in batcher.expire(6.0)] == [StopReason.TIME_LIMIT]
+    assert [seq.stop_reason for seq in batcher.expire(6.0)] == [StopReason.TIME_LIMIT]
     assert not busy(batcher)
 
 
-def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:
+def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:
     bounds = BatchLimits(64, MemoryModel(1 << 30), 256, block_size=16)
     jobs = [TraceRequest(0.0, 100_000, 2), *[TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]]
     outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
@@ -78,18 +78,18 @@ def test_a_short_request_does_not_wait_for_a_long_prompt_in_chunks() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12), st.integers(1, 60))
-def test_a_step_is_shared_without_waste(rows: list[tuple[int, bool]], budget: int) -> None:
-    sequences = [Sequence(request(n, length), 0.0) for n, (length, _) in enumerate(rows)]
-    for row, (_, decoding) in zip(sequences, rows, strict=True):
+def test_the_budget_is_split_without_waste(seqs: list[tuple[int, bool]], budget: int) -> None:
+    sequences = [Sequence(request(n, length), 0.0) for n, (length, _) in enumerate(seqs)]
+    for seq, (_, decoding) in zip(sequences, seqs, strict=True):
         if decoding:
-            row.num_computed_tokens = len(row.tokens)
-            row.tokens.append(7)
+            seq.num_computed_tokens = len(seq.tokens)
+            seq.tokens.append(7)
     count = {seq.id: tokens for seq, tokens in split_budget(sequences, budget)}
-    catching = [row for row in sequences if not row.decoding]
-    assert all(count[row.id] == 1 for row in sequences if row.decoding)
-    assert sum(count.get(row.id, 0) for row in catching) == min(
-        budget, sum(row.num_uncomputed_tokens for row in catching)
+    prefilling = [seq for seq in sequences if not seq.decoding]
+    assert all(count[seq.id] == 1 for seq in sequences if seq.decoding)
+    assert sum(count.get(seq.id, 0) for seq in prefilling) == min(
+        budget, sum(seq.num_uncomputed_tokens for seq in prefilling)
     )
-    assert all(1 <= count.get(row.id, 1) <= row.num_uncomputed_tokens for row in catching)
-    if catching:
-        assert count[catching[0].id] >= min(catching[0].num_uncomputed_tokens, (budget + 1) // 2)
+    assert all(1 <= count.get(seq.id, 1) <= seq.num_uncomputed_tokens for seq in prefilling)
+    if prefilling:
+        assert count[prefilling[0].id] >= min(prefilling[0].num_uncomputed_tokens, (budget + 1) // 2)

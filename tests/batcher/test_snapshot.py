@@ -1,4 +1,4 @@
-"""What the batcher says about itself to a person who asks why a request waits."""
+"""The batcher's snapshot: what runs, what waits, and why."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def test_a_request_waits_for_memory() -> None:
     batcher.submit([request(3, 35)], 1.5)
     run_step(batcher, now=2.0)
     seen = batcher.snapshot(3.0, max_seqs=10)
-    assert [(row.id, row.seconds_since_arrival, row.remaining_tokens) for row in seen.waiting_requests] == [
+    assert [(seq.id, seq.seconds_since_arrival, seq.remaining_tokens) for seq in seen.waiting_requests] == [
         (2, 2.0, 5),
         (3, 1.5, 5),
     ]
@@ -39,8 +39,8 @@ def test_a_request_waits_for_memory() -> None:
     )
 
 
-def refusal_of(turns: list[list[Request]], **kind: Any) -> WaitReason | None:
-    """Why the first in the queue waits after a step for each of these arrivals."""
+def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | None:
+    """Why the first in the queue waits, after one step for each of these arrivals."""
     batcher = Batcher(limits(**kind), {EOS})
     for requests in turns:
         batcher.submit(requests, 0.0)
@@ -64,12 +64,12 @@ def refusal_of(turns: list[list[Request]], **kind: Any) -> WaitReason | None:
         ([[request(1)], [request(2)], []], {}, None),
     ],
 )
-def test_every_reason_to_wait_has_a_name(turns: list[list[Request]], kind: Any, reason: WaitReason | None) -> None:
-    assert refusal_of(turns, **kind) is reason
+def test_wait_reasons(turns: list[list[Request]], kind: Any, reason: WaitReason | None) -> None:
+    assert wait_reason_after(turns, **kind) is reason
 
 
 @pytest.mark.parametrize("kind", [{}, CHUNKED])
-def test_rows_on_trial_wait_for_each_other(kind: Any) -> None:
+def test_retry_groups_wait_for_each_other(kind: Any) -> None:
     batcher = Batcher(limits(**kind), {EOS})
     batcher.submit([request(n) for n in range(4)], 0.0)
     batcher.rollback(next_plan(batcher), out_of_memory=False)
@@ -77,7 +77,7 @@ def test_rows_on_trial_wait_for_each_other(kind: Any) -> None:
     assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
 
 
-def test_a_refusal_does_not_outlive_its_request() -> None:
+def test_a_wait_reason_does_not_outlive_its_request() -> None:
     batcher = Batcher(limits(weight=100), {EOS})
     batcher.submit([request(1, 50, 9), request(2, 50, 9)], 0.0)
     run_step(batcher)
@@ -92,28 +92,28 @@ def test_a_refusal_does_not_outlive_its_request() -> None:
     assert (seen.wait_reason, seen.last_wait_reason, seen.seconds_since_last_wait) == (None, WaitReason.MEMORY, 4.0)
 
 
-def test_a_refusal_is_not_that_of_rows_which_come_back() -> None:
+def test_requeued_sequences_have_no_wait_reason_yet() -> None:
     batcher = Batcher(limits(max_batch_size=2), {EOS})
     batcher.submit([request(n) for n in range(3)], 0.0)
     run_step(batcher)
     assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.BATCH_SIZE
     batcher.rollback(next_plan(batcher), out_of_memory=False)
     seen = batcher.snapshot(0.0, max_seqs=9)
-    assert ([row.id for row in seen.waiting_requests], seen.wait_reason) == ([0, 1, 2], None)
+    assert ([seq.id for seq in seen.waiting_requests], seen.wait_reason) == ([0, 1, 2], None)
 
 
-def test_so_many_rows_are_shown_and_all_are_counted() -> None:
+def test_the_snapshot_shows_some_sequences_and_counts_all() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n) for n in range(1000)], 0.0)
     run_step(batcher)
     seen = batcher.snapshot(0.0, max_seqs=3)
     assert (seen.num_running, seen.num_waiting) == (4, 996)
-    assert [row.id for row in seen.running_requests] == [0, 1, 2]
-    assert [row.id for row in seen.waiting_requests] == [4, 5, 6]
+    assert [seq.id for seq in seen.running_requests] == [0, 1, 2]
+    assert [seq.id for seq in seen.waiting_requests] == [4, 5, 6]
 
 
 @pytest.mark.parametrize(("padded", "peak"), [(True, 2 * 30), (False, 30 + 20)])
-def test_the_peak_is_that_of_the_step_in_which_rows_end(padded: bool, peak: int) -> None:
+def test_the_peak_is_reached_when_sequences_end(padded: bool, peak: int) -> None:
     batcher = Batcher(limits(padded=padded), {EOS})
     batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
     run_step(batcher)
@@ -121,16 +121,16 @@ def test_the_peak_is_that_of_the_step_in_which_rows_end(padded: bool, peak: int)
     assert (seen.context_tokens, seen.peak_context_tokens) == (2 * 21 if padded else 11 + 21, peak)
 
 
-def test_prompts_that_are_not_done_count_in_full() -> None:
+def test_unfinished_prompts_count_in_full() -> None:
     batcher = Batcher(limits(prefill_tokens=8, **CHUNKED), {EOS})
     batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
     run_step(batcher)
     seen = batcher.snapshot(0.0, max_seqs=9)
     assert seen.peak_context_tokens == 20 + 30
-    assert [row.computed_tokens for row in seen.running_requests] == [4, 4]
+    assert [seq.computed_tokens for seq in seen.running_requests] == [4, 4]
 
 
-def test_what_lack_of_memory_took_is_seen() -> None:
+def test_the_snapshot_shows_the_capacity_lost_to_out_of_memory() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n, 10, 50) for n in range(2)], 0.0)
     run_step(batcher)

@@ -61,8 +61,8 @@ def request(
     return Request(request_id, tokens, max_new, capped, sampling, LogprobOptions(), deadline)
 
 
-def ids(rows: Iterable[Sequence]) -> list[int]:
-    return [row.id for row in rows]
+def ids(seqs: Iterable[Sequence]) -> list[int]:
+    return [seq.id for seq in seqs]
 
 
 def next_plan(batcher: Batcher, now: float = 0.0) -> StepPlan:

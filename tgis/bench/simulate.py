@@ -114,17 +114,13 @@ class Simulation:
         self._trace = enumerate(trace)
         self._now = 0.0
         self._arrivals: list[tuple[float, int, TraceRequest]] = []  # the next ones
-        self._token_times: dict[
-            int, tuple[float, list[float]]
-        ] = {}  # by request id: arrival time, and the time of each token
+        self._token_times: dict[int, tuple[float, list[float]]] = {}  # by request id: arrival, tokens
         self.result = SimulationResult()
 
     def run(self) -> SimulationResult:
         """Run until the last request has ended."""
         first = islice(self._trace, self._clients or None)
-        self._arrivals = [
-            (0.0 if self._clients else request.arrival_time, number, request) for number, request in first
-        ]
+        self._arrivals = [(0.0 if self._clients else one.arrival_time, number, one) for number, one in first]
         heapq.heapify(self._arrivals)
         while self._arrivals or not self._batcher.idle:
             if self._batcher.idle:

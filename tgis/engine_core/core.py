@@ -107,10 +107,8 @@ class EngineCore:
         self._batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
         for request_id, reason in result.failed.items():
             self._channel.send(Failed([request_id], FailureKind.ERROR, reason))
-        kept = [i for i, seq in enumerate(plan.sampled) if seq.id not in result.failed]
-        logprobs = [result.logprobs[i] for i in kept] if result.logprobs else []
-        survivors = StepResult([result.tokens[i] for i in kept], logprobs, result.prompt_logprobs)
-        return plan.without(result.failed), survivors
+        rest = plan.without(result.failed)
+        return rest, StepResult.gather(rest.sampled, [(plan.sampled, result)])
 
     def _send_step(
         self,
