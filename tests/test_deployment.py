@@ -1,4 +1,4 @@
-"""What is shipped beside the code: manifests, image recipe, packaging, pins, make targets."""
+"""What ships beside the code: manifests, Containerfile, packaging, pinned versions, make targets."""
 
 import configparser
 import re
@@ -45,7 +45,7 @@ def server(pod: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def config(server: dict[str, Any]) -> Config:
     environ = {entry["name"]: entry["value"] for entry in server["env"]}
-    assert all(isinstance(value, str) for value in environ.values())  # Kubernetes takes nothing else
+    assert all(isinstance(value, str) for value in environ.values())  # Kubernetes accepts only strings
     assert set(environ) <= NAMES
     return parse([], environ, "tgis serve")
 
@@ -59,7 +59,7 @@ def test_the_kustomization_names_its_files() -> None:
     )
 
 
-def test_the_environment_works_and_is_read(config: Config) -> None:
+def test_the_environment_is_a_valid_configuration(config: Config) -> None:
     assert not config.warnings
     assert (config.max_sequence_length, config.max_concurrent_requests) == (2048, 64)
     assert str(config.hub_cache).startswith("/shared_model_storage/")
@@ -76,7 +76,7 @@ def test_the_ports_are_those_of_the_server(config: Config, server: dict[str, Any
     }
 
 
-def test_the_service_leads_to_grpc(deployment: dict[str, Any]) -> None:
+def test_the_service_exposes_grpc(deployment: dict[str, Any]) -> None:
     service = load("service.yaml")
     (port,) = service["spec"]["ports"]
     assert port == {"name": "grpc", "port": 8033, "targetPort": "grpc", "appProtocol": "kubernetes.io/h2c"}
@@ -99,7 +99,7 @@ def test_the_probes_are_those_of_tgis(server: dict[str, Any], probe: str, times:
     assert server[probe] == {"httpGet": {"path": "/health", "port": "http"}, **times}
 
 
-def test_the_pod_is_confined_and_can_write_to_tmp_alone(
+def test_the_pod_is_confined_and_can_write_only_to_tmp(
     config: Config, pod: dict[str, Any], server: dict[str, Any]
 ) -> None:
     assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -115,7 +115,7 @@ def test_the_pod_is_confined_and_can_write_to_tmp_alone(
     assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in server["volumeMounts"]}
 
 
-def test_the_download_brings_what_is_served_to_where_it_is_looked_for(
+def test_the_download_puts_the_served_model_where_the_server_finds_it(
     config: Config, pod: dict[str, Any], server: dict[str, Any]
 ) -> None:
     assert load("download-weights/kustomization.yaml")["patches"] == [{"path": "deployment.yaml"}]
@@ -146,10 +146,10 @@ def recipe() -> str:
 def test_the_image_starts_the_server_as_its_first_process(recipe: str) -> None:
     image = containerfile.describe(recipe, Path("/"))
     assert image.command == ["tgis", "serve"]
-    assert image.user == "2000:0"  # a number, or runAsNonRoot cannot be checked
+    assert image.user == "2000:0"  # runAsNonRoot can only be checked for a numeric id
 
 
-def test_the_environment_of_the_image_works(recipe: str) -> None:
+def test_the_environment_of_the_image_is_a_valid_configuration(recipe: str) -> None:
     image = containerfile.describe(recipe, Path("/"))
     assert set(image.environment) - NAMES == {"HOME", "LANG", "PYTHONUNBUFFERED"}
     config = parse([], {"MODEL_NAME": "m", **image.environment}, "tgis serve")
@@ -160,7 +160,7 @@ def test_the_environment_of_the_image_works(recipe: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_image_can_be_built_and_works_for_any_user(recipe: str) -> None:
+def test_the_image_builds_and_works_for_any_user(recipe: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         root.chmod(0o755)
@@ -187,7 +187,7 @@ def requirements() -> list[Requirement]:
     return [Requirement(line) for text in texts for line in text.splitlines() if line.strip()]
 
 
-def test_the_pins_are_exact_and_within_the_ranges() -> None:
+def test_constraints_are_exact_and_within_the_ranges() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     named = {_normal(name): version for name, version in pins.items()}
@@ -227,7 +227,7 @@ def test_make_lists_every_target() -> None:
     assert all(len(line.split(maxsplit=1)[1]) > 10 for line in listed)
 
 
-def test_ci_runs_what_people_run() -> None:
+def test_ci_runs_the_make_targets() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
     assert re.findall(r"^make (\S+)", script, re.MULTILINE) == ["check", "test"]

@@ -1,4 +1,4 @@
-"""The examples of the README are run as they stand there, but for the port, against a real server."""
+"""Runs the README's examples as they are, except for the port, against a real server."""
 
 import json
 import os
@@ -42,14 +42,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_there_are_examples() -> None:
+def test_the_readme_has_examples() -> None:
     assert GRPCURL
     assert TGIS
     assert PYTHON
 
 
 @pytest.mark.parametrize("example", PYTHON)
-def test_python(server: Server, example: str) -> None:
+def test_python_example(server: Server, example: str) -> None:
     assert ADDRESS in example
     (prompt,) = re.findall(r'text="(.*?)"', example)
     (count,) = map(int, re.findall(r"max_new_tokens=(\d+)", example))
@@ -57,7 +57,7 @@ def test_python(server: Server, example: str) -> None:
 
 
 @pytest.mark.parametrize("words", [words for words in TGIS if words[0] == "download-weights"], ids=shlex.join)
-def test_download(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_example(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with hub_stand_in.running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
@@ -70,14 +70,14 @@ def test_download(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("words", [words for words in TGIS if words[0] != "download-weights"], ids=shlex.join)
-def test_command(server: Server, words: list[str]) -> None:
+def test_command_example(server: Server, words: list[str]) -> None:
     command, *rest = words
     assert command == "generate"
     assert _printed("-m", "tgis", command, "--target", server.target, *rest) == _text(server, rest[0], 20)
 
 
 @pytest.mark.parametrize("words", GRPCURL, ids=shlex.join)
-def test_grpcurl(server: Server, words: list[str]) -> None:
+def test_grpcurl_example(server: Server, words: list[str]) -> None:
     flags, (address, method) = words[:-2], words[-2:]
     assert address == ADDRESS
     assert [flags[0], flags[1]] == ["-plaintext", "-d"]
@@ -88,7 +88,7 @@ def test_grpcurl(server: Server, words: list[str]) -> None:
 
 
 def _grpcurl(target: str, data: str, name: str) -> list[dict[str, list[dict[str, str]]]]:
-    """What grpcurl does: everything it knows of the API comes by reflection. The answers in protobuf JSON."""
+    """Call as grpcurl does, with descriptors from reflection only; the responses as protobuf JSON."""
     service, _, method_name = name.partition("/")
     with grpc.insecure_channel(target) as channel:
         pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))

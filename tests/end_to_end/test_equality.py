@@ -1,6 +1,6 @@
 """A real server of real models against the oracle: alone, streamed, in a batch, overlapping.
 
-Where the oracle's best two tokens are a near tie and the server takes the other one, the comparison of that
+Where the oracle's two best tokens nearly tie and the server takes the other one, the comparison of that
 request ends; each test prints how many did so.
 """
 
@@ -29,7 +29,7 @@ from oracle import MAX_NEW_TOKENS, PROMPTS, Answer
 
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
-pytestmark = pytest.mark.timeout(600)  # the first test may compute the oracle
+pytestmark = pytest.mark.timeout(600)  # the first test may have to compute the oracle's answers
 
 MODELS = pytest.mark.parametrize("served", PROMPTS, indirect=True)
 CASES = [(model, prompt) for model, prompts in PROMPTS.items() for prompt in prompts]
@@ -42,7 +42,7 @@ BATCHES = [
 
 @dataclass
 class Served:
-    """A server with its stub and what its model should answer."""
+    """A server, a stub, and the oracle's answers of its model."""
 
     server: Server
     stub: pb_grpc.GenerationServiceStub

@@ -1,4 +1,4 @@
-"""What goes wrong around the service: dead and stuck engines, signals, and starts that cannot work."""
+"""Faults around the service: dead and stuck engines, signals, lack of memory, and failing starts."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def start(tmp_path: Path, steps: dict[str, Any] | None = None, **options: object
 
 
 def open_calls(server: Server, count: int, channels: list[grpc.Channel]) -> list["Call"]:
-    """Half streams, half unary, all with their first token."""
+    """Open calls, half of them streams, and wait until each has its first token."""
     calls = [Call(server, streamed=n % 2 == 0, channels=channels) for n in range(count)]
     time.sleep(0.5)
     assert all(call.status is None for call in calls)
@@ -38,7 +38,7 @@ def open_calls(server: Server, count: int, channels: list[grpc.Channel]) -> list
 
 
 class Call:
-    """A call in a thread of its own: its status, and when it ended."""
+    """A call in its own thread: its status, and when it ended."""
 
     def __init__(self, server: Server, *, streamed: bool, channels: list[grpc.Channel]) -> None:
         self.status: grpc.StatusCode | None = None
@@ -91,7 +91,7 @@ def test_killing_the_engine_fails_all_calls_at_once(tmp_path: Path) -> None:
     assert "signal 9" in (tmp_path / "termination").read_text()
 
 
-def test_the_engine_leaves_when_its_front_end_is_killed(tmp_path: Path) -> None:
+def test_the_engine_exits_when_its_front_end_is_killed(tmp_path: Path) -> None:
     with start(tmp_path, SLOW) as server:
         engine = server.engine_pid()
         server.process.kill()
@@ -141,7 +141,7 @@ def test_sigterm_lets_calls_finish_and_exits_zero(tmp_path: Path) -> None:
     assert (tmp_path / "termination").read_text() == ""
 
 
-def test_the_grace_has_an_end(tmp_path: Path) -> None:
+def test_the_shutdown_grace_is_limited(tmp_path: Path) -> None:
     channels: list[grpc.Channel] = []
     with start(tmp_path, SLOW, SHUTDOWN_GRACE_SECONDS=0.5) as server:
         calls = open_calls(server, 2, channels)
@@ -153,7 +153,7 @@ def test_the_grace_has_an_end(tmp_path: Path) -> None:
             assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
-def test_a_request_that_breaks_steps_is_tried_twice_alone_and_then_refused(tmp_path: Path) -> None:
+def test_a_request_that_fails_steps_is_retried_alone_and_then_fails(tmp_path: Path) -> None:
     with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
         assert refused(lambda: stub.Generate(unary_request("!"))) is grpc.StatusCode.INTERNAL
         assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
@@ -161,7 +161,7 @@ def test_a_request_that_breaks_steps_is_tried_twice_alone_and_then_refused(tmp_p
         assert 'tgi_batch_inference_failure{method="prefill",reason="error"} 2.0' in server.get("/metrics")[1]
 
 
-def test_a_request_that_breaks_steps_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+def test_a_request_that_fails_steps_does_not_affect_its_neighbours(tmp_path: Path) -> None:
     with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
         texts = [f"number {n} " for n in range(8)]
         calls = [stub.Generate.future(unary_request(text, 40)) for text in texts]
@@ -171,7 +171,7 @@ def test_a_request_that_breaks_steps_leaves_its_neighbours_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", [{"padded": True}, {"block_size": 4, "prefill_tokens": 16}, {}])
-def test_lack_of_memory_is_nobodys_error(tmp_path: Path, kind: dict[str, Any]) -> None:
+def test_out_of_memory_preempts_and_fails_no_request_that_fits(tmp_path: Path, kind: dict[str, Any]) -> None:
     steps = {"memory_tokens": 150, "step_seconds": 0.002}
     with start(tmp_path, steps | kind) as server, server.stub() as stub:
         texts = [f"request number {n} " for n in range(8)]  # of 17 tokens: with 40 more, two fit
@@ -184,7 +184,7 @@ def test_lack_of_memory_is_nobodys_error(tmp_path: Path, kind: dict[str, Any]) -
         assert float(limit.split()[1]) < 300
 
 
-def test_waiting_tokens_are_bounded(tmp_path: Path) -> None:
+def test_queued_tokens_are_limited(tmp_path: Path) -> None:
     options = {"MAX_QUEUED_TOKENS": 30, "MAX_BATCH_SIZE": 1}
     with start(tmp_path, SLOW, **options) as server, server.stub() as stub:
         running = stub.Generate.future(unary_request("a" * 25, 60))
@@ -196,10 +196,10 @@ def test_waiting_tokens_are_bounded(tmp_path: Path) -> None:
         assert running.result()
         assert waiting.result()
         assert 'tgi_request_failure{err="conc_limit"} 1.0' in server.get("/metrics")[1]
-        assert stub.Generate(unary_request("e" * 31, 2))  # nothing waits: it need not either
+        assert stub.Generate(unary_request("e" * 31, 2))  # the queue is empty, so it need not fit
 
 
-def test_what_can_never_run_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path) -> None:
     with start(tmp_path, {"largest": 60}) as server, server.stub() as stub:
         assert len(stub.Generate(unary_request("a" * 50, 10)).responses[0].text) == 10
         with pytest.raises(grpc.RpcError, match=r"new tokens .61. are more than fit into memory .60.") as caught:
@@ -207,14 +207,14 @@ def test_what_can_never_run_is_refused_at_once(tmp_path: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_an_engine_that_cannot_go_on_ends_the_process(tmp_path: Path) -> None:
+def test_a_fatal_engine_error_ends_the_process(tmp_path: Path) -> None:
     with start(tmp_path, {"fatal_token": 0}) as server, server.stub() as stub:
         assert refused(lambda: stub.Generate(unary_request("!"))) is grpc.StatusCode.UNAVAILABLE
         assert server.process.wait(20) == 1
     assert "the token that ends this engine" in (tmp_path / "termination").read_text()
 
 
-def test_a_model_whose_longest_request_does_not_fit_does_not_start(tmp_path: Path) -> None:
+def test_the_server_does_not_start_if_the_longest_request_does_not_fit(tmp_path: Path) -> None:
     make_fake_model(tmp_path / "model", weight_limit=50)
     settings = {"MODEL_NAME": tmp_path / "model", "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache"}
     code, text = run(**settings, MAX_SEQUENCE_LENGTH=51, MAX_NEW_TOKENS=20)
@@ -222,7 +222,7 @@ def test_a_model_whose_longest_request_does_not_fit_does_not_start(tmp_path: Pat
     assert "MAX_SEQUENCE_LENGTH 51 does not fit into memory, 50 does" in one_line(text)
 
 
-def test_clients_that_vanish_leave_nothing_behind(tmp_path: Path) -> None:
+def test_clients_that_disconnect_leave_nothing_running(tmp_path: Path) -> None:
     channels: list[grpc.Channel] = []
     with start(tmp_path, SLOW) as server:
         open_calls(server, 60, channels)
@@ -263,42 +263,42 @@ def one_line(text: str) -> str:
     return line
 
 
-def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_model_is_one_error_line(tmp_path: Path) -> None:
     code, text = run(**fake(tmp_path, MODEL_NAME=tmp_path / "nowhere"))
     assert code == 1
     assert str(tmp_path / "nowhere") in one_line(text)
 
 
-def test_a_directory_without_config_is_one_line(tmp_path: Path) -> None:
+def test_a_directory_without_config_is_one_error_line(tmp_path: Path) -> None:
     code, text = run(**fake(tmp_path, MODEL_NAME=tmp_path))
     assert code == 1
     assert "config.json" in one_line(text)
 
 
-def test_a_model_without_weights_is_one_line(tmp_path: Path) -> None:
+def test_a_model_without_weights_is_one_error_line(tmp_path: Path) -> None:
     code, text = run(**fake(tmp_path, DEPLOYMENT_FRAMEWORK="hf_transformers"))
     assert code == 1
     assert "safetensors" in one_line(text)
 
 
-def test_an_unreadable_certificate_is_one_line(tmp_path: Path) -> None:
+def test_an_unreadable_certificate_is_one_error_line(tmp_path: Path) -> None:
     code, text = run(**fake(tmp_path, TLS_CERT_PATH="/nowhere/cert.pem", TLS_KEY_PATH="/nowhere/key.pem"))
     assert code != 0
     assert "/nowhere/cert.pem" in one_line(text)
 
 
 @pytest.mark.parametrize("option", ["GRPC_PORT", "PORT"])
-def test_a_taken_port_is_one_line(tmp_path: Path, option: str) -> None:
+def test_a_port_in_use_is_one_error_line(tmp_path: Path, option: str) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         code, text = run(**fake(tmp_path, **{option: port}))
     assert code == 1
-    lines = [line for line in text.splitlines() if line.startswith("tgis: ")]  # gRPC adds its own
+    lines = [line for line in text.splitlines() if line.startswith("tgis: ")]  # gRPC logs its own
     assert len(lines) == 1
     assert str(port) in lines[0]
 
 
-def test_an_engine_that_cannot_load_is_one_line_and_a_termination_log(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_load_is_one_error_line_and_a_termination_log(tmp_path: Path) -> None:
     settings = fake(tmp_path, TERMINATION_LOG=tmp_path / "termination")
     (tmp_path / "termination").touch()
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 257, "fake": {"step_seconds": "long"}}')

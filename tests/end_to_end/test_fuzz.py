@@ -1,4 +1,4 @@
-"""Anything may come in: every call ends with a proper status, and the server serves on as before."""
+"""Random and corrupted requests: every call ends with a proper status, and the server goes on as before."""
 
 import asyncio
 import collections
@@ -16,10 +16,10 @@ from harness import Server, running_server, unary_request
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
 
-TOGETHER = 48
-LIMIT = 60  # seconds that a call may take
-HURRY = 0.05  # seconds after which the most patient of the hurried clients gives up
-HUGE = 5 << 20
+MAX_IN_FLIGHT = 48
+CALL_TIMEOUT = 60  # seconds that a call may take
+MAX_SHORT_DEADLINE = 0.05  # longest deadline in seconds of the clients that cancel early
+HUGE_BYTES = 5 << 20
 INPUTS = 400
 PROPER = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
 KINDS: dict[str, tuple[type[Message], type[Message]]] = {
@@ -33,11 +33,11 @@ RPCS = ["Generate", "Generate", "GenerateStream", "GenerateStream", "Tokenize", 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A call of an RPC with these bytes."""
+    """A call with these bytes as its request."""
 
     rpc: str
     data: bytes
-    patience: float  # seconds after which the client gives up
+    deadline: float  # deadline in seconds
 
     def __str__(self) -> str:
         return f"{self.rpc} {self.data[:400]!r}"
@@ -57,30 +57,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ("seed", "attacks"), [(1, 10_000), pytest.param(2, 60_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks: int) -> None:
-    before = _normal(server)
+    before = _usual_answer(server)
     draw = random.Random(seed)
     statuses = asyncio.run(_attack(server.target, [_make_attack(draw) for _ in range(attacks)]))
     assert statuses["OK"] > attacks / 10
     assert statuses["INVALID_ARGUMENT"] > attacks / 10
-    assert _permits_are_free(server)
-    assert _normal(server) == before
+    assert _all_permits_are_free(server)
+    assert _usual_answer(server) == before
     assert server.get("/health")[0] == 200
 
 
-def _normal(server: Server) -> pb.BatchedGenerationResponse:
+def _usual_answer(server: Server) -> pb.BatchedGenerationResponse:
     with server.stub() as stub:
-        answer: pb.BatchedGenerationResponse = stub.Generate(unary_request("The Queen", 20), timeout=LIMIT)
+        answer: pb.BatchedGenerationResponse = stub.Generate(unary_request("The Queen", 20), timeout=CALL_TIMEOUT)
     return answer
 
 
-def _permits_are_free(server: Server) -> bool:
-    """Whether a call fits that needs all of them; a few may still be on their way back."""
+def _all_permits_are_free(server: Server) -> bool:
+    """Whether a call that needs all permits succeeds, once the latest calls have returned theirs."""
     request = unary_request("a", 1)
     request.requests.extend(request.requests[:1] * (INPUTS - 1))
     with server.stub() as stub:
         for _ in range(100):
             try:
-                return len(stub.Generate(request, timeout=LIMIT).responses) == INPUTS
+                return len(stub.Generate(request, timeout=CALL_TIMEOUT).responses) == INPUTS
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
@@ -90,14 +90,14 @@ def _permits_are_free(server: Server) -> bool:
 
 def _make_attack(draw: random.Random) -> Attack:
     rpc = draw.choice(RPCS)
-    patience = draw.uniform(0.001, HURRY) if draw.random() < 0.05 else LIMIT
-    return Attack(rpc, _make_bytes(KINDS[rpc][0], draw), patience)
+    deadline = draw.uniform(0.001, MAX_SHORT_DEADLINE) if draw.random() < 0.05 else CALL_TIMEOUT
+    return Attack(rpc, _make_bytes(KINDS[rpc][0], draw), deadline)
 
 
 def _make_bytes(kind: type[Message], draw: random.Random) -> bytes:
     match draw.random():
         case chance if chance < 0.002:
-            return bytes(HUGE)
+            return bytes(HUGE_BYTES)
         case chance if chance < 0.1:
             return draw.randbytes(draw.randint(0, 60))
         case chance:
@@ -106,13 +106,13 @@ def _make_bytes(kind: type[Message], draw: random.Random) -> bytes:
 
 
 async def _attack(target: str, attacks: list[Attack]) -> collections.Counter[str]:
-    free = asyncio.Semaphore(TOGETHER)
+    slots = asyncio.Semaphore(MAX_IN_FLIGHT)
     async with grpc.aio.insecure_channel(target) as channel:
-        statuses = await asyncio.gather(*[_status(channel, free, attack) for attack in attacks])
+        statuses = await asyncio.gather(*[_status(channel, slots, attack) for attack in attacks])
     wrong = [
         f"{status}: {attack}"
         for attack, status in zip(attacks, statuses, strict=True)
-        if status not in PROPER and not (attack.patience < LIMIT and status == "DEADLINE_EXCEEDED")
+        if status not in PROPER and not (attack.deadline < CALL_TIMEOUT and status == "DEADLINE_EXCEEDED")
     ]
     assert not wrong, "\n".join(wrong[:20])
     by_rpc = collections.Counter(f"{attack.rpc} {status}" for attack, status in zip(attacks, statuses, strict=True))
@@ -120,16 +120,16 @@ async def _attack(target: str, attacks: list[Attack]) -> collections.Counter[str
     return collections.Counter(statuses)
 
 
-async def _status(channel: grpc.aio.Channel, free: asyncio.Semaphore, attack: Attack) -> str:
-    """The name of the status, or why the answer is none."""
+async def _status(channel: grpc.aio.Channel, slots: asyncio.Semaphore, attack: Attack) -> str:
+    """The name of the status, or what is wrong with the answer."""
     method = f"/fmaas.GenerationService/{attack.rpc}"
-    async with free:
+    async with slots:
         try:
             if attack.rpc == "GenerateStream":
-                stream = channel.unary_stream(method, bytes, bytes)(attack.data, timeout=attack.patience)
+                stream = channel.unary_stream(method, bytes, bytes)(attack.data, timeout=attack.deadline)
                 messages = [message async for message in stream]
             else:
-                messages = [await channel.unary_unary(method, bytes, bytes)(attack.data, timeout=attack.patience)]
+                messages = [await channel.unary_unary(method, bytes, bytes)(attack.data, timeout=attack.deadline)]
         except grpc.aio.AioRpcError as error:
             return error.code().name
     return _verdict(attack, messages)

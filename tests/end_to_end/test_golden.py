@@ -1,6 +1,6 @@
-"""Golden cases: what real servers answer is what an oracle made of transformers says (golden_oracle.py).
+"""Golden cases: real servers answer what an oracle built on transformers answers (golden_oracle.py).
 
-A case is an entry in golden/cases/*.yaml; a new one needs no code but `python tests/support/golden_oracle.py`.
+A case is an entry in golden/cases/*.yaml. A new one needs no code, only `python tests/support/golden_oracle.py`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ CASES = [pytest.param(case.server, case, id=case.id) for case in cases()]
 
 @pytest.fixture(scope="module")
 def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What was wrong on the server of the name, by the ids of the cases."""
+    """The problems of all cases of one server, by case id."""
     name = request.param
     spec = servers()[name]
     directory = tmp_path_factory.mktemp(name)
@@ -52,22 +52,22 @@ def test_case(problems: dict[str, list[str]], case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_oracle_still_says_so() -> None:
-    """The expectations are those of the cases, of the models and of the oracle as they are now."""
+def test_the_oracle_still_gives_the_expected_answers() -> None:
+    """The expected answers belong to the current cases, models and oracle."""
     command = [sys.executable, "tests/support/golden_oracle.py", "--check"]
     environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(command, check=False, cwd=REPOSITORY, env=environ, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_nothing_is_expected_of_cases_that_are_gone() -> None:
+def test_every_expected_answer_has_a_case() -> None:
     for file in {case.file for case in cases()}:
         names = [case.name for case in cases() if case.file == file and case.needs_oracle]
         assert list(expected_answers(file)) == names, f"{file}: run `python tests/support/golden_oracle.py`"
 
 
 def _stream(**changes: Json) -> list[pb.GenerationResponse]:
-    """A sampled stream that is as it must be, but for changes to the fields of some messages, by their numbers."""
+    """A valid sampled stream, with changes to the fields of messages by number."""
     tokens = [{"text": "a"}]
     messages: list[Json] = [
         {"text": "in", "input_token_count": 1, "seed": 7},
@@ -85,7 +85,7 @@ STREAM = pb.SingleGenerationRequest(
 )
 
 
-def test_a_good_stream_keeps_the_protocol() -> None:
+def test_a_valid_stream_has_no_violations() -> None:
     assert golden_protocol.violations(STREAM, _stream()) == []
     joined = golden_protocol.join_stream(_stream())
     assert (joined.text, joined.generated_token_count, len(joined.tokens)) == ("inaaa", 3, 3)
@@ -113,7 +113,7 @@ def test_a_good_stream_keeps_the_protocol() -> None:
     ],
     ids=str,
 )
-def test_the_protocol_forbids(changes: dict[str, Json]) -> None:
+def test_violations_of_the_protocol_are_found(changes: dict[str, Json]) -> None:
     assert golden_protocol.violations(STREAM, _stream(**changes))
 
 
@@ -130,11 +130,11 @@ def test_the_protocol_forbids(changes: dict[str, Json]) -> None:
         ({"a": -1.0}, {"a": "NaN"}, [".a: expected -1.0, got 'NaN'"]),
     ],
 )
-def test_differences_are_told(expected: Json, got: Json, found: list[str]) -> None:
+def test_differences_are_found(expected: Json, got: Json, found: list[str]) -> None:
     assert differences(expected, got) == found
 
 
-def test_partly_compares_what_is_expected_only() -> None:
+def test_partly_compares_only_expected_fields() -> None:
     got = {"a": [{"b": 1, "c": 2}], "d": 3}
     assert differences({"a": [{"b": 1}]}, got, partly=True) == []
     assert differences({"a": [{"b": 2}]}, got, partly=True) == [".a[0].b: expected 2, got 1"]

@@ -1,4 +1,4 @@
-"""LoRA adapters through a real server of a real model: what PEFT says, under load, with more than the cache takes."""
+"""LoRA adapters on a real server: PEFT's answers, under load, with more adapters than the cache holds."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 Stub = pb_grpc.GenerationServiceStub
-COPIES = 6  # of the largest adapter, three of which fit into the cache of 1 MiB
+COPIES = 6  # of the largest adapter; three of them fit into the 1 MiB cache
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def metric(server: Server, name: str) -> float:
 def test_more_adapters_than_fit_into_the_cache_under_load(
     server: Server, stub: Stub, tuned: Tuned, glassllm_dir: Path
 ) -> None:
-    """All of them at once, beside inputs without any; unary, and as streams."""
+    """All adapters at once, beside inputs without one; unary and streamed."""
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
     texts = {tuple(tokenizer(text).input_ids): text for text in tuning.TUNING_PLANS["glassllm-lora"].inputs}
 
@@ -104,7 +104,7 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
     assert metric(server, "tgi_prompt_load_failure") == 0
 
 
-def test_broken_adapters_have_clear_errors_and_disturb_nothing(server: Server, stub: Stub, store: Path) -> None:
+def test_broken_adapters_have_clear_errors_and_affect_no_other_request(server: Server, stub: Stub, store: Path) -> None:
     request = call("The Queen", "queen", 100)
     undisturbed = tokens_of(stub, request)
     running = stub.GenerateStream(as_stream_request(request), timeout=60)
@@ -116,7 +116,7 @@ def test_broken_adapters_have_clear_errors_and_disturb_nothing(server: Server, s
         error: Any = caught.value
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert error.details().startswith(f"can't retrieve adapter with id 'broken/{at}': ")
-        exact += text in error.details()  # the others are first of all for another model
+        exact += text in error.details()  # the other files do not even fit this model
         assert text in error.details() or "the model's layer has" in error.details() or "no linear" in error.details()
     assert exact > 30
     assert [token.text for message in running for token in message.tokens] == undisturbed
@@ -124,8 +124,8 @@ def test_broken_adapters_have_clear_errors_and_disturb_nothing(server: Server, s
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_prompt_and_an_adapter_by_either_field(stub: Stub, store: Path) -> None:
-    """What a directory holds decides; an adapter adds no tokens to the input."""
+def test_either_field_may_name_a_soft_prompt_or_an_adapter(stub: Stub, store: Path) -> None:
+    """The files in the directory decide which it is; an adapter adds no input tokens."""
     write(store / "soft", tgis(matrix(3, 128)))
     assert tokens_of(stub, call("The Queen", "soft", 4)) != tokens_of(stub, call("The Queen", None, 4))
     by_adapter = stub.Generate(call("The Queen", "queen"), timeout=60).responses[0]
@@ -144,7 +144,7 @@ def test_a_replaced_adapter_is_used_at_once(stub: Stub, store: Path) -> None:
     shutil.copytree(store / "mouse", store / "new")
     running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(8)]
     for one in running:
-        next(one)  # it has its adapter
+        next(one)  # its adapter is resolved
     shutil.rmtree(store / "changing")
     (store / "new").rename(store / "changing")
     assert first != tokens_of(stub, request) == tokens_of(stub, call("The Hatter", "mouse"))

@@ -1,4 +1,4 @@
-"""Soft prompts through a real server of a real model: what PEFT says, under load, while files change and break."""
+"""Soft prompts on a real server: PEFT's answers, under load, while files change and break."""
 
 import os
 import random
@@ -23,7 +23,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 Stub = pb_grpc.GenerationServiceStub
-LENGTH, ROWS, PROMPTS = 512, 200, 50  # of sequences, virtual tokens of each prompt; ten of these fit into 1 MiB
+LENGTH, ROWS, PROMPTS = 512, 200, 50  # sequence length, virtual tokens of each prompt; ten such prompts fit into 1 MiB
 NEW_TOKENS = 6
 NEAR_TIE = 1e-3
 
@@ -85,7 +85,7 @@ def metric(server: Server, name: str) -> float:
 
 
 def test_trained_prompts_give_what_peft_generates(stub: Stub, tuned: Tuned, glassllm_dir: Path) -> None:
-    """All of them at once, beside inputs without any; unary, and as streams."""
+    """All prompts at once, beside inputs without one; unary and streamed."""
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
 
     def ask(one: tuning.Continuation) -> tuple[list[str], list[str]]:
@@ -102,7 +102,7 @@ def test_trained_prompts_give_what_peft_generates(stub: Stub, tuned: Tuned, glas
 
 
 class Oracle:
-    """What the model says after embeddings of random tokens, which are the prompts here."""
+    """The model's answers after soft prompts made of random tokens' embeddings."""
 
     def __init__(self, model: Path) -> None:
         self.network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -115,9 +115,9 @@ class Oracle:
         return prompt
 
     def answers(self, prompts: torch.Tensor, text: str) -> list[tuple[list[str], int]]:
-        """The tokens after each of the prompts [n, virtual tokens, H], and how many come before a near tie.
+        """The tokens after each prompt [n, virtual tokens, H], and how many of them precede a near tie.
 
-        All are equally long, so that nothing is padded.
+        All prompts have the same length, so nothing is padded.
         """
         ids = self.tokenizer([text] * len(prompts), return_tensors="pt").input_ids
         embedded = torch.cat([prompts, self.network.get_input_embeddings()(ids)], 1)
@@ -136,7 +136,7 @@ class Oracle:
         return [(tokens, (*tied, True).index(True)) for tokens, tied in zip(names, ties, strict=True)]
 
 
-def test_fifty_prompts_cycle_through_a_cache_of_ten_under_load(
+def test_fifty_prompts_share_a_cache_of_ten_under_load(
     server: Server, stub: Stub, store: Path, glassllm_dir: Path
 ) -> None:
     oracle = Oracle(glassllm_dir)
@@ -160,11 +160,11 @@ def test_fifty_prompts_cycle_through_a_cache_of_ten_under_load(
         assert tokens[:settled] == wanted[:settled], name
     assert sum(settled for _, settled in expected.values()) > 0.9 * NEW_TOKENS * len(expected)
     loads = metric(server, "tgi_prompt_load_duration_count") - loaded
-    assert 2 * PROMPTS < loads <= 3 * PROMPTS  # most were gone when they were asked for again
+    assert 2 * PROMPTS < loads <= 3 * PROMPTS  # most had been evicted when they were requested again
     assert metric(server, "tgi_prompt_load_failure") == failed
 
 
-def test_broken_prompts_have_clear_errors_and_disturb_nothing(server: Server, stub: Stub, store: Path) -> None:
+def test_broken_prompts_have_clear_errors_and_affect_no_other_request(server: Server, stub: Stub, store: Path) -> None:
     before = metric(server, "tgi_prompt_load_failure")
     request = call("The Queen", "queen", 100, generated_tokens=True)
     undisturbed = tokens_of(stub, request)
@@ -185,7 +185,7 @@ def test_broken_prompts_have_clear_errors_and_disturb_nothing(server: Server, st
     assert "Traceback" not in server.log.read_text()
 
 
-def test_adapters_of_other_types_are_named(stub: Stub, store: Path) -> None:
+def test_unsupported_adapter_types_are_named(stub: Stub, store: Path) -> None:
     write(store / "ia3", peft({"ia3": matrix()}, peft_type="IA3"))
     wanted = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type IA3 is not currently supported")
     inputs = [pb.GenerationRequest(text="a")]
@@ -193,14 +193,14 @@ def test_adapters_of_other_types_are_named(stub: Stub, store: Path) -> None:
     assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="ia3")) == wanted
 
 
-def test_long_and_hostile_ids_are_cut_and_cleaned(stub: Stub) -> None:
+def test_long_and_hostile_ids_are_truncated_and_escaped(stub: Stub) -> None:
     _, details = failure(stub, call("a", "x" * 100_000))
     assert details.startswith(f"can't retrieve prompt prefix with id '{'x' * 100}...': the id must contain only")
     _, details = failure(stub, call("a", "a\nfake log line\x1b[2J"))
     assert details.startswith("can't retrieve prompt prefix with id 'a?fake log line?[2J': ")
 
 
-def test_a_replaced_prompt_is_used_at_once_and_a_removed_one_is_gone(stub: Stub, store: Path) -> None:
+def test_a_replaced_prompt_is_used_at_once_and_a_deleted_one_is_not_found(stub: Stub, store: Path) -> None:
     shutil.copytree(store / "queen", store / "changing")
     request = call("The Hatter", "changing", generated_tokens=True)
     first = tokens_of(stub, request)
@@ -214,20 +214,20 @@ def test_a_replaced_prompt_is_used_at_once_and_a_removed_one_is_gone(stub: Stub,
     assert 'prefix id "changing" not found' in failure(stub, request)[1]
 
 
-def test_a_prompt_stays_good_for_the_requests_that_have_it(stub: Stub, store: Path) -> None:
-    """Its files are gone and its place in the cache is taken while they wait and run."""
+def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub, store: Path) -> None:
+    """Its files are deleted and its cache entry is evicted while requests wait and run."""
     shutil.copytree(store / "queen", store / "leaving")
     request = call("The Hatter", "leaving", 60, generated_tokens=True)
     expected = tokens_of(stub, request)
-    running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(80)]  # 64 run at a time
+    running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(80)]  # 64 run at once
     for one in running:
-        next(one)  # when the first message has come, the prompt was found
+        next(one)  # the first message shows that the prompt is resolved
     shutil.rmtree(store / "leaving")
     assert "not found" in failure(stub, request)[1]
     assert all([token.text for message in one for token in message.tokens] == expected for one in running)
 
 
-def test_clients_that_vanish_during_lookups_leave_nothing_behind(server: Server, stub: Stub) -> None:
+def test_clients_that_disconnect_during_lookups_leave_nothing_running(server: Server, stub: Stub) -> None:
     for _ in range(30):
         stub.Generate.future(call("a", "queen", 400)).cancel()
     assert tokens_of(stub, call("a", "queen", generated_tokens=True))
@@ -237,8 +237,8 @@ def test_clients_that_vanish_during_lookups_leave_nothing_behind(server: Server,
         time.sleep(0.02)
 
 
-def test_a_dead_engine_ends_lookups_too(server: Server, stub: Stub) -> None:
-    """The last test: nothing is left of the server."""
+def test_a_dead_engine_fails_pending_lookups(server: Server, stub: Stub) -> None:
+    """The last test of this file: it kills the engine."""
     os.kill(server.engine_pid(), signal.SIGSTOP)
     waiting = [stub.Generate.future(call("a", "queen")) for _ in range(3)]
     os.kill(server.engine_pid(), signal.SIGKILL)

@@ -79,7 +79,7 @@ def server_environment(**options: object) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running_server(directory: Path, model: Path, timeout: float = 60, **options: object) -> Iterator[Server]:
+def running_server(directory: Path, model: Path, timeout: float = 120, **options: object) -> Iterator[Server]:
     """Serve `model`, logging to `directory`; killed at the end of the block."""
     log = directory / "server.log"
     settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}

@@ -259,7 +259,7 @@ def start(directory: Path, model: Path) -> Any:
     log.touch()
     cache = directory / "cache"
     settings: dict[str, Any] = {"NUM_SHARD": 2, "DTYPE": "float32", "KV_CACHE_SIZE_MB": 4, "CACHE_DIR": cache}
-    return running_server(directory, model, timeout=120, TERMINATION_LOG=log, **settings)
+    return running_server(directory, model, TERMINATION_LOG=log, **settings)
 
 
 def follower_of(server: Server) -> int:
