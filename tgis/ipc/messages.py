@@ -35,7 +35,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     adapter_store: AdapterStoreOptions | None = None
     compile: bool = False  # use torch.compile
     estimate_memory: str = "off"  # auto, manual or off
-    cache_dir: str = ""  # needed by auto, and by CPU kernels that are not prebuilt
+    cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
 
 
