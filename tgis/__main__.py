@@ -1,6 +1,6 @@
-"""`tgis COMMAND`: finds the command's module in `tgis.cli`; its errors become one line and an exit code.
+"""`tgis COMMAND`: runs a module of `tgis.cli` and turns its errors into one line and an exit code.
 
-A module is imported only when its command runs, so that none pays for what another one needs.
+Only the module of the command is imported, so that no command pays for the dependencies of another.
 """
 
 import importlib
@@ -13,20 +13,20 @@ from tgis.errors import OptionError, StartError
 
 COMMANDS = {
     "serve": "serve a model over gRPC",
-    "generate": "continue a text, shown as it is generated",
-    "tokenize": "split a text into tokens",
-    "model-info": "tell what a server serves",
-    "health": "ask a server whether it is ready (by the exit code)",
-    "bench": "measure a running server",
-    "prompts": "say what is in a store of adapters",
-    "simulate": "run a trace through the batcher, without a model",
-    "download-weights": "bring a model from the hub into the local cache",
-    "convert-to-safetensors": "make safetensors of a model's .bin weights",
-    "convert-to-fast-tokenizer": "make a tokenizer.json of an older tokenizer",
-    "convert-to-onnx": "make ONNX graphs for the engine hf_optimum_ort",
+    "generate": "stream the continuation of a prompt",
+    "tokenize": "tokenize a text",
+    "model-info": "show the model's kind and limits",
+    "health": "check a server's health (exit code 0: ready)",
+    "bench": "load test a running server",
+    "prompts": "check a store of soft prompts and LoRA adapters",
+    "simulate": "simulate the batcher on a trace, without a model",
+    "download-weights": "download a model from the hub into the local cache",
+    "convert-to-safetensors": "convert .bin weights to safetensors",
+    "convert-to-fast-tokenizer": "convert a slow tokenizer to tokenizer.json",
+    "convert-to-onnx": "export a model to ONNX for hf_optimum_ort",
 }
 MODEL_FILE_COMMANDS = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
-EXIT_INTERRUPTED = 130  # as shells report SIGINT
+EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 
 
 def main() -> int:
@@ -35,17 +35,17 @@ def main() -> int:
 
 
 def launcher() -> int:
-    """Entry point of `text-generation-launcher`, TGIS's name of `tgis serve`."""
+    """Entry point of `text-generation-launcher`, TGIS's name for `tgis serve`."""
     return run_command("serve", sys.argv[1:], "text-generation-launcher")
 
 
 def model_files() -> int:
-    """Entry point of `text-generation-server` and `model-util`: TGIS's and the adapter's names, for model files."""
+    """Entry point of `text-generation-server` and `model-util`, the names in TGIS and vllm-tgis-adapter."""
     return run(sys.argv[1:], os.path.basename(sys.argv[0]), MODEL_FILE_COMMANDS)
 
 
 def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMANDS) -> int:
-    """Run the command that `argv` begins with, one of `commands`."""
+    """Run the command that `argv` starts with; it must be one of `commands`."""
     match argv:
         case []:
             print(_usage(prog, commands), file=sys.stderr)
@@ -65,7 +65,7 @@ def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMAND
 
 
 def run_command(command: str, argv: list[str], prog: str) -> int:
-    """Run a command; returns its exit code, whatever happens to it."""
+    """Run a command and return its exit code; expected errors are one line on stderr."""
     try:
         module = importlib.import_module(f"tgis.cli.{command.replace('-', '_')}")
         code: int = module.main(argv, prog)
@@ -76,15 +76,15 @@ def run_command(command: str, argv: list[str], prog: str) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit complains once more
+    except BrokenPipeError:  # the reader of our output has exited, e.g. `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids a second error on exit
         return 1
 
 
 def _usage(prog: str, commands: Collection[str]) -> str:
     lines = [f"  {name:<27}{COMMANDS[name]}" for name in commands]
-    head = [f"usage: {prog} COMMAND [options]", "", "Text generation over gRPC. The commands:", ""]
-    return "\n".join([*head, *lines, "", f"{prog} COMMAND --help tells more; {prog} --version tells the version."])
+    head = [f"usage: {prog} COMMAND [options]", "", "Text generation over gRPC. Commands:", ""]
+    return "\n".join([*head, *lines, "", f"See {prog} COMMAND --help for options; {prog} --version for the version."])
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ class Config:
     num_threads: int | None = option(
         BATCHES, integer(1, 4096), "number of CPU threads of the engine", None, shown_default="all cores")
     cpu_isa: str = option(
-        BATCHES, CPU_ISA, "instruction set of the CPU kernels: none, generic, avx2, avx512, avx512_bf16 or amx, which"
-        " leaves bfloat16 linear layers to oneDNN", "auto", shown_default="the CPU's best")
+        BATCHES, CPU_ISA, "CPU kernels: none, generic, avx2, avx512, avx512_bf16, or amx (oneDNN)", "auto",
+        shown_default="the CPU's best")
 
     prefix_store_path: Path | None = option(
         ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None,

@@ -1,4 +1,4 @@
-"""What the commands that talk to a server share: where it is, TLS, and its errors as one line."""
+"""Shared by the commands that call a server: its address, TLS, and errors as one line."""
 
 import argparse
 import contextlib
@@ -13,12 +13,12 @@ import grpc
 from tgis.errors import OptionError, StartError
 from tgis.utils.options import PATH, TEXT
 
-CALL_TIMEOUT_SECONDS = 10.0  # for calls that generate nothing
+CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `connected` reads."""
+    """Add the options that `open_channel` reads."""
     group = parser.add_argument_group("Server")
     group.add_argument(
         "--target",
@@ -26,16 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="gRPC address (default: localhost:8033)",
     )
-    group.add_argument("--tls", action="store_true", help="use TLS; each of the options below does too")
-    group.add_argument("--tls-ca", type=PATH, metavar="PATH", help="PEM authorities to trust")
-    group.add_argument("--tls-cert", type=PATH, metavar="PATH", help="PEM certificate to show")
-    group.add_argument("--tls-key", type=PATH, metavar="PATH", help="PEM key of that certificate")
-    group.add_argument("--tls-server-name", type=TEXT, metavar="NAME", help="name that the server must prove")
+    group.add_argument("--tls", action="store_true", help="use TLS; implied by each option below")
+    group.add_argument("--tls-ca", type=PATH, metavar="PATH", help="PEM CA certificates to trust")
+    group.add_argument("--tls-cert", type=PATH, metavar="PATH", help="PEM client certificate")
+    group.add_argument("--tls-key", type=PATH, metavar="PATH", help="PEM key of the client certificate")
+    group.add_argument("--tls-server-name", type=TEXT, metavar="NAME", help="expected name in the server's certificate")
 
 
 @contextlib.contextmanager
 def open_channel(options: argparse.Namespace) -> Iterator[grpc.Channel]:
-    """A channel to the server; statuses other than OK leave the block as StartError."""
+    """A channel to the server; RPC errors in the block become StartErrors."""
     with _channel(options) as channel:
         try:
             yield channel
@@ -44,9 +44,9 @@ def open_channel(options: argparse.Namespace) -> Iterator[grpc.Channel]:
 
 
 def read_text(argument: str | None) -> str:
-    """The text that a person gave: the argument, else all of stdin."""
+    """The argument, else all of stdin."""
     if argument is None and sys.stdin.isatty():
-        print("the text, then Ctrl-D:", file=sys.stderr)
+        print("enter the text, end with Ctrl-D:", file=sys.stderr)
     data = sys.stdin.buffer.read() if argument is None else os.fsencode(argument)
     try:
         return data.decode()
@@ -55,7 +55,7 @@ def read_text(argument: str | None) -> str:
 
 
 def terminal_safe(text: str) -> str:
-    """The text without control characters, which terminals would obey."""
+    """The text with control characters replaced, so that it cannot send commands to the terminal."""
     return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text)
 
 

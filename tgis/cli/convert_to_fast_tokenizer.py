@@ -1,4 +1,4 @@
-"""`tgis convert-to-fast-tokenizer`: tokenizer.json out of a tokenizer in an older format."""
+"""`tgis convert-to-fast-tokenizer`: makes tokenizer.json from a slow tokenizer."""
 
 from tgis.cli import model
 from tgis.errors import OptionError
@@ -7,11 +7,10 @@ from tgis.utils.options import PATH, Parser
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Convert, and tell what was done."""
     parser = Parser(
         prog=prog,
-        description="Make a tokenizer.json for a model on this machine that has an older kind of tokenizer. tgis"
-        " serve does the same when it starts, but keeps the result for itself. Does nothing if there is one.",
+        description="Make a tokenizer.json for a model on this machine that has a slow tokenizer. tgis serve does"
+        " the same at startup, but keeps the result in its own cache. Does nothing if there is one already.",
         epilog=model.ENVIRONMENT_HELP,
     )
     model.add_arguments(parser, "a directory, or a name in the local hub cache")
@@ -20,7 +19,7 @@ def main(argv: list[str], prog: str) -> int:
         "--output_path",
         type=PATH,
         metavar="PATH",
-        help="directory that gets the whole tokenizer (default: that of the model gets tokenizer.json)",
+        help="write the whole tokenizer to this directory (default: add tokenizer.json to the model)",
     )
     options = parser.parse_args(argv)
     if options.output_path is not None and not options.output_path.is_dir():

@@ -1,4 +1,4 @@
-"""`tgis convert-to-onnx`: ONNX graphs of a model, for the engine hf_optimum_ort."""
+"""`tgis convert-to-onnx`: exports a model to ONNX, for the engine hf_optimum_ort."""
 
 import argparse
 import os
@@ -20,23 +20,23 @@ PROGRAM = ValueType("PATH", _program)
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Convert; the last line, on stdout, is the directory of the result."""
+    """Export; the last line on stdout is the output directory."""
     parser = Parser(
         prog=prog,
-        description="Make ONNX graphs of a model on this machine, in a directory that tgis serve can serve with"
-        " DEPLOYMENT_FRAMEWORK=hf_optimum_ort. Optimum, which exports them, needs an older transformers than tgis:"
-        " both are installed once in a folder of their own in CACHE_DIR, where only the export sees them.",
+        description="Export a model on this machine to ONNX, into a directory that can be served with"
+        " DEPLOYMENT_FRAMEWORK=hf_optimum_ort. The export uses Optimum, which needs an older transformers than tgis:"
+        " both are installed once into a separate directory in CACHE_DIR, used only by the export.",
         epilog=model.ENVIRONMENT_HELP,
     )
     model.add_arguments(parser, "a directory, or a name in the local hub cache")
-    parser.add_argument("out", type=PATH, metavar="OUT", help="directory to be made")
-    parser.add_argument("--optimize", action="store_true", help="fold constants and fuse operators, for the CPU")
-    parser.add_argument("--quantize", choices=["int8"], help="weights of matrix products to eight bits")
-    parser.add_argument("--python", type=PROGRAM, metavar="PATH", help="interpreter that has Optimum")
+    parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
+    parser.add_argument("--optimize", action="store_true", help="fold constants and fuse operators for the CPU")
+    parser.add_argument("--quantize", choices=["int8"], help="quantize the weights of matrix products")
+    parser.add_argument("--python", type=PROGRAM, metavar="PATH", help="Python interpreter with Optimum")
     parser.add_argument(
-        "--wheels", type=DIRECTORY, metavar="PATH", help="folder with Optimum's wheels, where there is no network"
+        "--wheels", type=DIRECTORY, metavar="PATH", help="directory with Optimum's wheels, for use without a network"
     )
-    parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's: always done
+    parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's option: always done
     options = parser.parse_args(argv)
     wanted = OnnxOptions(options.optimize, options.quantize is not None, options.python, options.wheels)
     cache = config.cache_config().cache_dir

@@ -1,4 +1,4 @@
-"""`tgis convert-to-safetensors`: safetensors out of a model's .bin weights."""
+"""`tgis convert-to-safetensors`: converts a model's .bin weights."""
 
 from tgis.cli import model
 from tgis.models.convert.weights import convert_weights
@@ -6,12 +6,11 @@ from tgis.utils.options import Parser
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Convert, and tell what was done."""
     parser = Parser(
         prog=prog,
-        description="Make safetensors of the .bin weights of a model on this machine, beside them. Files that hold"
-        " anything but tensors are refused, every bit is compared, and names appear only when all is right. Does"
-        " nothing if there are safetensors already.",
+        description="Convert the .bin weights of a model on this machine to safetensors, next to them. Files that"
+        " contain anything but tensors are rejected; every bit is verified before the files appear. Does nothing if"
+        " there are safetensors already.",
         epilog=model.ENVIRONMENT_HELP,
     )
     model.add_arguments(parser, "a directory, or a name in the local hub cache")

@@ -1,4 +1,4 @@
-"""`tgis download-weights`: a model from the hub into the local cache, ready to be served."""
+"""`tgis download-weights`: downloads a model from the hub into the local cache, ready to serve."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ SAFETENSORS, BIN = ".safetensors", ".bin"
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Download and convert; the last line, on stdout, is the model's directory."""
+    """Download and convert; the last line on stdout is the model's directory."""
     options = _parser(prog).parse_args(argv)
     if (Path(options.model_name) / "config.json").is_file():
         raise OptionError(f"{options.model_name} is a directory on this machine, which is what would be served")
@@ -42,36 +42,36 @@ def _extensions(text: str) -> tuple[str, ...]:
 def _parser(prog: str) -> Parser:
     parser = Parser(
         prog=prog,
-        description="Bring a model from the hub into the local cache, where tgis serve finds it by its name. What"
-        " is there already is not fetched again, and a file goes on where an earlier run was cut. Every file's hash"
-        " is checked. The last line of the output is the model's directory.",
-        epilog=f"{model.ENVIRONMENT_HELP} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY mean what they mean to"
+        description="Download a model from the hub into the local cache, where tgis serve finds it by name. Files"
+        " that are complete are not downloaded again, interrupted ones resume, and all hashes are verified. The last"
+        " line of the output is the model's directory.",
+        epilog=f"{model.ENVIRONMENT_HELP} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY work as in"
         " huggingface_hub.",
     )
-    model.add_arguments(parser, "name on the hub, as org/name")
+    model.add_arguments(parser, "name on the hub: org/name")
     parser.add_argument(
-        "--token", type=TEXT, metavar="TEXT", help="of the hub; HF_TOKEN is better, as ps shows options"
+        "--token", type=TEXT, metavar="TEXT", help="access token; prefer HF_TOKEN, since ps shows options"
     )
     parser.add_argument(
         "--extension",
         type=ValueType("LIST", _extensions),
         default=(SAFETENSORS,),
         metavar="LIST",
-        help="files to bring, by the end of their names, with commas between; a single one brings config and"
-        " tokenizer too (default: .safetensors)",
+        help="comma-separated extensions of the files to download; with a single one, also config and"
+        " tokenizer (default: .safetensors)",
     )
     parser.add_argument(
         "--auto-convert",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="if the hub has .bin weights only, bring and convert those; likewise an older tokenizer (default: yes)",
+        help="if the hub has only .bin weights, download and convert those; likewise a slow tokenizer (default: yes)",
     )
-    parser.add_argument("--auto_convert", type=BOOLEAN, help=argparse.SUPPRESS)  # the adapter's spelling takes a value
+    parser.add_argument("--auto_convert", type=BOOLEAN, help=argparse.SUPPRESS)  # as in vllm-tgis-adapter
     return parser
 
 
 def _download(options: argparse.Namespace) -> Path:
-    """The directory of the model, up to date if the hub can be reached."""
+    """The directory of the model, up to date if the hub is reachable."""
     api = HfApi(token=options.token or None, library_name="tgis", library_version=tgis.__version__)
     cache = config.cache_config().hub_cache
     try:
@@ -83,7 +83,7 @@ def _download(options: argparse.Namespace) -> Path:
 
 
 def _cached_copy(options: argparse.Namespace, cache: Path, reason: StartError) -> Path:
-    """What an earlier run brought; the reason why the hub was not asked if that is nothing."""
+    """The directory of an earlier download; raises `reason` if there is none."""
     ends = (*options.extension, *((BIN,) if options.auto_convert else ()))
     try:
         path = find_model(options.model_name, options.revision, str(cache)).path
@@ -96,7 +96,7 @@ def _cached_copy(options: argparse.Namespace, cache: Path, reason: StartError) -
 
 
 def _select_files(listing: hub.Listing, options: argparse.Namespace, snapshot: Path) -> tuple[hub.HubFile, ...]:
-    """Those asked for, .bin weights if there are no others, and what belongs to the weights."""
+    """The requested files, .bin weights if there are no others, and config and tokenizer."""
     asked: tuple[str, ...] = options.extension
     bare = SAFETENSORS in asked and not hub.select_files(listing, (SAFETENSORS,)) and not _has_safetensors(snapshot)
     if bare and options.auto_convert:
@@ -118,7 +118,7 @@ def _convert(options: argparse.Namespace, path: Path) -> None:
 
 
 def _has_safetensors(path: Path) -> bool:
-    """Whether all of a model's safetensors are there, brought or made."""
+    """Whether a model's safetensors are complete."""
     try:
         return bool(find_weights(path))
     except StartError:

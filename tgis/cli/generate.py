@@ -1,4 +1,4 @@
-"""`tgis generate`: streams the continuation of a text to the terminal."""
+"""`tgis generate`: streams the continuation of a prompt to stdout."""
 
 import argparse
 import sys
@@ -18,7 +18,6 @@ FLOAT = decimal(0, 1e9)
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Generate once."""
     options = _parser(prog).parse_args(argv)
     request = _request(client.read_text(options.prompt), options)
     with client.open_channel(options) as channel:
@@ -33,31 +32,29 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _parser(prog: str) -> Parser:
-    parser = Parser(prog=prog, description="Continue a text; what is generated is written as it comes.")
-    parser.add_argument("prompt", nargs="?", help="the text to continue (default: all of stdin)")
-    parser.add_argument("--json", action="store_true", help="write every message of the stream as a line of JSON")
+    parser = Parser(prog=prog, description="Continue a prompt; the output is streamed to stdout.")
+    parser.add_argument("prompt", nargs="?", help="the prompt (default: all of stdin)")
+    parser.add_argument("--json", action="store_true", help="print every message of the stream as a line of JSON")
     client.add_arguments(parser)
     stopping = parser.add_argument_group("Stopping")
-    stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help="most tokens to generate")
-    stopping.add_argument("--min-new-tokens", type=UINT32, default=0, metavar="N", help="fewest tokens to generate")
-    stopping.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop after TEXT; may be repeated"
-    )
-    stopping.add_argument("--time-limit", type=decimal(0, 4e6), default=0.0, metavar="X", help="most seconds to take")
+    stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help="maximum number of tokens")
+    stopping.add_argument("--min-new-tokens", type=UINT32, default=0, metavar="N", help="minimum number of tokens")
+    stopping.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop sequence; may be repeated")
+    stopping.add_argument("--time-limit", type=decimal(0, 4e6), default=0.0, metavar="X", help="time limit in seconds")
     _add_sampling(parser)
     return parser
 
 
 def _add_sampling(parser: Parser) -> None:
-    sampling = parser.add_argument_group("Sampling (default: always the best token)")
-    sampling.add_argument("--sample", action="store_true", help="draw tokens; each of the options below does too")
+    sampling = parser.add_argument_group("Sampling (default: greedy)")
+    sampling.add_argument("--sample", action="store_true", help="sample tokens; implied by each option below")
     sampling.add_argument("--temperature", type=FLOAT, metavar="X", help="below 1 sharpens, above 1 flattens")
-    sampling.add_argument("--top-k", type=UINT32, metavar="N", help="draw from the N best tokens")
-    sampling.add_argument("--top-p", type=FLOAT, metavar="X", help="draw from the best tokens that sum to X")
+    sampling.add_argument("--top-k", type=UINT32, metavar="N", help="sample from the N most likely tokens")
+    sampling.add_argument("--top-p", type=FLOAT, metavar="X", help="sample from the most likely tokens that sum to X")
     sampling.add_argument(
-        "--typical-p", type=FLOAT, metavar="X", help="draw from the most typical tokens that sum to X"
+        "--typical-p", type=FLOAT, metavar="X", help="sample from the most typical tokens that sum to X"
     )
-    sampling.add_argument("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed repeats the draws")
+    sampling.add_argument("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed gives the same output")
 
 
 def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationRequest:
@@ -78,7 +75,7 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
 
 @dataclass(slots=True)
 class _StreamStats:
-    """What is told about a finished stream."""
+    """Statistics of a stream, shown at its end."""
 
     started: float = field(default_factory=time.monotonic)
     first: float | None = None  # when the first token came
@@ -92,10 +89,10 @@ class _StreamStats:
     def __str__(self) -> str:
         now, count = time.monotonic(), self.last.generated_token_count
         first = self.first or now
-        facts = [f"{count} tokens in {now - self.started:.2f} s", f"first after {first - self.started:.2f} s"]
+        parts = [f"{count} tokens in {now - self.started:.2f} s", f"first after {first - self.started:.2f} s"]
         if count > 1 and now > first:
-            facts.append(f"{(count - 1) / (now - first):.1f} tokens/s")
-        return ", ".join([*facts, pb.StopReason.Name(self.last.stop_reason)])
+            parts.append(f"{(count - 1) / (now - first):.1f} tokens/s")
+        return ", ".join([*parts, pb.StopReason.Name(self.last.stop_reason)])
 
 
 def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:

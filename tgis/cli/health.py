@@ -7,14 +7,14 @@ from tgis.utils.options import TEXT, Parser, decimal
 
 
 def main(argv: list[str], prog: str) -> int:
-    """0 when the service is SERVING, else 1."""
-    parser = Parser(prog=prog, description="Ask grpc.health.v1 whether the server is ready: exit code 0, else 1.")
+    """Return 0 if the service is SERVING, else 1."""
+    parser = Parser(prog=prog, description="Check the server with grpc.health.v1: exit code 0 if it is ready, else 1.")
     parser.add_argument(
         "--service",
         type=TEXT,
         default="fmaas.GenerationService",
         metavar="NAME",
-        help="what to ask about; '' is the process (default: fmaas.GenerationService)",
+        help="service to check; '' is the whole server (default: fmaas.GenerationService)",
     )
     parser.add_argument(
         "--timeout", type=decimal(0, 3600), default=5.0, metavar="X", help="seconds to wait (default: 5)"

@@ -1,4 +1,4 @@
-"""What the commands for model files share: which model, and where `tgis serve` would find it."""
+"""Shared by the commands for model files: the model, found as `tgis serve` would find it."""
 
 import argparse
 
@@ -7,11 +7,10 @@ from tgis.models.files import ModelFiles, find_model
 from tgis.utils.options import TEXT
 
 ENVIRONMENT_HELP = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
-~/.cache/huggingface/hub: where tgis serve with the same environment finds models."""
+~/.cache/huggingface/hub, the same as for tgis serve."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add the model and its revision."""
     parser.add_argument("model_name", type=TEXT, metavar="MODEL_NAME", help=about)
     parser.add_argument(
         "--revision",
@@ -22,5 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser, about: str) -> None:
 
 
 def find(options: argparse.Namespace) -> ModelFiles:
-    """The model on this machine; StartError if there is none."""
+    """The model on this machine; StartError if it is missing."""
     return find_model(options.model_name, options.revision, str(config.cache_config().hub_cache))

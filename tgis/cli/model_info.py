@@ -1,4 +1,4 @@
-"""`tgis model-info`: tells what a server serves."""
+"""`tgis model-info`: shows the kind of the model and its limits."""
 
 from google.protobuf import json_format
 
@@ -9,9 +9,8 @@ from tgis.utils.options import Parser
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Ask once."""
-    parser = Parser(prog=prog, description="Tell the kind of the model and its limits, in tokens.")
-    parser.add_argument("--json", action="store_true", help="write the response as a line of JSON")
+    parser = Parser(prog=prog, description="Show the kind of the model and its limits in tokens.")
+    parser.add_argument("--json", action="store_true", help="print the response as a line of JSON")
     client.add_arguments(parser)
     options = parser.parse_args(argv)
     with client.open_channel(options) as channel:

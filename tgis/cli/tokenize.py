@@ -1,4 +1,4 @@
-"""`tgis tokenize`: shows how a text is split into tokens."""
+"""`tgis tokenize`: shows the tokens of a text."""
 
 import sys
 
@@ -11,13 +11,12 @@ from tgis.utils.options import Parser
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Tokenize once."""
     parser = Parser(
         prog=prog,
-        description="Split a text into tokens: one line each, with its start and end in characters.",
+        description="Tokenize a text: one line per token, with its start and end in bytes of UTF-8.",
     )
     parser.add_argument("text", nargs="?", help="the text (default: all of stdin)")
-    parser.add_argument("--json", action="store_true", help="write the response as a line of JSON")
+    parser.add_argument("--json", action="store_true", help="print the response as a line of JSON")
     client.add_arguments(parser)
     options = parser.parse_args(argv)
     text = client.read_text(options.text)

@@ -1,1 +1,1 @@
-"""Model files: found in a directory or the hub cache, demo models, conversions."""
+"""Model files: finding, downloading and converting them; demo models."""

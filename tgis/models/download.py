@@ -1,7 +1,7 @@
-"""Brings files from the hub into the local hub cache, whose layout is that of huggingface_hub.
+"""Downloads files from the hub into the local hub cache, in the layout of huggingface_hub.
 
-A file goes on where an earlier run was cut, gets its name only once its hash is right, and a revision points to
-a commit only once all of the commit's wanted files are there. Downloads by the client library do none of this.
+Interrupted downloads resume, a file gets its final name once its hash is verified, and a revision points to a commit
+once all selected files of that commit are there. huggingface_hub's own downloads do none of this.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from tgis.utils.file_lock import locked
 from tgis.utils.progress_bar import ProgressBar, format_bytes
 
 THREADS = 8
-MAX_ATTEMPTS = 6  # in a row that bring nothing
+MAX_ATTEMPTS = 6  # in a row without progress
 MAX_BACKOFF_SECONDS = 16.0
 RETRY_STATUSES = (408, 429, 500, 502, 503, 504)
 RANGE_NOT_SATISFIABLE = 416
@@ -34,9 +34,9 @@ PARTIAL_SUFFIX = ".tgis.incomplete"
 
 
 def download(api: HfApi, listing: Listing, files: tuple[HubFile, ...], revision: str | None, cache: Path) -> Path:
-    """Bring `files` of a listing into `cache`; returns the directory of the snapshot.
+    """Download `files` of a listing into `cache`; returns the directory of the snapshot.
 
-    StartError if a file cannot be had or kept. What has come until then stays, for the next run.
+    StartError if a file cannot be downloaded or stored; the next run resumes.
     """
     run = _Download(api, listing, _folder(listing, cache))
     with _filesystem_errors(cache), locked(cache / ".locks" / run.folder.name / "tgis.lock"):
@@ -45,19 +45,19 @@ def download(api: HfApi, listing: Listing, files: tuple[HubFile, ...], revision:
         for file in files:
             run.link(file)
         _update_ref(run.folder, revision or constants.DEFAULT_REVISION, listing.commit)
-        for left in (run.folder / "blobs").glob(f"*{PARTIAL_SUFFIX}"):  # of a commit that nobody asks for any more
+        for left in (run.folder / "blobs").glob(f"*{PARTIAL_SUFFIX}"):  # of outdated commits
             left.unlink()
     return run.snapshot
 
 
 def snapshot_of(listing: Listing, cache: Path) -> Path:
-    """Where the files of a listing are, or will be."""
+    """The directory of a listing's files, which may not exist yet."""
     return _folder(listing, cache) / "snapshots" / listing.commit
 
 
 @dataclass(slots=True)
 class _Download:
-    """One run for one snapshot; whatever stops one of its threads stops them all."""
+    """One run for one snapshot; if a thread fails, all stop."""
 
     api: HfApi
     listing: Listing
@@ -75,11 +75,11 @@ class _Download:
         return self.folder / "blobs" / f"{file.digest}{PARTIAL_SUFFIX}"
 
     def is_cached(self, file: HubFile) -> bool:
-        """Whether the file is in the cache; its name says that it was right, so only its size is looked at."""
+        """Whether the file is in the cache; its hash was verified before it got its name, so the size is enough."""
         return file.size in (_size_of(self.blob(file)), _size_of(self.snapshot / file.name))
 
     def fetch(self, files: list[HubFile]) -> None:
-        """Make the blobs of `files`."""
+        """Download the blobs of `files`."""
         files = list({file.digest: file for file in files}.values())
         total = sum(file.size for file in files)
         done = sum(min(max(_size_of(self.partial(file)), 0), file.size) for file in files)
@@ -94,13 +94,13 @@ class _Download:
             try:
                 for task in as_completed(tasks):
                     task.result()
-            except BaseException:  # an interrupt, too
+            except BaseException:  # including KeyboardInterrupt
                 self.stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
     def link(self, file: HubFile) -> None:
-        """Let the snapshot have the file: a link to its blob, or the blob itself where there are no links."""
+        """Add the file to the snapshot: as a symlink to its blob, or the blob itself where symlinks are unsupported."""
         pointer = self.snapshot / file.name
         if _size_of(pointer) == file.size:
             return
@@ -122,7 +122,7 @@ class _Download:
         print(f"{self.listing.repo} at commit {self.listing.commit[:12]}: {what}", file=sys.stderr, flush=True)
 
     def _fetch_blob(self, file: HubFile, progress: ProgressBar) -> None:
-        """Whatever it takes, unless another thread fails first."""
+        """Retry until the blob is complete, attempts stop making progress, or another thread fails."""
         partial, failures = self.partial(file), 0
         if _size_of(partial) > file.size:
             partial.unlink()
@@ -138,14 +138,14 @@ class _Download:
         partial.replace(self.blob(file))
 
     def _attempt(self, file: HubFile, done: int, progress: ProgressBar) -> StartError | None:
-        """Append what one request brings; returns why it ended early if another one may do better."""
+        """Append the response of one request; returns the error if a retry may help."""
         try:
             self._append(file, done, progress)
         except hub.HTTP_FAILURE as error:
             reason = hub.start_error(error, self.api, self.listing.repo, self.listing.commit)
             status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
             if status == RANGE_NOT_SATISFIABLE:
-                self.partial(file).unlink()  # the hub's file is shorter than this part of it
+                self.partial(file).unlink()  # the part is longer than the hub's file
             if status is not None and status not in RETRY_STATUSES:
                 raise reason from error
             return reason
@@ -160,7 +160,7 @@ class _Download:
         with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
             hf_raise_for_status(response)
             with self.partial(file).open("r+b") as out:
-                if response.status_code != 206:  # the server knows no ranges
+                if response.status_code != 206:  # the server ignores ranges
                     progress.advance(-done)
                     done = 0
                 out.seek(done)
@@ -176,7 +176,7 @@ def _folder(listing: Listing, cache: Path) -> Path:
 
 @contextlib.contextmanager
 def _filesystem_errors(cache: Path) -> Iterator[None]:
-    """What the file system refuses, above all when it is full."""
+    """Reports errors of the file system, above all a full disk."""
     try:
         yield
     except OSError as error:
@@ -193,11 +193,11 @@ def _check_space(folder: Path, need: int) -> None:
 
 
 def _verify_hash(partial: Path, file: HubFile) -> None:
-    """StartError, and the part is gone, unless its content is what the hub told."""
+    """StartError unless the content has the hash stated by the hub; the part is then deleted."""
     with partial.open("rb") as content:
         if len(file.digest) == hashlib.sha256().digest_size * 2:
             found = hashlib.file_digest(content, "sha256").hexdigest()
-        else:  # as git names it
+        else:  # git's hash of a blob
             start = b"blob %d\0" % file.size
             found = hashlib.file_digest(content, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()
         os.fsync(content.fileno())
@@ -207,7 +207,7 @@ def _verify_hash(partial: Path, file: HubFile) -> None:
 
 
 def _update_ref(folder: Path, revision: str, commit: str) -> None:
-    """Let the revision mean the commit from now on."""
+    """Make the revision point to the commit."""
     if ".." in PurePosixPath(revision).parts or revision.startswith("/"):
         raise StartError(f"{revision!r:.100} is no name of a revision")
     ref = folder / "refs" / revision
@@ -220,7 +220,7 @@ def _update_ref(folder: Path, revision: str, commit: str) -> None:
 
 
 def _size_of(path: Path) -> int:
-    """-1 if there is nothing."""
+    """The size of a file in bytes, -1 if it is missing."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

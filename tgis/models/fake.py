@@ -1,4 +1,4 @@
-"""A model directory for the engine `fake`: one token per byte of text, and how long its steps take."""
+"""Creates a model directory for the engine `fake`: a byte-level tokenizer and simulated step times."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ FAKE_EOS = 256
 
 
 def make_fake_model(directory: Path, max_sequence_length: int = 2048, **steps: object) -> Path:
-    """Write it; `steps` are the fields of the engine's StepModel."""
+    """Write the model; `steps` are fields of the engine's StepModel."""
     directory.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))

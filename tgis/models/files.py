@@ -1,7 +1,7 @@
-"""Where a model's files are, and the facts that its JSON files state; torch is never imported here.
+"""Finds a model's files and reads its JSON configuration, without importing torch.
 
-MODEL_NAME is a directory or a name in the hub cache; nothing is downloaded here. What the files say is not
-trusted: anything missing, broken or of the wrong type is a StartError that names the path.
+MODEL_NAME is a directory or a name in the hub cache; nothing is downloaded. The files are not trusted: anything
+missing, broken or of the wrong type is a StartError that names the path.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 
 from tgis.errors import StartError
 
-MAX_JSON_BYTES = 1 << 28  # the largest tokenizers of the field have about 1 << 25
+MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
 MAX_REF_BYTES = 1 << 10
-COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or what somebody named a snapshot; one folder in any case
+COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or another name of a snapshot; a single path component
 DEFAULT_SEQUENCE_LENGTH = 2048
 SEQUENCE_LENGTH_KEYS = (
     "max_position_embeddings",
@@ -31,7 +31,7 @@ EMBEDDING_SIZE_KEYS = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's directory and its parsed files; `generation_config` is empty where there is no such file."""
+    """A model's directory and its parsed JSON files; `generation_config` is empty if the file is missing."""
 
     path: Path
     config: dict[str, Any]
@@ -39,9 +39,9 @@ class ModelFiles:
 
 
 def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelFiles:
-    """The model in directory `name`, else the one of that name and revision in the hub cache `cache_dir`.
+    """The model in directory `name`, else the one with that name and revision in the hub cache `cache_dir`.
 
-    A revision means nothing for a directory. StartError if there is no such model or its JSON is broken.
+    The revision is ignored for a directory. StartError if there is no such model or its JSON is broken.
     """
     try:
         path = _locate(name, revision, cache_dir)
@@ -56,22 +56,22 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
 
 
 def find_weights(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model's directory, sorted; StartError unless all of them are there."""
+    """The safetensors files in a model's directory, sorted; StartError if any is missing."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.is_file():
         shards = [single]
     elif index.is_file():
         shards = shard_files(index)
     else:
-        way = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
-        raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){way}")
+        hint = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
+        raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){hint}")
     for shard in shards:
         _check_header(shard)
     return tuple(shards)
 
 
 def shard_files(index: Path) -> list[Path]:
-    """The files that the index of a sharded model names, sorted; StartError unless all of them are beside it."""
+    """The files listed in the index of a sharded model, sorted; StartError if any is missing."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise StartError(f"{index} has no weight_map")
@@ -84,7 +84,7 @@ def shard_files(index: Path) -> list[Path]:
 
 
 def max_sequence_length(config: dict[str, Any]) -> int:
-    """Tokens of context that the model was made for: the first known key with a length, else 2048."""
+    """The context length of the model: the value of the first known key, else 2048."""
     for section in (config, _text_config(config)):
         for key in SEQUENCE_LENGTH_KEYS:
             value = _as_int(section.get(key))
@@ -94,7 +94,7 @@ def max_sequence_length(config: dict[str, Any]) -> int:
 
 
 def is_encoder_decoder(config: dict[str, Any]) -> bool:
-    """Whether the model encodes its input apart from its output."""
+    """Whether the model is an encoder-decoder."""
     value = config.get("is_encoder_decoder", False)
     if not isinstance(value, bool):
         raise StartError(f"config.json: is_encoder_decoder must be true or false, not {value!r:.40}")
@@ -102,9 +102,9 @@ def is_encoder_decoder(config: dict[str, Any]) -> bool:
 
 
 def eos_token_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
-    """Ids that end a text: those of config.json, then of generation_config.json.
+    """EOS ids from config.json, then from generation_config.json; may be empty.
 
-    If neither names one, the id of the eos token of the tokenizer in directory `tokenizer`; may be empty.
+    If neither has any, that of the tokenizer in directory `tokenizer`.
     """
     named = model.config.get("eos_token_id")
     if named is None:
@@ -115,19 +115,19 @@ def eos_token_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
 
 
 def embedding_size(config: dict[str, Any]) -> int | None:
-    """Numbers in the embedding of a token, if config.json tells."""
+    """Size of the token embeddings, if config.json states it."""
     sizes = [_as_int(part.get(key)) for part in (config, _text_config(config)) for key in EMBEDDING_SIZE_KEYS]
     return next((size for size in sizes if size is not None), None)
 
 
 def pad_token_id(config: dict[str, Any]) -> int | None:
-    """The id of the token that pads, if config.json names one."""
+    """The id of the padding token, if config.json states it."""
     ids = [_as_int(section.get("pad_token_id")) for section in (config, _text_config(config))]
     return next((id_ for id_ in ids if id_ is not None), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size."""
+    """The JSON object in a file of limited size."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
@@ -179,7 +179,7 @@ def _snapshot(entry: Path, revision: str) -> Path:
 
 
 def _check_header(shard: Path) -> None:
-    """A safetensors file starts with the length of its header: shows git-lfs pointers and cut-off files."""
+    """Check the header length at the start: detects git-lfs pointers and truncated files."""
     with shard.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     if not 0 < header <= shard.stat().st_size - 8:
@@ -191,7 +191,7 @@ def _tokenizer_eos_ids(directory: Path) -> tuple[int, ...]:
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         if token is None and (directory / file).is_file():
             token = read_json(directory / file).get("eos_token")
-    if isinstance(token, dict):  # an added token with its flags
+    if isinstance(token, dict):  # an AddedToken with its flags
         token = token.get("content")
     if not isinstance(token, str):
         return ()
@@ -200,7 +200,7 @@ def _tokenizer_eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _token_id(tokenizer: dict[str, Any], token: str) -> int | None:
-    """Special tokens are listed as added ones; a vocabulary without that list maps pieces to ids."""
+    """Special tokens are among the added tokens; otherwise the vocabulary maps pieces to ids."""
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     for entry in added if isinstance(added, list) else []:
         if isinstance(entry, dict) and entry.get("content") == token:
@@ -210,7 +210,7 @@ def _token_id(tokenizer: dict[str, Any], token: str) -> int | None:
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part about text in the config of a model that also takes images or sound."""
+    """The text part of a multimodal model's config."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else {}
 
@@ -223,4 +223,4 @@ def _as_ids(value: object, file: str) -> list[int]:
     ids = [_as_int(entry) for entry in value] if isinstance(value, list) else [_as_int(value)]
     if value is not None and None in ids:
         raise StartError(f"{file}: eos_token_id must be an integer or a list of them, not {value!r:.40}")
-    return [entry for entry in ids if entry is not None and entry >= 0]  # some configs write -1 for none
+    return [entry for entry in ids if entry is not None and entry >= 0]  # some configs have -1 for none

@@ -1,7 +1,7 @@
-"""What the hub has of a model, and which of its files are wanted; `tgis.models.download` brings them.
+"""Lists a model's files on the hub and selects those to download with `tgis.models.download`.
 
-The client is huggingface_hub: it knows names, tokens, HF_ENDPOINT, proxies and HF_HUB_OFFLINE. What a hub answers
-is not trusted; whatever is wrong is a StartError that fits into one line and repeats neither token nor address.
+The client is huggingface_hub: it handles tokens, HF_ENDPOINT, proxies and HF_HUB_OFFLINE. The hub's responses are not
+trusted; any problem is a StartError of one line without tokens and signed URLs.
 """
 
 import re
@@ -12,7 +12,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # of whichever HTTP library this release of the client is built on
+    HTTPError,  # of the HTTP library that this release of the client uses
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -21,21 +21,21 @@ from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 from tgis.errors import StartError
 
-CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # beside weights; tokenizers are in four of them
-TRAINING_FILES = re.compile("arguments|args|training")  # in the name of a file: how a model was made
+CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # config and tokenizer
+TRAINING_FILES = re.compile("arguments|args|training")  # in the names of files about training
 COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 MAX_FILES = 10_000
-HTTP_FAILURE: type[Exception] = HTTPError  # the hub says no, or does not answer
+HTTP_FAILURE: type[Exception] = HTTPError  # an error status, or no response
 
 
 class HubUnreachable(StartError):
-    """The hub does not answer, or must not be asked; what is in the cache may do."""
+    """The hub cannot or must not be contacted; the model may be in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository; `key` is the hash of its content by which the cache names it."""
+    """A file of a repository; `digest` is the hash of its content, and its name in the cache."""
 
     name: str
     size: int  # bytes
@@ -44,7 +44,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files at the root of a repository, as of one commit."""
+    """The files at the root of a repository at one commit."""
 
     repo: str
     commit: str
@@ -52,7 +52,7 @@ class Listing:
 
 
 def fetch_listing(api: HfApi, repo: str, revision: str | None) -> Listing:
-    """Ask the hub once; StartError if it has no such thing or gives no access, Unreachable if it cannot be asked."""
+    """Ask the hub once; StartError if the model is missing or access is denied, HubUnreachable without the hub."""
     try:
         info = api.model_info(
             repo, revision=revision, files_metadata=True, timeout=float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
@@ -67,14 +67,14 @@ def fetch_listing(api: HfApi, repo: str, revision: str | None) -> Listing:
 
 
 def select_files(listing: Listing, extensions: tuple[str, ...]) -> tuple[HubFile, ...]:
-    """The files with one of the extensions, but for those about how the model was made."""
+    """The files with one of the extensions, except for those about training."""
     return tuple(
         file for file in listing.files if file.name.endswith(extensions) and not TRAINING_FILES.search(file.name)
     )
 
 
 def start_error(error: Exception, api: HfApi, repo: str, revision: str | None) -> StartError:
-    """What to tell about a request that failed."""
+    """The error to report for a failed request."""
     match error:
         case OfflineModeIsEnabled():
             return HubUnreachable("HF_HUB_OFFLINE is set: nothing is downloaded")
@@ -92,8 +92,8 @@ def start_error(error: Exception, api: HfApi, repo: str, revision: str | None) -
         case HfHubHTTPError(response=response) if response.status_code >= 500:
             return HubUnreachable(f"{api.endpoint} answers {response.status_code}")
         case HfHubHTTPError(response=response):
-            said = _one_line(response.headers.get("X-Error-Message") or response.reason_phrase)
-            return StartError(f"{repo}: {api.endpoint} answers {response.status_code}: {said}")
+            message = _one_line(response.headers.get("X-Error-Message") or response.reason_phrase)
+            return StartError(f"{repo}: {api.endpoint} answers {response.status_code}: {message}")
     return HubUnreachable(f"cannot reach {api.endpoint}: {_one_line(error) or type(error).__name__}")
 
 
@@ -108,7 +108,7 @@ def _listing(repo: str, info: ModelInfo) -> Listing:
 
 
 def _is_root_file(name: object) -> bool:
-    """Of the rest, many are files of other frameworks; a name that would lead elsewhere is none of ours either."""
+    """Files in directories are mostly of other frameworks; this also rejects names that lead elsewhere."""
     return isinstance(name, str) and name.isprintable() and "/" not in name and name.strip(".") != ""
 
 
@@ -120,5 +120,5 @@ def _file(sibling: RepoSibling) -> HubFile:
     return HubFile(sibling.rfilename, size, key)
 
 
-def _one_line(said: object) -> str:
-    return "".join(char for char in " ".join(str(said).split()) if char.isprintable())[:200]
+def _one_line(text: object) -> str:
+    return "".join(char for char in " ".join(str(text).split()) if char.isprintable())[:200]
