@@ -1,4 +1,4 @@
-"""Every body of paged attention on a real GPU, against the oracle and under a CUDA graph."""
+"""Every backend of paged attention on a real GPU, against the oracle and in a CUDA graph."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 ROWS = [(7, 30), (0, 5), (16, 2), (1000, 333), (31, 17)]
 
 
-def test_decode_gives_what_attention_is() -> None:
+def test_triton_decode_matches_the_oracle() -> None:
     from tgis.engines.kernels.cuda.paged_decode import paged_decode
 
     cases = CASES | BFLOAT16
@@ -26,24 +26,24 @@ def test_decode_gives_what_attention_is() -> None:
     assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
 
 
-def test_decode_equals_the_plain_body() -> None:
-    rules = AttentionParams(0.1, window=40, softcap=20.0, sinks=torch.randn(8, device="cuda"))
-    batch, q, keys, values = _singles(torch.float32)
+def test_triton_decode_matches_the_torch_backend() -> None:
+    params = AttentionParams(0.1, window=40, softcap=20.0, sinks=torch.randn(8, device="cuda"))
+    batch, q, keys, values = _decodes(torch.float32)
     batch.seq_lens.copy_(torch.tensor([1, 37, 64]))
     plain, fast = (
-        body(batch, q, (keys, values), rules) for body in (attention._torch_decode, attention._triton_decode)
+        backend(batch, q, (keys, values), params) for backend in (attention._torch_decode, attention._triton_decode)
     )
     torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-5)
 
 
-def test_a_captured_decode_follows_new_tables_and_lengths() -> None:
-    rules = AttentionParams(0.1)
-    batch, q, keys, values = _singles(torch.bfloat16)
+def test_a_captured_decode_reads_new_block_tables_and_lengths() -> None:
+    params = AttentionParams(0.1)
+    batch, q, keys, values = _decodes(torch.bfloat16)
     layer = keys, values
-    attention._triton_decode(batch, q, layer, rules)
+    attention._triton_decode(batch, q, layer, params)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = attention._triton_decode(batch, q, layer, rules)
+        output = attention._triton_decode(batch, q, layer, params)
     for lengths in ([64, 1, 0], [3, 50, 64], [0, 0, 0]):
         batch.seq_lens.copy_(torch.tensor(lengths))
         batch.block_tables.copy_(torch.randperm(12)[:12].view(3, 4))
@@ -57,19 +57,19 @@ def test_a_captured_decode_follows_new_tables_and_lengths() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 128), (4, 4, 80), (6, 1, 64), (4, 2, 256)])
 @pytest.mark.parametrize("window", [None, 1, 20, 5000])
 @pytest.mark.parametrize("rows", [ROWS, [(0, 40), (0, 2), (0, 500)]])
-def test_prefill_gives_what_attention_is(
+def test_prefill_matches_the_oracle(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None, rows: list[tuple[int, int]]
 ) -> None:
     chunks = chunk_batch(rows, heads, kv_heads, size, dtype, "cuda")
-    rules = AttentionParams(size**-0.5, window)
-    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, rules
-    assert attention._select_backends(chunks.q, chunks.layer, rules)[1] is attention._varlen_prefill
-    for body in (attention._varlen_prefill, attention._torch_prefill):
-        output = torch.cat(body(*arguments))
-        torch.testing.assert_close(output.double(), chunks.expected(rules), atol=TOLERANCE[dtype], rtol=0)
+    params = AttentionParams(size**-0.5, window)
+    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, params
+    assert attention._select_backends(chunks.q, chunks.layer, params)[1] is attention._varlen_prefill
+    for backend in (attention._varlen_prefill, attention._torch_prefill):
+        output = torch.cat(backend(*arguments))
+        torch.testing.assert_close(output.double(), chunks.expected(params), atol=TOLERANCE[dtype], rtol=0)
 
 
-def test_prefill_takes_the_strides_of_merged_projections() -> None:
+def test_prefill_accepts_strides_of_merged_projections() -> None:
     """Queries, keys and values are views of one tensor once their weights are merged."""
     chunks = chunk_batch([(0, 300), (0, 20)], 8, 2, 128, torch.bfloat16, "cuda")
     merged = torch.cat([chunks.q, chunks.k, chunks.v], 1)
@@ -78,8 +78,8 @@ def test_prefill_takes_the_strides_of_merged_projections() -> None:
     torch.testing.assert_close(output.double(), chunks.expected(AttentionParams(0.1)), atol=3e-2, rtol=0)
 
 
-def _singles(dtype: torch.dtype) -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
-    """Three rows of four blocks each, 8 query and 2 KV heads: with q, keys and values."""
+def _decodes(dtype: torch.dtype) -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
+    """Three sequences of four blocks each, 8 query and 2 KV heads: with q, keys and values."""
     nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
     tables, lengths = torch.arange(12, device="cuda").view(3, 4), torch.tensor([64, 5, 17], device="cuda")
     keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=dtype) for _ in range(2))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 
 
 def child(script: str, **variables: str) -> dict[str, Any]:
-    """The last line that a script of the tests prints, from JSON; Triton's mode is that of a process."""
+    """The last line that a script prints, from JSON; Triton interprets or compiles for a whole process."""
     paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "tests" / "support" / script)],
@@ -28,14 +28,14 @@ def child(script: str, **variables: str) -> dict[str, Any]:
     return result
 
 
-def test_gives_what_attention_is() -> None:
+def test_interpreted_kernels_match_the_oracle() -> None:
     errors = child("decode_cases.py", TRITON_INTERPRET="1")
     assert len(errors) > 20
     assert {name: off for name, off in errors.items() if off > (2e-3 if "float16" in name else 1e-5)} == {}
 
 
-def test_compiles_for_gpus(tmp_path: Path) -> None:
-    """Wide copies that run ahead, and tensor cores; within the shared memory of the smaller chips."""
+def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    """With wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
     builds = child("decode_builds.py", TRITON_CACHE_DIR=str(tmp_path))
     assert len(builds) > 3
     for name, (shared, wide_copies, products) in builds.items():

@@ -1,4 +1,4 @@
-"""What is asked of PyTorch's variable-length attention, which runs on GPUs only: a reference stands for it here."""
+"""How PyTorch's variable-length attention is called: it runs on GPUs only, so a reference replaces it here."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ MIXED = [(7, 30), (0, 5), (16, 2), (100, 33), (31, 17)]
 
 
 class OldVarlen:
-    """As torch 2.11 documents and checks it: counts decide where rows begin, queries are the last tokens of a row."""
+    """As torch 2.11 documents and checks it: sequences begin at `cu_seq`, queries are the last tokens of a sequence."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -48,9 +48,9 @@ class OldVarlen:
         left, right = window_size
         assert right == 0
         assert scale is not None
-        rules: dict[str, Any] = {"scale": scale, "window": None if left < 0 else left + 1}
+        params: dict[str, Any] = {"scale": scale, "window": None if left < 0 else left + 1}
         rows = zip(*(ends.tolist() for ends in (cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])), strict=True)
-        return torch.cat([reference_attention(query[a:b], key[c:d], value[c:d], **rules) for a, b, c, d in rows])
+        return torch.cat([reference_attention(query[a:b], key[c:d], value[c:d], **params) for a, b, c, d in rows])
 
 
 class NewVarlen(OldVarlen):
@@ -78,38 +78,40 @@ class NewVarlen(OldVarlen):
 
 @pytest.fixture(params=[OldVarlen, NewVarlen])
 def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OldVarlen]:
-    stand_in: OldVarlen = request.param()
-    monkeypatch.setattr(varlen_prefill, "varlen_attn", stand_in)
+    fake: OldVarlen = request.param()
+    monkeypatch.setattr(varlen_prefill, "varlen_attn", fake)
     varlen_prefill._gqa_arguments.cache_clear()
-    yield stand_in
+    yield fake
     varlen_prefill._gqa_arguments.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [NEW, MIXED, MIXED[:1]])
 @pytest.mark.parametrize("window", [None, 1, 20, 1000])
-def test_chunks_of_a_step_go_in_one_call(varlen: OldVarlen, rows: list[tuple[int, int]], window: int | None) -> None:
+def test_the_chunks_of_a_step_are_one_call(varlen: OldVarlen, rows: list[tuple[int, int]], window: int | None) -> None:
     chunks = chunk_batch(rows, 4, 2, 16, torch.float32)
-    rules = AttentionParams(0.3, window)
-    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, rules
-    for body in (attention._varlen_prefill, attention._torch_prefill):
-        torch.testing.assert_close(torch.cat(body(*arguments)).double(), chunks.expected(rules), atol=1e-5, rtol=1e-5)
+    params = AttentionParams(0.3, window)
+    arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, params
+    for backend in (attention._varlen_prefill, attention._torch_prefill):
+        torch.testing.assert_close(
+            torch.cat(backend(*arguments)).double(), chunks.expected(params), atol=1e-5, rtol=1e-5
+        )
     assert varlen.calls == 1
 
 
-def test_long_contexts_are_copied_in_parts(varlen: OldVarlen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_are_gathered_in_several_calls(varlen: OldVarlen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen_prefill, "MAX_GATHERED_TOKENS", 60)
     chunks = chunk_batch(MIXED, 4, 2, 16, torch.float32)
     arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, AttentionParams(0.3)
-    parts = attention._varlen_prefill(*arguments)
-    torch.testing.assert_close(torch.cat(parts).double(), chunks.expected(AttentionParams(0.3)), atol=1e-5, rtol=1e-5)
+    outputs = attention._varlen_prefill(*arguments)
+    torch.testing.assert_close(torch.cat(outputs).double(), chunks.expected(AttentionParams(0.3)), atol=1e-5, rtol=1e-5)
     lengths = [
         0 if group.context_slots is None else len(group.context_slots) for group in chunks.batch.varlen_batches or []
     ]
-    assert lengths == [37 + 5 + 18, 133, 48]  # 133 is one row: it cannot be in parts
+    assert lengths == [37 + 5 + 18, 133, 48]  # 133 is a single sequence
     assert varlen.calls == 3
 
 
-def test_new_prompts_are_not_copied() -> None:
+def test_prompts_without_context_are_not_gathered() -> None:
     lengths = [count for _, count in NEW]
     (batch,) = make_varlen_batches(2, lengths, lengths, [torch.arange(3)] * len(NEW), 16)
     assert batch.context_slots is None
@@ -117,7 +119,7 @@ def test_new_prompts_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "fitting"),
+    ("change", "supported"),
     [
         ({}, True),
         ({"dtype": torch.float16}, True),
@@ -131,10 +133,10 @@ def test_new_prompts_are_not_copied() -> None:
         ({"sinks": torch.zeros(4)}, False),
     ],
 )
-def test_what_does_not_fit_goes_to_the_plain_bodies(
-    change: dict[str, object], fitting: bool, monkeypatch: pytest.MonkeyPatch
+def test_unsupported_inputs_use_the_torch_backends(
+    change: dict[str, object], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "dtype": torch.bfloat16,
         "cache": None,
         "k_size": 128,
@@ -142,14 +144,14 @@ def test_what_does_not_fit_goes_to_the_plain_bodies(
         "softcap": None,
         "sinks": None,
     }
-    facts |= change
-    q = torch.empty(3, 4, facts["k_size"], dtype=facts["dtype"])
-    keys, values = (torch.empty(1, 16, 2, facts[n], dtype=facts["cache"] or q.dtype) for n in ("k_size", "v_size"))
-    rules = AttentionParams(1.0, None, facts["softcap"], facts["sinks"])
-    assert is_supported(q, keys, values, rules.softcap, rules.sinks) == fitting
-    assert attention._select_backends(q, (keys, values), rules) == (attention._torch_decode, attention._torch_prefill)
+    inputs |= change
+    q = torch.empty(3, 4, inputs["k_size"], dtype=inputs["dtype"])
+    keys, values = (torch.empty(1, 16, 2, inputs[n], dtype=inputs["cache"] or q.dtype) for n in ("k_size", "v_size"))
+    params = AttentionParams(1.0, None, inputs["softcap"], inputs["sinks"])
+    assert is_supported(q, keys, values, params.softcap, params.sinks) == supported
+    assert attention._select_backends(q, (keys, values), params) == (attention._torch_decode, attention._torch_prefill)
     monkeypatch.setattr(attention, "_has_cuda_kernels", lambda _device: True)
-    decode, prefill = attention._select_backends(q, (keys, values), rules)
-    assert prefill is (attention._varlen_prefill if fitting else attention._torch_prefill)
-    same = facts["cache"] is None
+    decode, prefill = attention._select_backends(q, (keys, values), params)
+    assert prefill is (attention._varlen_prefill if supported else attention._torch_prefill)
+    same = inputs["cache"] is None
     assert decode is (attention._triton_decode if same else attention._torch_decode)

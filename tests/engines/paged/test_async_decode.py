@@ -1,4 +1,4 @@
-"""Running ahead: whatever is planned next, every token is what the naive way chooses from transformers' own logits."""
+"""Asynchronous decoding: whatever is planned next, every token is what the oracle samples from transformers' logits."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ SIZE, ROWS = 4, 6
 
 
 @dataclass
-class Passes:
-    """What an engine has launched: rows that got tokens by a pass of their plan, and by one before it."""
+class Launches:
+    """By launch of an engine: how many sequences it samples for, when planned and ahead of the plan."""
 
     planned: list[int] = field(default_factory=list)
-    flights: list[int] = field(default_factory=list)
+    in_flight: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, engine: PagedEngine, patch: pytest.MonkeyPatch) -> "Passes":
+    def of(cls, engine: PagedEngine, patch: pytest.MonkeyPatch) -> "Launches":
         seen, steps = cls(), engine._decoder
         launch, launch_next = steps._launch, steps._launch_next
         assert launch_next is not None
@@ -48,19 +48,19 @@ class Passes:
             seen.planned.append(len(plan.sampled))
             return launch(plan)
 
-        def flight(rows: list[Sequence], *others: Any) -> Any:
-            seen.flights.append(len(rows))
+        def launch_in_flight(rows: list[Sequence], *others: Any) -> Any:
+            seen.in_flight.append(len(rows))
             return launch_next(rows, *others)
 
         patch.setattr(steps, "_cooldown", 0)
         patch.setattr(steps, "_launch", planned)
-        patch.setattr(steps, "_launch_next", flight)
+        patch.setattr(steps, "_launch_next", launch_in_flight)
         return seen
 
 
 @dataclass
 class Subject:
-    """An engine that runs ahead, and transformers."""
+    """An engine that decodes asynchronously, and transformers."""
 
     engine: PagedEngine
     model: Any
@@ -68,7 +68,7 @@ class Subject:
     inputs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Note what is said."""
+        """Record the logprobs."""
         result = self.engine.step(plan)
         for place, row in enumerate(plan.sampled):
             if row.id not in result.failed:
@@ -77,7 +77,7 @@ class Subject:
         return result
 
     def check(self, row: Sequence) -> None:
-        """All that the row has got so far."""
+        """Everything that the sequence has got so far."""
         logits = self.model(torch.tensor([row.tokens])).logits[0]
         request, facts = row.request, self.facts.pop(row.id, [])
         assert len(facts) == row.num_generated_tokens
@@ -118,8 +118,8 @@ def subject(model_dir: Path) -> Iterator[Subject]:
 
 
 @pytest.fixture
-def passes(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Passes:
-    return Passes.of(subject.engine, monkeypatch)
+def launches(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches.of(subject.engine, monkeypatch)
 
 
 @pytest.fixture(params=["as it is", "short lists"])
@@ -153,9 +153,9 @@ def commit(plan: StepPlan, result: StepResult) -> None:
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_any_plan_may_follow_any_other(
-    subject: Subject, passes: Passes, lists: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, launches: Launches, lists: str, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that stand still, in any order, in chunks of any size, with a block ahead or not; some go and come back."""
+    """Sequences that pause, in any order, in chunks of any size, with lookahead blocks or not; some are preempted."""
     if captured:
         graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine._num_blocks * SIZE)
         graphs.capture(record, subject.engine._device)
@@ -182,15 +182,15 @@ def test_any_plan_may_follow_any_other(
             subject.engine.release(rows)
             for row in rows:
                 subject.check(row)
-    landed = tokens - sum(passes.planned)
-    assert landed > tokens // 4
-    assert sum(passes.flights) > landed + 100
+    reused = tokens - sum(launches.planned)
+    assert reused > tokens // 4
+    assert sum(launches.in_flight) > reused + 100
     assert back > 20
     assert (changed.call_count > 50) == (lists == "short lists")
 
 
 def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:
-    """Blocks that are needed, for each from its own; some lose what they have first, as if for others."""
+    """Give each the blocks that it needs, of its own; some are preempted first."""
     lost = [row for row in chosen if row.num_computed_tokens and row.num_generated_tokens and rng.random() < 0.05]
     engine.release(lost)
     for row in lost:
@@ -202,7 +202,7 @@ def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], ch
     return len(lost)
 
 
-def test_a_steady_batch_takes_one_pass_a_token(subject: Subject, passes: Passes) -> None:
+def test_a_steady_batch_takes_one_step_per_token(subject: Subject, launches: Launches) -> None:
     rng = random.Random(1)
     sampling = SamplingParams(temperature=1.0, min_new_tokens=20)
     rows = [Sequence(request(rng, n, 20, sampling_params=sampling), 0.0) for n in range(4)]
@@ -211,19 +211,19 @@ def test_a_steady_batch_takes_one_pass_a_token(subject: Subject, passes: Passes)
     launched = []
     for _ in range(20):
         plan = StepPlan.compute_all(rows)
-        before = len(passes.planned), len(passes.flights)
+        before = len(launches.planned), len(launches.in_flight)
         commit(plan, subject.step(plan))
-        launched.append((len(passes.planned) - before[0], len(passes.flights) - before[1]))
+        launched.append((len(launches.planned) - before[0], len(launches.in_flight) - before[1]))
     assert launched == [(1, 1), *[(0, 1)] * 18, (0, 0)]
     assert subject.engine._decoder._in_flight is None
     for row in rows:
         subject.check(row)
 
 
-def test_where_tokens_change_nothing_runs_ahead_for_a_while(
-    subject: Subject, passes: Passes, monkeypatch: pytest.MonkeyPatch
+def test_changed_tokens_pause_asynchronous_decoding(
+    subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All draw from a flat distribution, of which the device lists two tokens at first."""
+    """All sample from a flat distribution, for which the device lists two candidates at first."""
     monkeypatch.setattr(ours, "_TOP_P_CANDIDATES", 2)
     for name, value in {"_MIN_CANDIDATES": 2, "_MAX_CANDIDATES": 2, "_TIE_MARGIN": 0}.items():
         monkeypatch.setattr(logprobs, name, value)
@@ -236,7 +236,7 @@ def test_where_tokens_change_nothing_runs_ahead_for_a_while(
     for _ in range(60):
         plan = StepPlan.compute_all(rows)
         commit(plan, subject.step(plan))
-    assert (passes.planned, passes.flights) == ([4] * 60, [4])
+    assert (launches.planned, launches.in_flight) == ([4] * 60, [4])
     for row in rows:
         subject.check(row)
     subject.engine.release(rows)
@@ -245,24 +245,24 @@ def test_where_tokens_change_nothing_runs_ahead_for_a_while(
     for _ in range(20):
         plan = StepPlan.compute_all([row])
         commit(plan, subject.step(plan))
-    assert passes.planned[60:] == [1] * 17
-    assert passes.flights[1:] == [1] * 4
+    assert launches.planned[60:] == [1] * 17
+    assert launches.in_flight[1:] == [1] * 4
     subject.check(row)
 
 
-def test_nobody_is_left_behind_for_lack_of_a_block(subject: Subject, passes: Passes) -> None:
+def test_nothing_is_launched_ahead_when_one_sequence_lacks_a_block(subject: Subject, launches: Launches) -> None:
     rows = [Sequence(Request(n, [3] * 6, 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)]
     for number, row in enumerate(rows):
         row.block_table = [2 * number, 2 * number + 1]
-    for flights, blocks in (([2], []), ([2, 2], [5]), ([2, 2], [6]), ([2, 2, 2], [])):
+    for in_flight, blocks in (([2], []), ([2, 2], [5]), ([2, 2], [6]), ([2, 2, 2], [])):
         plan = StepPlan.compute_all(rows)
         commit(plan, subject.step(plan))
-        assert passes.flights == flights
+        assert launches.in_flight == in_flight
         rows[5 in blocks].block_table += blocks
     subject.engine.release(rows)
 
 
-def test_prompts_that_go_on_take_the_others_with_them(subject: Subject, passes: Passes) -> None:
+def test_nothing_is_launched_ahead_beside_an_unfinished_prompt(subject: Subject, launches: Launches) -> None:
     rows = [
         Sequence(Request(n, [3] * (5 + 12 * n), 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)
     ]
@@ -275,7 +275,7 @@ def test_prompts_that_go_on_take_the_others_with_them(subject: Subject, passes: 
     ):
         plan = StepPlan.of([rows[number] for number in work], [*work.values()])
         commit(plan, subject.step(plan))
-        assert (passes.planned, passes.flights) == launched
+        assert (launches.planned, launches.in_flight) == launched
     subject.engine.release(rows)
 
 
@@ -327,8 +327,8 @@ def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: An
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-def test_rows_that_make_room_while_they_are_ahead(subject: Subject, passes: Passes, prefix_cache: bool) -> None:
-    """At every step the youngest, of rows that end by their EOS too."""
+def test_preemption_of_sequences_in_flight(subject: Subject, launches: Launches, prefix_cache: bool) -> None:
+    """Of the youngest at each step in turn; some sequences end by EOS."""
     requests = [request(random.Random(seed), seed) for seed in range(5)]
     in_flight, when, ends = 0, 0, set()
     while True:
@@ -347,12 +347,12 @@ def test_rows_that_make_room_while_they_are_ahead(subject: Subject, passes: Pass
         when += 1
     assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
     assert in_flight > 8
-    assert len(passes.flights) > 100
+    assert len(launches.in_flight) > 100
 
 
 @pytest.mark.parametrize("blocks", [7, 9, 14])
-def test_few_blocks(subject: Subject, passes: Passes, blocks: int) -> None:
-    """So few that there is not always one to run ahead with."""
+def test_few_blocks(subject: Subject, launches: Launches, blocks: int) -> None:
+    """So few that there is not always one for lookahead."""
     counts = 0
     for seed in range(4):
         rng = random.Random(seed)
@@ -361,13 +361,13 @@ def test_few_blocks(subject: Subject, passes: Passes, blocks: int) -> None:
         counts += run.batcher.take_counters().preemptions
         assert len(run.ended) == 10
     assert counts > 0
-    assert len(passes.flights) > 20
+    assert len(launches.in_flight) > 20
 
 
-def test_rows_without_usable_scores_fail_alone(
-    subject: Subject, passes: Passes, monkeypatch: pytest.MonkeyPatch
+def test_sequences_with_invalid_logits_fail_alone(
+    subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever they are when it turns out; what is fed to a flight then is nothing that anybody gets."""
+    """In flight or not; the token that they would have fed to the next step reaches nobody."""
     logits, poison = subject.engine._run_model, range(40, 50)
 
     def poisoned(batch: Any) -> torch.Tensor:
@@ -386,12 +386,12 @@ def test_rows_without_usable_scores_fail_alone(
     assert len(run.failed) > 5
     for row in run.ended:
         assert not set(row.request.tokens[-1:] + row.tokens[row.prompt_length : -1]) & set(poison)
-    assert len(passes.flights) > 20
+    assert len(launches.in_flight) > 20
 
 
 @pytest.mark.parametrize("failing", ["_launch", "_launch_next"])
-def test_a_launch_that_fails_changes_nobodys_result(
-    subject: Subject, passes: Passes, monkeypatch: pytest.MonkeyPatch, failing: str
+def test_a_failed_launch_changes_no_result(
+    subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     launch: Callable[..., Any] = getattr(subject.engine._decoder, failing)
     calls = 0
@@ -412,7 +412,7 @@ def test_a_launch_that_fails_changes_nobodys_result(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
-def test_on_cpus_nothing_runs_ahead_unless_asked(model_dir: Path, subject: Subject) -> None:
+def test_decoding_is_synchronous_on_cpus_by_default(model_dir: Path, subject: Subject) -> None:
     engine = PagedEngine(engine_options(model_dir, ROWS, threads=1))
     assert (engine.info.lookahead, subject.engine.info.lookahead) == (0, 1)
     row = Sequence(request(random.Random(1), 1), 0.0)

@@ -1,4 +1,4 @@
-"""On a real GPU: no step waits for the device before its tokens, whoever joins and leaves and whatever is asked."""
+"""On a real GPU: no step waits for the device except for its tokens, whatever the batch and its requests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ pytestmark = [
 
 
 @contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """Whatever makes torch wait for a stream raises; to wait for an event is allowed."""
+def synchronization_forbidden() -> Iterator[None]:
+    """Waiting for a stream raises; waiting for an event is allowed."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -30,10 +30,10 @@ def waiting_forbidden() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_nothing_waits_but_for_tokens(tmp_path: Path, ahead: bool) -> None:
-    """Prompts, decodes, and rows that end one after the other; twice, since the first time kernels are compiled."""
-    engine = PagedEngine(engine_options(make_model("Llama", tmp_path), 16, threads=1), async_decode=ahead)
+@pytest.mark.parametrize("async_decode", [True, False])
+def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool) -> None:
+    """Prompts, decodes, and sequences that end one after the other; twice, since the first run compiles kernels."""
+    engine = PagedEngine(engine_options(make_model("Llama", tmp_path), 16, threads=1), async_decode=async_decode)
     engine.warm_up()
     for seed in range(2):
         rows = []
@@ -46,7 +46,7 @@ def test_nothing_waits_but_for_tokens(tmp_path: Path, ahead: bool) -> None:
         while rows:
             plan = StepPlan.compute_all(rows)
             if seed:
-                with waiting_forbidden():
+                with synchronization_forbidden():
                     result = engine.step(plan)
             else:
                 result = engine.step(plan)

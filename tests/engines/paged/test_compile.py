@@ -1,4 +1,4 @@
-"""PT2_COMPILE: the same tokens, from as few graphs as were made at the start."""
+"""PT2_COMPILE: the same tokens, from the graphs that were compiled at startup."""
 
 import logging
 import random
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path) -> EngineOptions:
-    # in double precision, for which the CPU has no kernels of ours
+    # float64, for which there are no CPU kernels
     changes = {"engine": "tgis_native", "compile": True, "dtype": "float64"}
     return msgspec.structs.replace(engine_options(model, 4, None), **changes)
 
@@ -41,7 +41,7 @@ def requests(count: int) -> list[Request]:
 
 
 def graphs() -> int:
-    """How many were ever made in this process."""
+    """How many were ever compiled in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -54,17 +54,17 @@ def expected(model: Path, request: Request) -> list[int]:
 
 @pytest.mark.slow  # a compiler runs for some seconds
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_tokens_are_those_of_transformers_and_nothing_is_compiled_late(
+def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    at_the_start: list[int] = []
+    at_startup: list[int] = []
     finish = CompiledDecoder.freeze
 
     def counted(decoder: CompiledDecoder) -> None:
-        at_the_start.append(graphs())
+        at_startup.append(graphs())
         finish(decoder)
-        decoder._stance = "fail_on_recompile"  # what no graph fits would be computed without, unnoticed
+        decoder._stance = "fail_on_recompile"  # steps without a graph would run eagerly, unnoticed
 
     monkeypatch.setattr(CompiledDecoder, "freeze", counted)
     engine = PagedEngine(options(model))
@@ -73,11 +73,11 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_late(
     found = generate_all(engine, bounds, made, random.Random(1))
     assert "compiled in" in caplog.text
     assert found == [expected(model, request) for request in made]
-    assert at_the_start == [graphs()]
+    assert at_startup == [graphs()]
     assert graphs() > 0
 
 
-def test_a_machine_without_a_compiler_goes_without(
+def test_without_a_compiler_steps_run_eagerly(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -91,7 +91,7 @@ def test_a_machine_without_a_compiler_goes_without(
     assert found == [expected(model, request)]
 
 
-def test_nothing_is_compiled_where_the_cpu_has_kernels(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_compiled_where_cpu_kernels_run(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     engine = PagedEngine(msgspec.structs.replace(options(model), dtype="float32"))
     before = graphs()

@@ -1,6 +1,6 @@
-"""The paged engine beside a random world: whatever joins, leaves or makes room, every row gets what it gets alone.
+"""Random arrivals, cancellations and preemptions: every sequence gets what transformers' `generate` gives it alone.
 
-What a row gets alone is transformers' own `generate`. In float64 where the model's attention is computed in it.
+In float64 where the model's attention is computed in it.
 """
 
 import random
@@ -24,13 +24,13 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import AdmissionCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
-MOST_NEW, ROWS = 20, 6
+MAX_NEW_TOKENS, MAX_BATCH_SIZE = 20, 6
 PENALTIES = (1.0, 1.3)
 SALTS = (b"", b"", b"tenant")
 
 
 def _prompts() -> list[tuple[int, ...]]:
-    """Some of their own, some that begin alike, one that is the beginning of another."""
+    """Unrelated ones, some with shared prefixes, one that is the prefix of another."""
     rng = random.Random(7)
     own = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in (1, 2, 5, 9, 16, 24)]
     shared = [own[5][:cut] + own[other][:more] for cut, other, more in ((8, 4, 9), (16, 3, 5), (13, 4, 3), (16, 0, 1))]
@@ -56,13 +56,13 @@ class Subject:
         values = {
             "block_size": self.block_size,
             "prefix_cache": False,
-            "max_batch_size": ROWS,
+            "max_batch_size": MAX_BATCH_SIZE,
             "lookahead": lookahead,
         } | changes
         return Batcher(limits(blocks * self.block_size, padded=False, prefill_tokens=chunk, **values), {EOS})
 
     def check(self, row: Sequence, facts: list[TokenLogprobs] | None) -> None:
-        """As far as it has come, a row got what its prompt gets alone, and nothing is said that was not asked."""
+        """So far a sequence got what its prompt gets alone, and logprobs only where asked for."""
         prompt, generated = tuple(row.request.tokens), row.tokens[row.prompt_length :]
         expected = self.solo(prompt, row.request.sampling_params.repetition_penalty)
         assert generated == expected[: len(generated)]
@@ -73,7 +73,7 @@ class Subject:
         assert (facts is not None) == (row.request.logprob_options.input_tokens and row.num_generated_tokens > 0)
 
     def ended(self, row: Sequence, facts: list[TokenLogprobs] | None) -> None:
-        """It has come as far as it could."""
+        """It did not end early."""
         self.check(row, facts)
         whole = self.solo(tuple(row.request.tokens), row.request.sampling_params.repetition_penalty)
         assert row.num_generated_tokens == min(row.request.max_new_tokens, len(whole))
@@ -85,7 +85,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory = make_model(name, tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_engine, "BLOCK_SIZE", block_size)
-        options = msgspec.structs.replace(engine_options(directory, ROWS, threads=1), dtype=dtype)
+        options = msgspec.structs.replace(engine_options(directory, MAX_BATCH_SIZE, threads=1), dtype=dtype)
         engine = PagedEngine(options, async_decode=ahead)
         engine.warm_up()
         yield Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
@@ -98,7 +98,7 @@ def _oracle(directory: Path, dtype: str) -> tuple[Callable[..., list[int]], Call
     def solo(prompt: tuple[int, ...], penalty: float) -> list[int]:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST_NEW, repetition_penalty=penalty
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW_TOKENS, repetition_penalty=penalty
         )
         generated: list[int] = out[0, len(prompt) :].tolist()
         return generated
@@ -114,7 +114,7 @@ def _oracle(directory: Path, dtype: str) -> tuple[Callable[..., list[int]], Call
 
 @dataclass
 class Run:
-    """Steps of one batcher on the engine, every row checked when it ends."""
+    """Steps of one batcher on the engine; every sequence is checked when it ends."""
 
     subject: Subject
     batcher: Batcher
@@ -136,7 +136,7 @@ class Run:
         return plan
 
     def cancel(self, number: int) -> int:
-        """Whether a row was held that had to go."""
+        """1 if the request was running."""
         cancelled = [row for row in self.batcher.running_seqs if row.id == number]
         self.batcher.cancel([number])
         for row in cancelled:
@@ -146,10 +146,10 @@ class Run:
     def finish(self) -> None:
         while self.step():
             pass
-        pager = self.batcher._block_manager
-        assert pager is not None
-        pager.pool.check()
-        assert (self.batcher.idle, pager.pool.num_used) == (True, 0)
+        block_manager = self.batcher._block_manager
+        assert block_manager is not None
+        block_manager.pool.check()
+        assert (self.batcher.idle, block_manager.pool.num_used) == (True, 0)
 
     def _count(self) -> None:
         new = self.batcher.take_counters()
@@ -162,12 +162,12 @@ def _request(rng: random.Random, number: int) -> Request:
     sampling = SamplingParams(repetition_penalty=rng.choice(PENALTIES))
     facts = rng.random() < 0.2
     details = LogprobOptions(input_tokens=facts, logprobs=facts)
-    prompt, new = list(rng.choice(PROMPTS)), rng.randint(1, MOST_NEW)
+    prompt, new = list(rng.choice(PROMPTS)), rng.randint(1, MAX_NEW_TOKENS)
     return Request(number, prompt, new, False, sampling, details, None, rng.choice(SALTS))
 
 
 def _interleave(rng: random.Random, run: Run) -> int:
-    """Eight requests that come and, some of them, go at any time; how many left the middle of their work."""
+    """Eight requests that arrive at any time; some are cancelled. How many of these were running."""
     to_come, left = [_request(rng, number) for number in range(8)], 0
     while to_come or not run.batcher.idle:
         while to_come and (run.batcher.idle or rng.random() < 0.3):
@@ -183,24 +183,24 @@ def _interleave(rng: random.Random, run: Run) -> int:
     "subject",
     [("Llama", 2, "float64", False), ("Llama", 2, "float64", True)],
     indirect=True,
-    ids=["as planned", "ahead"],
+    ids=["synchronous", "asynchronous"],
 )
-@pytest.mark.parametrize("few", [False, True], ids=["many blocks", "few blocks"])
+@pytest.mark.parametrize("few_blocks", [False, True], ids=["many blocks", "few_blocks blocks"])
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-def test_two_hundred_interleavings(subject: Subject, few: bool, prefix_cache: bool) -> None:
-    """Fifty of each kind, and as many that run ahead."""
+def test_two_hundred_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool) -> None:
+    """Fifty of each kind, and as many with asynchronous decoding."""
     total, left = AdmissionCounters(), 0
     for seed in range(50):
         rng = random.Random(seed)
-        blocks = rng.randint(22, 30) if few else 200  # the largest request has 22
-        chunk, rows = rng.choice([1, 2, 3, 5, 8, 13, 64]), rng.randint(2, ROWS)
+        blocks = rng.randint(22, 30) if few_blocks else 200  # the largest request has 22
+        chunk, rows = rng.choice([1, 2, 3, 5, 8, 13, 64]), rng.randint(2, MAX_BATCH_SIZE)
         batcher = subject.batcher(blocks, chunk, prefix_cache=prefix_cache, max_batch_size=rows)
         run = Run(subject, batcher, counts=total)
         left += _interleave(rng, run)
     assert left > 5
-    assert (total.preemptions > 50) == few
+    assert (total.preemptions > 50) == few_blocks
     assert (total.prefix_cache_hits > 50) == prefix_cache
-    assert total.queue_jumps or not few
+    assert total.queue_jumps or not few_blocks
 
 
 ATTENTION = pytest.mark.parametrize(
@@ -218,12 +218,14 @@ ATTENTION = pytest.mark.parametrize(
 
 @ATTENTION
 def test_chunks_of_every_size(subject: Subject) -> None:
-    """Alone, and beside a row that decodes."""
+    """Alone, and beside a decode."""
     long = Request(1, list(PROMPTS[5]), 8, False, SamplingParams(), LogprobOptions(input_tokens=True, logprobs=True))
     for chunk in range(1, len(long.tokens) + 1):
         for beside in (0, 1):
             run = Run(subject, subject.batcher(100, chunk))
-            run.batcher.submit([Request(0, [5, 6], MOST_NEW, False, SamplingParams(), LogprobOptions())] * beside, 0.0)
+            run.batcher.submit(
+                [Request(0, [5, 6], MAX_NEW_TOKENS, False, SamplingParams(), LogprobOptions())] * beside, 0.0
+            )
             for _ in range(3 * beside):
                 run.step()
             run.batcher.submit([long], 0.0)
@@ -235,30 +237,31 @@ def test_chunks_of_every_size(subject: Subject) -> None:
 
 @ATTENTION
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-def test_rows_that_make_room_at_any_step(subject: Subject, prefix_cache: bool) -> None:
-    """Somebody takes all free blocks for one step, or for every step in which others have some beside the oldest."""
-    steps = _squeezed(subject, prefix_cache, lambda step: False)
+def test_preemption_at_any_step(subject: Subject, prefix_cache: bool) -> None:
+    """All free blocks are taken for one step, or for every step in which others than the oldest have some."""
+    steps = _run_squeezed(subject, prefix_cache, lambda step: False)
     for when in range(steps):
-        _squeezed(subject, prefix_cache, when.__eq__)
-    assert _squeezed(subject, prefix_cache, lambda step: True) > steps
+        _run_squeezed(subject, prefix_cache, when.__eq__)
+    assert _run_squeezed(subject, prefix_cache, lambda step: True) > steps
 
 
-def _squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int], bool]) -> int:
-    """Two prompts token by token, so that the oldest needs one block in every step; the steps that it takes."""
+def _run_squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int], bool]) -> int:
+    """Two prompts token by token, so that the oldest needs one block in every step; how many steps it takes."""
     run = Run(subject, subject.batcher(100, 1, prefix_cache=prefix_cache))
     run.batcher.submit(
         [Request(n, list(PROMPTS[n]), 6, False, SamplingParams(), LogprobOptions()) for n in (6, 8)], 0.0
     )
-    pager, steps = run.batcher._block_manager, 0
-    assert pager is not None
+    assert run.batcher._block_manager is not None
+    pool, steps = run.batcher._block_manager.pool, 0
     while run.batcher.num_running or not steps:
-        others = pager.pool.num_used - len(run.batcher.running_seqs[0].block_table) if run.batcher.running_seqs else 0
+        running = run.batcher.running_seqs
+        others = pool.num_used - len(running[0].block_table) if running else 0
         squeezed = others > 0 and squeezes(steps)
-        taken = pager.pool.allocate(pager.pool.num_available) if squeezed else []
+        taken = pool.allocate(pool.num_available) if squeezed else []
         plan = run.step()
         assert plan is not None
         assert bool(preempted(plan)) == squeezed
-        pager.pool.free(taken)
+        pool.free(taken)
         steps += 1
     run.finish()
     return steps
