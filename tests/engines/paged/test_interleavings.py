@@ -253,7 +253,7 @@ def _run_squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int]
     )
     assert run.batcher._block_manager is not None
     pool, steps = run.batcher._block_manager.pool, 0
-    while run.batcher.num_running or not steps:
+    while run.batcher.num_running or run.batcher.num_waiting:
         running = run.batcher.running_seqs
         others = pool.num_used - len(running[0].block_table) if running else 0
         squeezed = others > 0 and squeezes(steps)
