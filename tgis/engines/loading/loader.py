@@ -47,7 +47,7 @@ class ForwardSignature:
 
 
 def select_device(options: EngineOptions) -> torch.device:
-    """CUDA where there is one, with the process's share of its memory; else the CPU with its threads."""
+    """CUDA if present, limited to the process's share of its memory; else the CPU with its threads."""
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(options.cuda_memory_fraction)
         return torch.device("cuda", torch.cuda.current_device())
@@ -62,12 +62,11 @@ def select_kernels(options: EngineOptions, device: torch.device) -> CpuKernels |
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
-    """What the model's config.json says."""
     return AutoConfig.from_pretrained(options.model_path, local_files_only=True, trust_remote_code=False)
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, ForwardSignature]:
-    """A decoder-only model, ready for inference on the device, its linear layers packed on the CPU."""
+    """A decoder-only model, optimized for inference on the device."""
     if load_config(options).is_encoder_decoder:
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
     model = _load_for_inference(AutoModelForCausalLM, options, device)
@@ -76,12 +75,11 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
 
 
 def load_seq2seq_lm(options: EngineOptions, device: torch.device) -> PreTrainedModel:
-    """An encoder-decoder model, ready in the same way."""
+    """An encoder-decoder model, optimized for inference on the device."""
     return _load_for_inference(AutoModelForSeq2SeqLM, options, device)
 
 
 def model_info(model: PreTrainedModel) -> ModelInfo:
-    """What a model is."""
     vocab_size = model.get_output_embeddings().weight.shape[0]
     return ModelInfo(type(model).__name__, model.dtype, vocab_size, model.config.is_encoder_decoder)
 
@@ -108,7 +106,7 @@ def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineO
     longest = options.max_sequence_length
     if fixed := freeze_frequencies(model, longest):
         log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
-    if device.type == "cpu":  # where merging was measured to bring nothing beyond packing
+    if device.type == "cpu":  # merging brings nothing beyond packing there
         kernels = select_kernels(options, device)
         packed, fused = pack_linears(model, kernels), fuse(model, kernels)
         log.info("packed %d linear layers, fused the small operators of %d others", packed, fused)
@@ -117,7 +115,6 @@ def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineO
 
 
 def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """What a pass of the model needs, two tokens of it."""
     names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
     return {name: torch.ones(1, 2, dtype=torch.int64, device=device) for name in names}
 
@@ -139,19 +136,19 @@ def _from_pretrained(
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise StartError(f"{path}: {auto_class.__name__} cannot load it: {reason}") from error
-    if _has_other_state(model):  # what it keeps is no KV cache, and rows could not leave
+    if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
 
 
 def _has_other_state(model: PreTrainedModel) -> bool:
-    """Whether some layer is not attention over the keys and values of all tokens: a convolution, a state space."""
+    """Whether some layer keeps state other than keys and values of all tokens: a convolution, a state space."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return model._is_stateful or not _ATTENTION_LAYERS.issuperset(kinds)
 
 
 def _default_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Half precision wherever the hardware computes in it."""
+    """Half precision if the hardware computes in it."""
     if device.type == "cuda":
         saved = config.get_text_config(decoder=True).dtype
         return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16

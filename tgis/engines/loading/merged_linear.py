@@ -1,6 +1,6 @@
-"""Linear layers of one module that multiply the same input, as those of queries, keys and values: one product for all.
+"""Merge linear layers that multiply the same input, such as the projections to queries, keys and values.
 
-Which ones they are is seen in a pass of the model, so that no architecture is named here.
+Which layers they are is observed in a pass of the model, so no architecture is named here.
 """
 
 from itertools import groupby
@@ -13,8 +13,9 @@ from transformers.integrations.tensor_parallel import replace_layer_number_by_wi
 
 
 class MergedLinear(nn.Module):  # type: ignore[misc]
-    """The outputs of sibling layers for the input that the first of them was called with; of sharded ones, the parts
-    that are here.
+    """One layer with the weights of several, or with this rank's shards of them.
+
+    Keeps its output until the last slice has been taken.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -31,7 +32,7 @@ class MergedLinear(nn.Module):  # type: ignore[misc]
         self._outputs: list[Tensor] = []
 
     def output_slice(self, x: Tensor, index: int) -> Tensor:
-        """What the sibling of that index gives for `x`."""
+        """The output of the layer of that index."""
         if self._input is not x:
             self._input, self._outputs = x, self.linear(x).split(self._sizes, -1)
         output = self._outputs[index]
@@ -39,9 +40,13 @@ class MergedLinear(nn.Module):  # type: ignore[misc]
             self._input, self._outputs = None, []
         return output
 
+    def weight_slice(self, index: int) -> Tensor:
+        weight: Tensor = self.linear.weight.split(self._sizes)[index]
+        return weight
+
 
 class MergedLinearSlice(nn.Module):  # type: ignore[misc]
-    """What stands for one of the siblings."""
+    """Replaces one of the merged layers."""
 
     def __init__(self, merged: MergedLinear, index: int, linear: nn.Linear) -> None:
         super().__init__()
@@ -49,12 +54,15 @@ class MergedLinearSlice(nn.Module):  # type: ignore[misc]
         self.merged, self._index = merged, index
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        """Multiply, or take what an older sibling has found."""
         return self.merged.output_slice(x, self._index)
+
+    @property
+    def weight(self) -> Tensor:  # [out, in]
+        return self.merged.weight_slice(self._index)
 
 
 def merge_linears(model: PreTrainedModel, **inputs: Tensor) -> int:
-    """Replace siblings in place; how many. `inputs` is for one pass of the model."""
+    """Replace layers in place; how many. `inputs` are for one pass of the model."""
     merged = 0
     for parent, names in _mergeable_groups(model, inputs):
         linears = [getattr(parent, name) for name in names]
@@ -66,7 +74,7 @@ def merge_linears(model: PreTrainedModel, **inputs: Tensor) -> int:
 
 
 def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Module, list[str]]]:
-    """Modules, and those of their children that are called one after the other with the same input."""
+    """Modules, and the names of children that are called one after the other with the same input."""
     calls = _record_calls(model, inputs)
     seen = [linear for linear, _ in calls]
     groups = [[linear for linear, _ in group] for _, group in groupby(calls, lambda call: id(call[1]))]
@@ -83,7 +91,7 @@ def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list
 
 
 def _record_calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Linear, Tensor]]:
-    """The plain linear layers in the order of their calls, and the inputs, which live until all are known."""
+    """The plain linear layers in the order of their calls, with their inputs, kept alive so that ids stay unique."""
     calls: list[tuple[nn.Linear, Tensor]] = []
     plain = [module for module in model.modules() if type(module) is nn.Linear]
     hooks = [linear.register_forward_pre_hook(lambda linear, args: calls.append((linear, args[0]))) for linear in plain]
@@ -95,15 +103,13 @@ def _record_calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tup
 
 
 def _same_kind(linears: list[nn.Linear]) -> bool:
-    """Whether their weights can be one."""
+    """Whether the weights can be concatenated."""
     kinds = {(type(one.weight), one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
     return len(kinds) == 1
 
 
 def _mergeable(linear: nn.Linear, style: str | None) -> bool:
-    """Not where transformers has wrapped something around it, but what it puts around layers that are cut by their
-    outputs: there each rank computes its own from the same input, and nothing else happens.
-    """
+    """Not if transformers has wrapped `forward`, except for column-wise sharding, which adds no communication."""
     if isinstance(linear.weight, DTensor):
         return style == "colwise" and linear.weight.placements == (Shard(0),)
     return "forward" not in vars(linear)

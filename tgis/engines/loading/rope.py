@@ -1,6 +1,7 @@
-"""Rotary embeddings whose frequencies follow the longest row of a pass: fixed, or rows would change their neighbours.
+"""Freeze rotary embeddings whose frequencies depend on the longest sequence of a pass.
 
-Cached keys would no longer fit, either. What holds for the longest sequences that are served holds for all.
+Otherwise a sequence would change its neighbours and invalidate cached keys. All get the frequencies of the longest
+sequence that is served.
 """
 
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # as transformers names what it computes anew
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # as transformers names them
 
 
 def freeze_frequencies(model: PreTrainedModel, max_length: int) -> int:
-    """Give all rows those of a row of `longest` tokens, for good; how many embeddings were changed."""
+    """Use the frequencies of `max_length` tokens for all sequences; how many embeddings were changed."""
     following = [module for module in model.modules() if _rope_types(module) & _LENGTH_DEPENDENT]
     for module in following:
         _freeze(module, torch.tensor([[max_length - 1]], device=model.device), model.dtype)
@@ -24,13 +25,13 @@ def _rope_types(module: Any) -> set[str]:
     return set(found.values()) if isinstance(found, dict) else {found} if isinstance(found, str) else set()
 
 
-def _freeze(module: Any, places: torch.Tensor, dtype: torch.dtype) -> None:
-    """One pass at the last place, in which transformers does what it does; and no other."""
-    like = torch.empty(1, 1, 1, dtype=dtype, device=places.device)
+def _freeze(module: Any, positions: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let transformers compute the frequencies for the last position, then make it keep them."""
+    like = torch.empty(1, 1, 1, dtype=dtype, device=positions.device)
     if isinstance(module.rope_type, str):
-        module(like, places)
+        module(like, positions)
         module.rope_type = "default"
     else:
         for layer in module.rope_type:
-            module(like, places, layer)
+            module(like, positions, layer)
         module.rope_type = dict.fromkeys(module.rope_type, "default")

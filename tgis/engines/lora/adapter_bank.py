@@ -1,7 +1,7 @@
-"""The matrices of several LoRA adapters side by side, layer by layer, so that one product is with all of them.
+"""The matrices of several LoRA adapters side by side, layer by layer, so that one GEMM covers all of them.
 
-An adapter has the same columns in every layer, as many as its largest rank. They are written when it comes, and free
-when it goes; nothing is moved but to make room, or to close large gaps.
+An adapter has the same columns in every layer, as many as its largest rank. They are written when it is added and
+freed when it is removed; others move only to make room or to close large gaps.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,24 +17,23 @@ _UNOWNED, _NO_ADAPTER = -1, -2
 
 
 class AdapterBank:
-    """Adapters, and the columns of each; those of no adapter hold anything, all of it finite."""
+    """Adapters and their columns; free columns hold arbitrary finite values."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """`dtypes` of all layers: some of a half-precision model are not."""
+        """`dtypes` of all layers: those of a half-precision model may differ."""
         self._dtypes = dtypes
         self._columns: dict[LoraAdapter, slice] = {}
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: [capacity, inputs], [capacity, outputs]
         self._capacity = 0
         self._column_owners = torch.empty(0)
-        self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # the same, no wider than they are used
+        self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # the used part of the buffers
 
     @property
     def adapters(self) -> AbstractSet[LoraAdapter]:
-        """All that are here."""
         return self._columns.keys()
 
     def update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
-        """Let adapters in and out; if that fails, for lack of memory say, none is left."""
+        """Add and remove adapters; if that raises, for example out of memory, none is left."""
         try:
             self._update(added, removed)
         except BaseException:
@@ -62,15 +61,15 @@ class AdapterBank:
 
     @property
     def _width(self) -> int:
-        return max((place.stop for place in self._columns.values()), default=0)
+        return max((columns.stop for columns in self._columns.values()), default=0)
 
     def _find_gap(self, rank: int) -> int | None:
-        """Where so many columns are free, if anywhere."""
+        """Start of `rank` free columns."""
         start = 0
-        for place in sorted(self._columns.values(), key=lambda place: place.start):
-            if place.start - start >= rank:
+        for columns in sorted(self._columns.values(), key=lambda columns: columns.start):
+            if columns.start - start >= rank:
                 return start
-            start = place.stop
+            start = columns.stop
         return start if self._capacity - start >= rank else None
 
     def _rebuild(self, adapters: list[LoraAdapter]) -> None:
@@ -81,7 +80,7 @@ class AdapterBank:
             self._write(adapter, self._width)
 
     def _write(self, adapter: LoraAdapter, start: int) -> None:
-        place = self._columns[adapter] = slice(start, start + adapter.rank)
+        columns = self._columns[adapter] = slice(start, start + adapter.rank)
         for name in adapter.layers.keys() - self._buffers.keys():
             self._buffers[name] = self._empty(adapter.layers[name], self._dtypes[name])
         for name, (down, up) in self._buffers.items():
@@ -90,7 +89,7 @@ class AdapterBank:
             if layer is not None:
                 down[start:end] = layer.lora_a
                 up[start:end] = layer.lora_b
-            down[end : place.stop] = 0.0  # and what it is multiplied with next does not matter
+            down[end : columns.stop] = 0.0  # so whatever is in `up` adds nothing
 
     def _empty(self, like: LoraLayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         shapes = (self._capacity, like.lora_a.shape[1]), (self._capacity, like.lora_b.shape[1])
@@ -100,8 +99,8 @@ class AdapterBank:
     def _publish(self) -> None:
         width = self._width
         owners = [_UNOWNED] * width
-        for place in self._columns.values():
-            owners[place] = [place.start] * (place.stop - place.start)
+        for columns in self._columns.values():
+            owners[columns] = [columns.start] * (columns.stop - columns.start)
         self.layers = {name: (down[:width], up[:width]) for name, (down, up) in self._buffers.items()}
         device = next(iter(self.layers.values()))[0].device if self.layers else None
         self._column_owners = torch.tensor(owners, dtype=torch.int64, device=device)

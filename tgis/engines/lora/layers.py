@@ -1,7 +1,7 @@
-"""LoRA adapters in a pass: what each adds to linear layers, for its own rows and no others, all in the same products.
+"""LoRA adapters in a forward pass: each changes linear layers for its own sequences only.
 
-Of its product with the first matrices of all adapters a row keeps that with its own, before the product with the
-second: two products and a mask for a layer, however many adapters there are.
+A layer multiplies its input by the A matrices of all adapters, masks what belongs to other adapters, and multiplies by
+the B matrices: two GEMMs and a mask, however many adapters there are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,47 +14,43 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tgis.batcher.sequence import Sequence as Row
+from tgis.batcher.sequence import Sequence as Seq
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import Gemm, cpu_gemm
-from tgis.engines.loading.merged_linear import MergedLinear, MergedLinearSlice
 from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.prompts.lora import LoraAdapter
 
-_IDLE_PASSES = 64  # that an adapter stays in the stack when no row has it
+_IDLE_PASSES = 64  # before an adapter that no sequence has leaves the bank
 
 
-def lora_of(row: Row) -> LoraAdapter | None:
-    """The row's adapter, if it has one."""
-    return row.adapter if isinstance(row.adapter, LoraAdapter) else None
+def lora_of(seq: Seq) -> LoraAdapter | None:
+    return seq.adapter if isinstance(seq.adapter, LoraAdapter) else None
 
 
 class LoraLayers:
-    """The linear layers of a model, which compute what they always do unless `applied` is open; None has no layers."""
+    """The linear layers of a model, which adapters change inside of `applied`; a model of None has no layers."""
 
     def __init__(self, model: PreTrainedModel | None, kernels: CpuKernels | None = None) -> None:
         self._kernels = kernels
         self._modules = {} if model is None else dict(_lora_targets(model))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
-        self._bank = AdapterBank({name: _dtype(module) for name, module in self._modules.items()})
-        self._gemms: dict[str, tuple[Gemm, Gemm]] = {}  # with what is in the stack, once they are needed
-        self._last_used: dict[LoraAdapter, int] = {}  # number of the pass, of at least those in the stack
+        self._bank = AdapterBank({name: module.weight.dtype for name, module in self._modules.items()})
+        self._gemms: dict[str, tuple[Gemm, Gemm]] = {}  # with the A and B matrices, packed when first needed
+        self._last_used: dict[LoraAdapter, int] = {}  # number of the pass; every adapter in the bank is here
         self._num_passes = 0
-        self._foreign_columns: Tensor | None = (
-            None  # bool [parts, 1, columns]: what parts do not keep; None: none has any
-        )
+        self._foreign_columns: Tensor | None = None  # bool [parts, 1, columns], to mask; None without adapters
 
     @property
     def targets(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each layer that adapters may change, by its name."""
+        """Input and output sizes of the layers that adapters may change, by name."""
         return {name: _shape(module) for name, module in self._modules.items()}
 
     @contextmanager
     def applied(self, adapters: Sequence[LoraAdapter | None]) -> Iterator[None]:
-        """Change the layers: of as many equal parts as there are adapters, rows or tokens, each part by its own."""
+        """Change the layers inside of the block: their inputs have one part per adapter (a row, or a token)."""
         outer = self._foreign_columns
         used = {adapter for adapter in adapters if adapter is not None}
-        if outer is None:  # else another pass is in the middle of it, which has all of these
+        if outer is None:  # nested: the outer pass has all of these
             self._update_bank(used)
         self._foreign_columns = self._bank.foreign_columns(adapters) if used else None
         try:
@@ -63,7 +59,6 @@ class LoraLayers:
             self._foreign_columns = outer
 
     def _update_bank(self, used: set[LoraAdapter]) -> None:
-        """See to it that all that are used are in the stack, and none for long that are not."""
         self._num_passes += 1
         self._last_used |= dict.fromkeys(used, self._num_passes)
         old = {adapter for adapter, last in self._last_used.items() if self._num_passes - last > _IDLE_PASSES}
@@ -76,7 +71,7 @@ class LoraLayers:
             self._update_hooks()
 
     def _update_hooks(self) -> None:
-        """Only what some adapter changes is slowed down."""
+        """Hook only layers that some adapter changes, since hooks cost time."""
         names = self._bank.layers.keys()
         for name in self._hooks.keys() - names:
             self._hooks.pop(name).remove()
@@ -84,11 +79,11 @@ class LoraLayers:
             self._hooks[name] = self._modules[name].register_forward_hook(self._forward_hook(name))
 
     def _forward_hook(self, name: str) -> Any:
-        def change(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        def hook(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
             if self._foreign_columns is not None:
                 _add_lora(output, inputs[0], *self._gemms_of(name), self._foreign_columns)
 
-        return change
+        return hook
 
     def _gemms_of(self, name: str) -> tuple[Gemm, Gemm]:
         if name not in self._gemms:
@@ -98,26 +93,25 @@ class LoraLayers:
 
 
 def _add_lora(output: Tensor, x: Tensor, down: Gemm, up: Gemm, foreign: Tensor) -> None:
-    """Change [..., out] in place by what adapters make of `x` [..., in]; its parts are behind one another."""
+    """Add to `output` [..., out] in place what the adapters make of `x` [..., in], whose parts are consecutive."""
     hidden = down(x, None)  # [..., columns]
     hidden.view(len(foreign), -1, hidden.shape[-1]).masked_fill_(foreign, 0.0)
     output.add_(up(hidden, None))
 
 
 def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:
-    """With a weight [out, in]; oneDNN's packed one would take longer to set up than to compute what is so small."""
+    """With our kernel if possible: for weights this small, oneDNN's overhead is as large as the product."""
     return cpu_gemm(weight, kernels) or (lambda x, bias: linear(x, weight, bias))
 
 
 def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Not the one that makes logits, nor experts: these see some of the tokens only, in an order of their own."""
-    others = {model.get_output_embeddings(), *(one.linear for one in model.modules() if isinstance(one, MergedLinear))}
+    """All linear layers but the head and experts, which see only some tokens, in an order of their own."""
+    head = model.get_output_embeddings()
+    inside = "."  # of the last target, such as the weights that a slice shares with others
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Linear | Conv1D | MergedLinearSlice)
-            and module not in others
-            and "experts" not in name.split(".")
-        ):
+        is_linear = isinstance(module, Conv1D) or hasattr(module, "in_features")
+        if is_linear and module is not head and "experts" not in name.split(".") and not name.startswith(inside):
+            inside = f"{name}."
             yield name, module
 
 
@@ -126,8 +120,3 @@ def _shape(module: Any) -> tuple[int, int]:
         inputs, outputs = module.weight.shape
         return inputs, outputs
     return module.in_features, module.out_features
-
-
-def _dtype(module: Any) -> torch.dtype:
-    weight: Tensor = (module.merged.linear if isinstance(module, MergedLinearSlice) else module).weight
-    return weight.dtype

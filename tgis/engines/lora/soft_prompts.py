@@ -1,17 +1,17 @@
-"""Soft prompts in a pass: the embeddings of token ids, those of placeholders replaced by those of the row's prompt."""
+"""Soft prompts in a forward pass: they replace the embeddings of placeholder tokens."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tgis.batcher.sequence import Sequence as Row
+from tgis.batcher.sequence import Sequence as Seq
 from tgis.prompts.soft_prompt import SoftPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Virtual tokens of one row, and where they stand among the ids of the pass."""
+    """Virtual tokens of one sequence, and their place among the ids of the pass."""
 
     row: int
     start: int
@@ -21,9 +21,9 @@ class PromptSpan:
 def embed_with_prompts(
     embed_tokens: torch.nn.Module, ids: torch.Tensor, spans: Iterable[PromptSpan]
 ) -> torch.Tensor | None:
-    """What the model gets in place of `ids` [rows, columns]: [rows, columns, H]; None where there are no spans.
+    """`inputs_embeds` [rows, columns, H] for `ids` [rows, columns]; None where there are no spans.
 
-    As in PEFT, prompts stand beside what the table gives, whatever a model does to both afterwards.
+    As in PEFT, prompts replace the output of the embedding layer, whatever the model does to that afterwards.
     """
     found = None
     for span in spans:
@@ -32,34 +32,34 @@ def embed_with_prompts(
     return found
 
 
-def decoder_prompt(row: Row) -> torch.Tensor | None:
-    """What stands before all that a decoder sees of a row, if anything: [tokens, H]."""
-    return row.adapter.decoder if isinstance(row.adapter, SoftPrompt) else None
+def decoder_prompt(seq: Seq) -> torch.Tensor | None:
+    """The soft prompt of a decoder, [tokens, H]."""
+    return seq.adapter.decoder if isinstance(seq.adapter, SoftPrompt) else None
 
 
-def encoder_prompt(row: Row) -> torch.Tensor | None:
-    """What stands before the input of an encoder-decoder's row, if anything: [tokens, H]."""
-    return row.adapter.encoder if isinstance(row.adapter, SoftPrompt) else None
+def encoder_prompt(seq: Seq) -> torch.Tensor | None:
+    """The soft prompt of an encoder, [tokens, H]."""
+    return seq.adapter.encoder if isinstance(seq.adapter, SoftPrompt) else None
 
 
 def padded_spans(
     prompts: Sequence[torch.Tensor | None], lengths: Sequence[int], start: int, stop: int
 ) -> Iterator[PromptSpan]:
-    """Those in columns `start` to `stop` of rows of these lengths that end in one column and begin with the prompts."""
+    """Spans in the columns `start` to `stop` of right-aligned sequences that begin with the prompts."""
     width = max(lengths)
-    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        left = width - length  # columns of padding
-        begin, end = max(start, left), min(stop, left + (0 if prompt is None else len(prompt)))
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        padding = width - length
+        begin, end = max(start, padding), min(stop, padding + (0 if prompt is None else len(prompt)))
         if begin < end:
             assert prompt is not None
-            yield PromptSpan(index, begin - start, prompt[begin - left : end - left])
+            yield PromptSpan(row, begin - start, prompt[begin - padding : end - padding])
 
 
-def flat_spans(work: Iterable[tuple[Row, int]]) -> Iterator[PromptSpan]:
-    """Those of rows that stand one behind the other, each with so many of its pending tokens."""
-    at = 0
-    for row, count in work:
-        end = min(row.num_computed_tokens + count, row.request.soft_prompt_length)
-        if row.num_computed_tokens < end:
-            yield PromptSpan(0, at, row.adapter.decoder[row.num_computed_tokens : end])
-        at += count
+def flat_spans(scheduled: Iterable[tuple[Seq, int]]) -> Iterator[PromptSpan]:
+    """Spans of a batch without padding, of sequences and their scheduled tokens."""
+    start = 0
+    for seq, num_tokens in scheduled:
+        end = min(seq.num_computed_tokens + num_tokens, seq.request.soft_prompt_length)
+        if seq.num_computed_tokens < end:
+            yield PromptSpan(0, start, seq.adapter.decoder[seq.num_computed_tokens : end])
+        start += num_tokens

@@ -1,7 +1,7 @@
-"""What loading a model takes of memory, found before any weight is read: a model too big is refused at once.
+"""Refuse a model that does not fit into memory before any weight is read.
 
-The model's own modules, built without numbers, say how many there are; the headers of its files, which of them will
-be converted. What is not known here, as the sizes of quantized models, is never a reason to refuse.
+The sizes come from the model built on the meta device, and from the headers of its files, which tell what will be
+converted. Where the size is unknown, as with quantized models, nothing is refused.
 """
 
 import copy
@@ -29,9 +29,9 @@ _PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 def check_model_fits(
     auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """StartError if loading the model, as `dtype` on the device, takes more memory than there is.
+    """StartError if loading the model as `dtype` needs more memory than is available.
 
-    `family` is one of transformers' AutoModel classes.
+    `auto_class` is one of transformers' AutoModel classes.
     """
     if getattr(config, "quantization_config", None) is not None:
         return
@@ -39,7 +39,7 @@ def check_model_fits(
         with torch.device("meta"):
             network = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except (ValueError, RuntimeError):
-        return  # loading tells what is wrong, if anything is
+        return  # loading raises a better error, if any
     weights = sum(parameter.nbytes for parameter in network.parameters())
     log.info("  %s of weights", format_bytes(weights))
     converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
@@ -54,18 +54,18 @@ def check_model_fits(
 
 
 def _needed_bytes(network: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
-    """Bytes by device for all ranks, at the least; weights that are not converted are those of the files, mapped."""
+    """Least bytes by device, of all ranks together; weights that are not converted stay mapped files."""
     if device.type != "cpu":
         return {device: weights, _CPU: converted}
     linears = [module for module in network.modules() if type(module) is nn.Linear]
     packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKABLE_DTYPES)
-    others = (module for module in network.modules() if type(module) is not nn.Linear)  # as the embeddings, if shared
+    others = (module for module in network.modules() if type(module) is not nn.Linear)  # such as tied embeddings
     stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
     return {device: max(weights, packed + min(converted, sum(stay.values())))}
 
 
 def _converted_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Bytes, as `dtype`, of what the model's files hold as another type of floating-point numbers."""
+    """Bytes, as `dtype`, of the weights that the files have in another floating-point type."""
     single = path / "model.safetensors"
     total = 0
     for file in [single] if single.is_file() else path.glob("*.safetensors"):

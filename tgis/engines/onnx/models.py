@@ -1,7 +1,7 @@
 """ONNX graphs as models of the padded engine: decoder-only, and encoder-decoder.
 
-Some graphs take no mask of what the decoder has seen, or count places without it, as those of encoder-decoders that
-Optimum exports by itself: there only rows that are equally long can share a pass.
+Some graphs take no attention mask for the decoder, or count positions without it, such as the encoder-decoders that
+Optimum exports: their passes can only hold sequences of equal length.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 _HIDDEN_STATES = "last_hidden_state"
-_BUFFERS = 2  # a pass reads the states of one and writes those of the next
+_BUFFERS = 2  # a pass reads one KV cache and writes the next
 
 
 class OnnxCausalLM:
@@ -47,58 +47,50 @@ class OnnxCausalLM:
 
     @property
     def kv_cache_cost(self) -> KvCacheCost:
-        """Of all layers."""
         return KvCacheCost(_BUFFERS * self._decoder.bytes_per_token(self._decoder.self_attention_names), 0)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of all rows."""
         return self._sub_batches.allocated_bytes
 
-    def token_history(self, row: Sequence) -> list[int]:
-        """Prompt and generated tokens."""
-        return row.tokens
+    def token_history(self, seq: Sequence) -> list[int]:
+        return seq.tokens
 
     def clear(self) -> None:
-        """Start again without rows."""
         self._sub_batches = SubBatches()
 
-    def remove(self, index: int) -> None:
-        """Forget a row."""
-        self._sub_batches.remove(index)
+    def remove(self, row: int) -> None:
+        self._sub_batches.remove(row)
 
-    def append(self, rows: list[Sequence]) -> None:
-        """Count new rows; their states come with the prefill."""
-        self._sub_batches.num_rows += len(rows)
+    def append(self, seqs: list[Sequence]) -> None:
+        """Count new sequences; the prefill allocates their KV cache."""
+        self._sub_batches.num_rows += len(seqs)
 
-    def prefill(self, rows: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Compute prompts, in pieces where the graph can: the logits after each's last token, facts of input tokens."""
-        first = self._sub_batches.num_rows - len(rows)
-        logits = self._decoder.empty_logits(len(rows), self._device)
-        inputs: dict[int, list[TokenLogprobs]] = {}
-        for places in group_by_length([row.num_uncomputed_tokens for row in rows], self._mixed_lengths):
-            group = [rows[place] for place in places]
-            logits[places], facts = self._prefill(group, [first + place for place in places])
-            inputs |= facts
-        return logits, inputs
+    def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
+        first_row = self._sub_batches.num_rows - len(seqs)
+        logits = self._decoder.empty_logits(len(seqs), self._device)
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for group in group_by_length([seq.num_uncomputed_tokens for seq in seqs], self._mixed_lengths):
+            logits[group], found = self._prefill(
+                [seqs[index] for index in group], [first_row + index for index in group]
+            )
+            prompt_logprobs |= found
+        return logits, prompt_logprobs
 
-    def _prefill(self, rows: list[Sequence], numbers: list[int]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        lengths = [row.num_uncomputed_tokens for row in rows]
+    def _prefill(self, seqs: list[Sequence], rows: list[int]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
+        lengths = [seq.num_uncomputed_tokens for seq in seqs]
         width = max(lengths)
-        ids = torch.tensor(
-            [[0] * (width - row.num_uncomputed_tokens) + row.tokens for row in rows], device=self._device
-        )
-        block = self._decoder.empty_past(self._decoder.self_attention_names, lengths, self._device, left_padded=True)
-        chunk_size = max(1, MAX_PREFILL_TOKENS[self._device.type] // len(rows)) if self.chunked_prefill else width
-        found = chunked_prefill(rows, chunk_size, lambda start, stop: self._decoder.run(block, ids[:, start:stop]))
-        self._sub_batches.add(SubBatch(numbers, block))
-        return found
+        ids = torch.tensor([[0] * (width - len(seq.tokens)) + seq.tokens for seq in seqs], device=self._device)
+        past = self._decoder.empty_past(self._decoder.self_attention_names, lengths, self._device, left_padded=True)
+        chunk_size = max(1, MAX_PREFILL_TOKENS[self._device.type] // len(seqs)) if self.chunked_prefill else width
+        output = chunked_prefill(seqs, chunk_size, lambda start, stop: self._decoder.run(past, ids[:, start:stop]))
+        self._sub_batches.add(SubBatch(rows, past))
+        return output
 
     def decode(self, last_tokens: Tensor) -> Tensor:
-        """One more token of every row."""
         logits = self._decoder.empty_logits(len(last_tokens), self._device)
-        for cohort in self._sub_batches.regroup(self._mixed_lengths):
-            logits[cohort.rows] = self._decoder.run(cohort.extend(), last_tokens[cohort.rows, None])[:, -1]
+        for sub_batch in self._sub_batches.regroup(self._mixed_lengths):
+            logits[sub_batch.rows] = self._decoder.run(sub_batch.extend(), last_tokens[sub_batch.rows, None])[:, -1]
         return logits
 
 
@@ -126,7 +118,7 @@ class OnnxSeq2SeqLM:
 
     @property
     def kv_cache_cost(self) -> KvCacheCost:
-        """Of input and output: the longest ones may belong to different rows."""
+        """The longest input and the longest output may be of different sequences."""
         decoder = self._decoder
         each = decoder.bytes_per_token(decoder.self_attention_names) + decoder.bytes_per_token(
             decoder.cross_attention_names
@@ -135,64 +127,58 @@ class OnnxSeq2SeqLM:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of all rows."""
         return self._sub_batches.allocated_bytes
 
-    def token_history(self, row: Sequence) -> list[int]:
-        """What the decoder has seen: the start token and the output."""
-        return [self._constraints.decoder_start_token_id, *row.tokens[row.prompt_length :]]
+    def token_history(self, seq: Sequence) -> list[int]:
+        """The start token and the output."""
+        return [self._constraints.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
 
     def clear(self) -> None:
-        """Start again without rows."""
         self._sub_batches = SubBatches()
 
-    def remove(self, index: int) -> None:
-        """Forget a row."""
-        self._sub_batches.remove(index)
+    def remove(self, row: int) -> None:
+        self._sub_batches.remove(row)
 
-    def append(self, rows: list[Sequence]) -> None:
-        """Count new rows; their states come with the prefill."""
-        self._sub_batches.num_rows += len(rows)
+    def append(self, seqs: list[Sequence]) -> None:
+        """Count new sequences; the prefill allocates their KV cache."""
+        self._sub_batches.num_rows += len(seqs)
 
-    def prefill(self, rows: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Encode the inputs, then decode what there is of outputs: the logits of the next tokens; empty facts."""
-        first = self._sub_batches.num_rows - len(rows)
-        states, mask = self._encode(rows)
-        outputs = [self.token_history(row) for row in rows]
+    def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
+        """Encode the inputs, then decode what there is of outputs; prompt logprobs are empty."""
+        first_row = self._sub_batches.num_rows - len(seqs)
+        states, mask = self._encode(seqs)
+        outputs = [self.token_history(seq) for seq in seqs]
         lengths = [len(output) for output in outputs]
-        logits = self._decoder.empty_logits(len(rows), self._device)
-        for places in group_by_length(lengths, self._mixed_lengths):
-            width = max(lengths[place] for place in places)
-            ids = torch.tensor([[0] * (width - lengths[place]) + outputs[place] for place in places])
-            decoded = self._empty_past(
-                [lengths[place] for place in places], self._decoder.self_attention_names, left=True
+        logits = self._decoder.empty_logits(len(seqs), self._device)
+        for group in group_by_length(lengths, self._mixed_lengths):
+            width = max(lengths[index] for index in group)
+            ids = torch.tensor([[0] * (width - lengths[index]) + outputs[index] for index in group])
+            past = self._empty_past([lengths[index] for index in group], self._decoder.self_attention_names, left=True)
+            cross_past = self._empty_past(
+                [seqs[index].prompt_length for index in group], self._decoder.cross_attention_names, left=False
             )
-            encoded = self._empty_past(
-                [rows[place].prompt_length for place in places], self._decoder.cross_attention_names, left=False
-            )
-            cross = EncoderOutputs(mask[places], states[places], encoded)
-            logits[places] = self._decoder.run(decoded, ids.to(self._device), cross)[:, -1]
-            self._sub_batches.add(SubBatch([first + place for place in places], decoded, encoded))
-        self._constraints.apply(logits, [place for place, row in enumerate(rows) if not row.num_generated_tokens])
+            encoder_outputs = EncoderOutputs(mask[group], states[group], cross_past)
+            logits[group] = self._decoder.run(past, ids.to(self._device), encoder_outputs)[:, -1]
+            self._sub_batches.add(SubBatch([first_row + index for index in group], past, cross_past))
+        self._constraints.apply(logits, [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
         return logits, {
-            row.id: [first_prompt_logprobs(row.request.logprob_options)] * row.prompt_length
-            for row in wanting_prompt_logprobs(rows)
+            seq.id: [first_prompt_logprobs(seq.request.logprob_options)] * seq.prompt_length
+            for seq in wanting_prompt_logprobs(seqs)
         }
 
     def decode(self, last_tokens: Tensor) -> Tensor:
-        """One more token of every row."""
         logits = self._decoder.empty_logits(len(last_tokens), self._device)
-        for cohort in self._sub_batches.regroup(self._mixed_lengths):
-            cross = self._encoder_outputs(cohort.cross_attention)
-            logits[cohort.rows] = self._decoder.run(cohort.extend(), last_tokens[cohort.rows, None], cross)[:, -1]
+        for sub_batch in self._sub_batches.regroup(self._mixed_lengths):
+            past, encoder_outputs = sub_batch.extend(), self._encoder_outputs(sub_batch.cross_attention)
+            logits[sub_batch.rows] = self._decoder.run(past, last_tokens[sub_batch.rows, None], encoder_outputs)[:, -1]
         self._constraints.apply(logits, [])
         return logits
 
-    def _encode(self, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """The encoder's output, [rows, columns, hidden], padding on the right; its mask."""
-        lengths = [row.prompt_length for row in rows]
+    def _encode(self, seqs: list[Sequence]) -> tuple[Tensor, Tensor]:
+        """The encoder's output, [rows, columns, H], left-aligned, and its mask."""
+        lengths = [seq.prompt_length for seq in seqs]
         width = max(lengths)
-        ids = [row.tokens[:length] + [0] * (width - length) for row, length in zip(rows, lengths, strict=True)]
+        ids = [seq.tokens[:length] + [0] * (width - length) for seq, length in zip(seqs, lengths, strict=True)]
         mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
         return self._run_encoder(torch.tensor(ids, device=self._device), mask.to(self._device))
 
@@ -202,23 +188,22 @@ class OnnxSeq2SeqLM:
         return states, mask
 
     def _probe_outputs(self, rows: int) -> EncoderOutputs:
-        """Of rows that have the same input."""
+        """For rows with the same input."""
         ids = torch.arange(4, 7, device=self._device).repeat(rows, 1)
         states, mask = self._run_encoder(ids, torch.ones_like(ids))
         return EncoderOutputs(
             mask, states, self._empty_past([3] * rows, self._decoder.cross_attention_names, left=False)
         )
 
-    def _encoder_outputs(self, encoded: PastKeyValues | None) -> EncoderOutputs:
-        """Of rows whose inputs have been read before."""
-        assert encoded is not None
-        mask = encoded.attention_mask(encoded.columns).long().to(self._device)
-        return EncoderOutputs(mask, self._empty_hidden_states(len(mask), 1), encoded)
+    def _encoder_outputs(self, past: PastKeyValues | None) -> EncoderOutputs:
+        """For rows whose cross-attention cache is filled."""
+        assert past is not None
+        mask = past.attention_mask(past.columns).long().to(self._device)
+        return EncoderOutputs(mask, self._empty_hidden_states(len(mask), 1), past)
 
     def _empty_hidden_states(self, rows: int, columns: int) -> Tensor:
-        """Room for so much of the encoder's output."""
-        port = self._encoder.outputs[_HIDDEN_STATES]
-        return torch.zeros((rows, columns, port.dim(2)), dtype=port.dtype, device=self._device)
+        node = self._encoder.outputs[_HIDDEN_STATES]
+        return torch.zeros((rows, columns, node.dim(2)), dtype=node.dtype, device=self._device)
 
     def _empty_past(self, lengths: list[int], names: tuple[str, ...], *, left: bool) -> PastKeyValues:
         return self._decoder.empty_past(names, lengths, self._device, left_padded=left)

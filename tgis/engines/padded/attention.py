@@ -1,8 +1,7 @@
-"""The attention of padded batches: SDPA, with the query heads of a key-value group packed when rows decode.
+"""Attention of padded batches: SDPA, with the query heads of a group packed into one tile at decode.
 
-A row that decodes has one query token, so the heads that share keys and values can stand where query tokens do:
-one pass over the keys instead of one per head, three times as fast on the CPU. transformers does the same only
-where some row is padded.
+A decode has one query token, so the heads that share keys and values can take the dimension of query tokens: one pass
+over the keys instead of one per head, three times as fast on the CPU. transformers does so only if some row is padded.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ _ATTN_IMPLEMENTATION = "tgis_padded"
 
 
 def use_gqa_attention(model: PreTrainedModel) -> None:
-    """Let a model that uses SDPA use this instead; any other keeps what it has."""
+    """Replace SDPA in a model; others keep their attention."""
     if model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(_ATTN_IMPLEMENTATION, gqa_attention)
@@ -34,7 +33,7 @@ def gqa_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The output, [B, T, H, D]; the signature is that of transformers' attention functions."""
+    """An attention function of transformers; the output is [B, T, H, D]."""
     batch, heads, tokens, _ = query.shape
     shared = attention_mask is None or attention_mask.shape[1] == 1
     if tokens != 1 or heads == key.shape[1] or not shared or others.get("position_bias") is not None:

@@ -1,15 +1,15 @@
-"""The padded KV cache: keys and values of every row of a running batch, without a copy per step.
+"""The padded KV cache of a running batch, without a copy per step.
 
-Rows are right-aligned: all newest tokens stand in the same column, as in a left-padded batch, which is the one
-layout that every decoder-only model of transformers masks correctly. A buffer is wider than its rows; each step
-writes one column further right, and only when the buffer's edge is reached are the rows moved back.
+Sequences are right-aligned: the newest tokens of all are in the same column. This is a left-padded batch, the one
+layout that every decoder-only model of transformers masks correctly. Buffers are wider than the sequences; each step
+writes one column further right, and only at the edge are the sequences moved back.
 
     column   0 ........ end-width ........... end ....... columns
     slot 0   . . . . . . . k k k k k k k k k | (next) . . .
     slot 1   . . . . . . . 0 0 0 k k k k k k | (next) . . .
     slot 2   . . . . . . . 0 k k k k k k k k | (next) . . .
 
-What stands left of a row is finite but meaningless: the attention mask hides it. Owns no token and no request.
+What is left of a sequence is finite but meaningless, and hidden by the attention mask.
 """
 
 import math
@@ -31,8 +31,8 @@ _COLUMN_STEP = 64
 class CacheView:
     """The part of the buffers that the current forward pass writes and reads; shared by all layers."""
 
-    slots: int = 0  # allocated rows
-    columns: int = 0  # allocated columns
+    slots: int = 0  # allocated
+    columns: int = 0  # allocated
     rows: slice = field(default_factory=lambda: slice(0, 0))
     read_start: int = 0
     write_start: int = 0
@@ -40,7 +40,7 @@ class CacheView:
 
 
 class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: buffers for all slots, and in `keys` and `values` what the window shows of them."""
+    """Keys and values of one layer: buffers for all slots; `keys` and `values` are the viewed part of them."""
 
     is_sliding = False
 
@@ -49,7 +49,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache_view = cache_view
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate with the head count, head size and dtype that the model turns out to have."""
+        """Allocate with the head count, head size and dtype of the model."""
         self.key_buffer = self._allocate(key_states)  # [slots, heads, columns, head size]
         self.value_buffer = self._allocate(value_states)
         self.is_initialized = True
@@ -57,7 +57,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new states at the window and return all that the window shows."""
+        """Write the new states and return all viewed ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         w = self.cache_view
@@ -67,46 +67,44 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def refresh(self) -> None:
-        """Let `keys` and `values` be what the window shows now."""
+        """Set `keys` and `values` to the view."""
         w = self.cache_view
         self.keys = self.key_buffer[w.rows, :, w.read_start : w.write_end]
         self.values = self.value_buffer[w.rows, :, w.read_start : w.write_end]
 
     def get_seq_length(self) -> int:
-        """Columns that the query tokens of the pass have before them."""
+        """Columns before those of the pass."""
         return self.cache_view.write_start - self.cache_view.read_start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of the mask, and the first one's position."""
+        """Width and offset of the mask."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No bound of its own."""
+        """Unbounded."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values."""
         buffers = (self.key_buffer, self.value_buffer) if self.is_initialized else ()
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
     def reallocate(self, rows: slice, source: slice, target: slice) -> None:
-        """Move `rows` into freshly allocated buffers of the window's size; everything else becomes zero."""
+        """Move `rows` into new buffers of the view's size; everything else becomes zero."""
         if self.is_initialized:
-            self.keys = self.values = None  # they would keep the old buffers
+            self.keys = self.values = None  # or they would keep the old buffers alive
             self.key_buffer = self._reallocated(self.key_buffer, rows, source, target)
             self.value_buffer = self._reallocated(self.value_buffer, rows, source, target)
 
     def copy_row(self, source: int, target: int, columns: slice) -> None:
-        """Let one slot take over another's columns."""
         if self.is_initialized:
             self.key_buffer[target, :, columns] = self.key_buffer[source, :, columns]
             self.value_buffer[target, :, columns] = self.value_buffer[source, :, columns]
 
     def zero(self, rows: slice, columns: slice) -> None:
-        """Zero a region, so that what an earlier row left there (NaN, say) can harm nobody."""
+        """Zero a region, since an earlier sequence may have left NaN there."""
         if self.is_initialized:
             self.key_buffer[rows, :, columns] = 0
             self.value_buffer[rows, :, columns] = 0
@@ -115,7 +113,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         shape = (self.cache_view.slots, like.shape[1], self.cache_view.columns, like.shape[3])
         if not like.is_cpu:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # Pages of its own, which the system has back at once: on the heap, buffers that grow leave holes.
+        # Pages of its own are returned to the system at once: on the heap, growing buffers leave holes.
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
 
@@ -126,28 +124,27 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PaddedCache:
-    """Which slot and which columns each row has. Rows are numbered 0..n-1 without gaps, in slot order."""
+    """The slot and columns of each sequence. Rows 0 to n-1 are the first slots, without gaps."""
 
     def __init__(self, max_slots: int) -> None:
         self._view = CacheView()
         self._max_slots = max_slots
         self._end_column = 0
-        self.seq_lens: list[int] = []  # computed tokens of each row
+        self.seq_lens: list[int] = []  # by row
         self.past_key_values = Cache(layer_class_to_replicate=partial(PaddedCacheLayer, self._view))  # for the model
 
     @property
     def width(self) -> int:
-        """Columns of the longest row."""
+        """Columns of the longest sequence."""
         return max(self.seq_lens, default=0)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values for one token of one row, over all layers; known after the first pass."""
+        """Bytes of a token's keys and values over all layers; known after the first pass."""
         return sum(layer.bytes_per_token for layer in self.past_key_values.layers)
 
     @property
     def allocated_bytes(self) -> int:
-        """Of all buffers."""
         return self._view.slots * self._view.columns * self.bytes_per_token
 
     @property
@@ -157,7 +154,7 @@ class PaddedCache:
         return KvCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
 
     def append(self, seq_lens: list[int]) -> None:
-        """Make room for new rows of these lengths (tokens about to be computed), behind the present ones."""
+        """Make room for new sequences of these lengths (tokens about to be computed)."""
         first = len(self.seq_lens)
         self._reserve(first + len(seq_lens), max(self.width, *seq_lens))
         self.seq_lens += seq_lens
@@ -165,14 +162,14 @@ class PaddedCache:
             layer.zero(slice(first, len(self.seq_lens)), slice(0, self._end_column))
 
     def view_prefill(self, first: int, start: int, stop: int) -> int:
-        """Show the rows from `first` on, about to compute columns start..stop of their widest; its width."""
+        """View the rows from `first` on to compute columns start..stop of the longest; its width."""
         width = max(self.seq_lens[first:])
         left = self._end_column - width
         self._set_view(slice(first, len(self.seq_lens)), left, left + start, left + stop)
         return width
 
     def view_decode(self) -> None:
-        """Show every row, about to compute one more token each."""
+        """View all rows to compute one more token of each."""
         self._reserve(len(self.seq_lens), self.width, extra_columns=1)
         self.seq_lens = [length + 1 for length in self.seq_lens]
         self._end_column += 1
@@ -181,18 +178,18 @@ class PaddedCache:
         )
 
     def view_all(self) -> None:
-        """Show every row as it is; nothing is to be computed."""
+        """View all rows to read them only."""
         self._set_view(slice(0, len(self.seq_lens)), self._end_column - self.width, self._end_column, self._end_column)
         for layer in self.past_key_values.layers:
             layer.refresh()
 
     def attention_mask(self, first: int, stop: int) -> torch.Tensor:
-        """Which of the leftmost `stop` columns shown are tokens of their row: bool [rows, stop]."""
+        """Which of the leftmost `stop` viewed columns are tokens of their row: bool [rows, stop]."""
         lengths = torch.tensor(self.seq_lens[first:])
         return torch.arange(stop) >= (int(lengths.max()) - lengths)[:, None]
 
     def remove(self, row: int) -> None:
-        """Forget a row; the last one takes its place."""
+        """Free a row; the last one moves there."""
         last = len(self.seq_lens) - 1
         if row != last:
             columns = slice(self._end_column - self.width, self._end_column)
@@ -208,7 +205,7 @@ class PaddedCache:
         w.rows, w.read_start, w.write_start, w.write_end = rows, read_from, write_from, write_to
 
     def _reserve(self, slots: int, width: int, extra_columns: int = 0) -> None:
-        """Ensure `slots` rows, `width` columns left of the end and `room` right of it."""
+        """Ensure `slots` rows, `width` columns left of the end and `extra_columns` right of it."""
         w = self._view
         if slots <= w.slots and width <= self._end_column and self._end_column + extra_columns <= w.columns:
             return

@@ -1,6 +1,6 @@
-"""The places of tokens in a decoder: each row has its own, where transformers' decoders count one for the batch.
+"""Positions of tokens in the decoder of an encoder-decoder: per row, where transformers counts one for the batch.
 
-And what else a decoder must know for rows to stand side by side; a model that does not is refused at the start.
+A model whose rows would disturb each other, or whose positions cannot be set, is refused at the start.
 """
 
 import inspect
@@ -17,36 +17,34 @@ from tgis.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """How a model's decoder gets to know them."""
+    """How a model's decoder is told the positions of tokens."""
 
     max_positions: int  # tokens that the input, and the output, may have
-    forward_arguments: Callable[
-        [Tensor], dict[str, Tensor]
-    ]  # places [rows, columns] -> for the forward of the next pass
+    forward_arguments: Callable[[Tensor], dict[str, Tensor]]  # from positions [rows, columns] of the next pass
 
 
 class PositionEmbeddings(nn.Module):  # type: ignore[misc]
-    """Stands for the position embeddings of a decoder; `places` [rows, columns] hold for the next pass."""
+    """Replaces the position embeddings of a decoder; `positions` [rows, columns] are those of the next pass."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
-        self.table = table  # [places, hidden]
+        self.table = table  # [positions, H]
         self.positions = torch.empty((0, 0), dtype=torch.int64)
 
     def forward_arguments(self, positions: Tensor) -> dict[str, Tensor]:
-        """None are needed."""
+        """None; the positions are set here."""
         self.positions = positions
         return {}
 
     def forward(self, *_: Any, **__: Any) -> Tensor:  # each architecture passes something else
-        """The embeddings, [rows, columns, hidden]."""
+        """[rows, columns, H]"""
         return self.table[self.positions]
 
 
 def check_row_independence(model: PreTrainedModel) -> None:
-    """Unsupported if rows would disturb each other: experts that have only so much room, decoders that see padding.
+    """Unsupported if rows would disturb each other: experts of limited capacity, decoders that see padding.
 
-    LED and FSMT, say, look at everything before a single token, whatever the mask.
+    LED and FSMT, for example, attend to everything before a single token, whatever the mask.
     """
     if getattr(model.config, "num_experts", 0):
         raise _unsupported(model, "shares experts among rows")
@@ -61,16 +59,16 @@ def check_row_independence(model: PreTrainedModel) -> None:
 
 
 def find_positions(model: PreTrainedModel, max_positions: int) -> Positions:
-    """How it is with this model, whose sequences have `most` tokens; Unsupported where nobody knows."""
+    """For sequences of up to `max_positions` tokens; Unsupported if the model's way is unknown."""
     decoder = model.get_decoder()
     if "decoder_position_ids" in inspect.signature(model.forward).parameters:
-        return Positions(max_positions, lambda places: {"decoder_position_ids": places})
+        return Positions(max_positions, lambda positions: {"decoder_position_ids": positions})
     if hasattr(decoder, "embed_positions") and hasattr(model.config, "max_position_embeddings"):
         max_positions = min(max_positions, model.config.max_position_embeddings)
         decoder.embed_positions = PositionEmbeddings(_position_embeddings(model, max_positions))
         return Positions(max_positions, decoder.embed_positions.forward_arguments)
     if any(name.endswith("relative_attention_bias") for name, _ in decoder.named_modules()):
-        return Positions(max_positions, lambda _: {})  # counted from the newest token, in whose column all rows end
+        return Positions(max_positions, lambda _: {})  # relative to the newest token, whose column all rows share
     raise _unsupported(model, "places tokens in an unknown way")
 
 
@@ -79,22 +77,22 @@ def _unsupported(model: PreTrainedModel, reason: str) -> Unsupported:
 
 
 class _StopForward(Exception):
-    """Ends a pass that has done what it was for."""
+    """Ends a pass early, with the output that it was for."""
 
 
 def _position_embeddings(model: PreTrainedModel, count: int) -> Tensor:
-    """What the decoder embeds for its first places, [count, hidden], as a pass over so many tokens shows."""
+    """Embeddings of the decoder's first positions, [count, H], taken from a pass over so many tokens."""
 
-    def see(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    def stop(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         raise _StopForward(output)
 
-    hook = model.get_decoder().embed_positions.register_forward_hook(see)
-    token = 1 if model.config.pad_token_id == 0 else 0  # some give padding no place
+    hook = model.get_decoder().embed_positions.register_forward_hook(stop)
+    token = 1 if model.config.pad_token_id == 0 else 0  # some models give padding no position
     ids = torch.full((1, count), token, device=model.device)
     try:
         model.base_model(input_ids=ids[:, :1], decoder_input_ids=ids, use_cache=False)
-    except _StopForward as seen:
-        output: Tensor = seen.args[0]
+    except _StopForward as stopped:
+        output: Tensor = stopped.args[0]
     finally:
         hook.remove()
     return output.reshape(count, -1)
