@@ -1,6 +1,6 @@
-"""A decoder as one ONNX graph or two: passes over a block of rows, whatever the graphs call their inputs.
+"""A decoder of one ONNX graph or two.
 
-Names, head counts, sizes and dtypes come from the graphs; one that wants what nobody here can give is refused.
+Names, head counts, head sizes and dtypes come from the graphs; a graph with unknown inputs is refused.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from tgis.engines.onnx.session import Session
 from tgis.errors import StartError
 
 LOGITS, PAST_PREFIX, PRESENT_PREFIX, ENCODER_INFIX = "logits", "past_key_values.", "present.", ".encoder."
-_PROBE_COLUMNS = 12  # columns
+_PROBE_COLUMNS = 12
 _PROBE_LENGTHS = ([_PROBE_COLUMNS - 1, _PROBE_COLUMNS // 2 - 1], [_PROBE_COLUMNS // 2 - 1])
-_MAX_NOISE = 0.1  # of the logits' spread, which numbers of eight bits bring along
+_MAX_NOISE = 0.1  # of the logits' standard deviation, which quantization to eight bits may cause
 _KNOWN_INPUTS = {
     "input_ids",
     "attention_mask",
@@ -31,16 +31,16 @@ _KNOWN_INPUTS = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutputs:
-    """What a pass needs of the encoder."""
+    """What a decoder's pass needs of the encoder."""
 
     attention_mask: Tensor  # int64 [rows, columns]
-    hidden_states: Tensor  # [rows, columns, hidden]; only the first pass reads them
-    past: PastKeyValues  # which the first pass fills
+    hidden_states: Tensor  # [rows, columns, H]; only the first pass reads them
+    past: PastKeyValues  # cross-attention cache, which the first pass fills
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The graphs, and the names of their states without what stands before them."""
+    """The graphs, and the names of their KV cache tensors without prefixes."""
 
     without_past: Session
     with_past: Session
@@ -49,134 +49,119 @@ class Decoder:
 
     @classmethod
     def load(cls, files: GraphFiles, device: torch.device, threads: int | None) -> Self:
-        """StartError if a graph is not what it should be."""
-        others = Session(files.decoder_with_past, device, threads)
-        first = others if files.decoder == files.decoder_with_past else Session(files.decoder, device, threads)
-        names = [name.removeprefix(PAST_PREFIX) for name in others.inputs if name.startswith(PAST_PREFIX)]
+        """StartError if a graph is not supported."""
+        with_past = Session(files.decoder_with_past, device, threads)
+        same = files.decoder == files.decoder_with_past
+        without_past = with_past if same else Session(files.decoder, device, threads)
+        names = [name.removeprefix(PAST_PREFIX) for name in with_past.inputs if name.startswith(PAST_PREFIX)]
         if not names:
-            raise StartError(f"{others.file} takes no {PAST_PREFIX}*: it was exported without the past")
-        decoded = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
-        encoded = tuple(name for name in names if ENCODER_INFIX in f".{name}")
-        decoder = cls(first, others, decoded, encoded)
+            raise StartError(f"{with_past.file} takes no {PAST_PREFIX}*: it was exported without the past")
+        self_attention = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
+        cross_attention = tuple(name for name in names if ENCODER_INFIX in f".{name}")
+        decoder = cls(without_past, with_past, self_attention, cross_attention)
         decoder._check_signatures()
         return decoder
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
         return self.with_past.inputs[PAST_PREFIX + self.self_attention_names[0]].dtype
 
     @property
     def vocab_size(self) -> int:
-        """How many logits a token gets."""
         return self.with_past.outputs[LOGITS].dim(2)
 
     @property
     def supports_chunked_prefill(self) -> bool:
-        """Whether a prompt may be computed in several passes, as one graph made for that can."""
+        """Whether a prompt may be computed in several passes: by a single graph that is made for it."""
         return self.without_past is self.with_past and "use_cache_branch" not in self.with_past.inputs
 
     def bytes_per_token(self, names: tuple[str, ...]) -> int:
-        """Of the states of these names."""
-        ports = [self.with_past.inputs[PAST_PREFIX + name] for name in names]
-        return sum(port.dim(1) * port.dim(3) * port.dtype.itemsize for port in ports)
+        nodes = [self.with_past.inputs[PAST_PREFIX + name] for name in names]
+        return sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
 
     def empty_logits(self, rows: int, device: torch.device) -> Tensor:
-        """Room for those of one token of each row, [rows, V]."""
+        """Uninitialized, [rows, V]."""
         return torch.empty((rows, self.vocab_size), dtype=self.with_past.outputs[LOGITS].dtype, device=device)
 
     def empty_past(
         self, names: tuple[str, ...], seq_lens: list[int], device: torch.device, left_padded: bool
     ) -> PastKeyValues:
-        """States of these names for rows of which nothing has been computed."""
-        ports = [self.with_past.inputs[PAST_PREFIX + name] for name in names]
-        shapes = [(len(seq_lens), port.dim(1), 0, port.dim(3)) for port in ports]
+        """A cache without columns for new sequences."""
+        nodes = [self.with_past.inputs[PAST_PREFIX + name] for name in names]
+        shapes = [(len(seq_lens), node.dim(1), 0, node.dim(3)) for node in nodes]
         tensors = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
         return PastKeyValues(seq_lens, tensors, left_padded)
 
     def run(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None = None) -> Tensor:
-        """Compute the next columns, ids [rows, columns], of rows of these lengths: their logits; the block grows."""
-        beginning = past.columns == 0
-        graph = self.without_past if beginning else self.with_past
-        room = past.allocate(past.columns + ids.shape[1])
+        """Compute the next columns, ids [rows, columns], of sequences that are in `past`, which grows; the logits."""
+        is_first = past.columns == 0
+        session = self.without_past if is_first else self.with_past
+        grown = past.allocate(past.columns + ids.shape[1])
         logits = self.empty_logits(ids.numel(), ids.device).view(*ids.shape, -1)
-        given = self._inputs(past, ids, encoder_outputs)
-        wanted = {LOGITS: logits} | {
-            PRESENT_PREFIX + name: tensor for name, tensor in zip(self.self_attention_names, room, strict=True)
-        }
-        if encoder_outputs is not None and beginning:
+        outputs = {LOGITS: logits} | _named(PRESENT_PREFIX, self.self_attention_names, grown)
+        if encoder_outputs is not None and is_first:
             filled = encoder_outputs.past.allocate(encoder_outputs.hidden_states.shape[1])
-            wanted |= {
-                PRESENT_PREFIX + name: tensor for name, tensor in zip(self.cross_attention_names, filled, strict=True)
-            }
-        graph.run(given, wanted)
-        past.swap(room)
-        if encoder_outputs is not None and beginning:
+            outputs |= _named(PRESENT_PREFIX, self.cross_attention_names, filled)
+        session.run(self._inputs(past, ids, encoder_outputs), outputs)
+        past.swap(grown)
+        if encoder_outputs is not None and is_first:
             encoder_outputs.past.swap(filled)
         return logits
 
     def _inputs(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None) -> dict[str, Tensor]:
         mask = past.attention_mask(past.columns + ids.shape[1]).long()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :].contiguous()
-        given = {
+        inputs = {
             "input_ids": ids.contiguous(),
             "attention_mask": mask.to(ids.device),
             "position_ids": positions.to(ids.device),
             "use_cache_branch": torch.tensor([past.columns > 0], device=ids.device),
         }
-        given |= {
-            PAST_PREFIX + name: tensor for name, tensor in zip(self.self_attention_names, past.tensors, strict=True)
-        }
+        inputs |= _named(PAST_PREFIX, self.self_attention_names, past.tensors)
         if encoder_outputs is not None:
-            given |= {
-                PAST_PREFIX + name: tensor
-                for name, tensor in zip(self.cross_attention_names, encoder_outputs.past.tensors, strict=True)
-            }
-            given |= {
-                "encoder_hidden_states": encoder_outputs.hidden_states,
-                "encoder_attention_mask": encoder_outputs.attention_mask,
-            }
-        return given
+            inputs |= _named(PAST_PREFIX, self.cross_attention_names, encoder_outputs.past.tensors)
+            inputs["encoder_hidden_states"] = encoder_outputs.hidden_states
+            inputs["encoder_attention_mask"] = encoder_outputs.attention_mask
+        return inputs
 
     def _check_signatures(self) -> None:
-        for name in (*self.self_attention_names, *self.cross_attention_names):
+        names = (*self.self_attention_names, *self.cross_attention_names)
+        for name in names:
             shape = self.with_past.inputs[PAST_PREFIX + name].shape
             if len(shape) != 4 or shape[1] is None or shape[3] is None:
                 raise StartError(
                     f"{self.with_past.file}: {PAST_PREFIX}{name} is {shape}, not [rows, heads, columns, size]"
                 )
-        inputs = _KNOWN_INPUTS | {
-            PAST_PREFIX + name for name in (*self.self_attention_names, *self.cross_attention_names)
-        }
+        inputs = _KNOWN_INPUTS | {PAST_PREFIX + name for name in names}
         outputs = {LOGITS: 3} | {PRESENT_PREFIX + name: 4 for name in self.self_attention_names}
         self.with_past.check_signature(inputs, outputs)
-        self.without_past.check_signature(
-            inputs, outputs | {PRESENT_PREFIX + name: 4 for name in self.cross_attention_names}
-        )
+        outputs |= {PRESENT_PREFIX + name: 4 for name in self.cross_attention_names}
+        self.without_past.check_signature(inputs, outputs)
+
+
+def _named(prefix: str, names: tuple[str, ...], tensors: list[Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in zip(names, tensors, strict=True)}
 
 
 def ignores_padding(
     decoder: Decoder, device: torch.device, encoder_outputs: Callable[[int], EncoderOutputs | None]
 ) -> bool:
-    """Whether a row's logits are those that it gets without padding on its left; `cross` for so many rows.
+    """Whether padding on the left changes nothing; `encoder_outputs` makes those of so many rows.
 
-    A graph that is told both what to see and where it stands need not be tried.
+    A graph that takes both a mask and positions need not be tried.
     """
     takes = decoder.with_past.inputs
     if "attention_mask" not in takes or "position_ids" in takes:
         return "attention_mask" in takes
     ids = torch.arange(4, 4 + _PROBE_COLUMNS, device=device).expand(2, -1)
-    long, short = (
+    padded, alone = (
         decoder.empty_past(decoder.self_attention_names, list(lengths), device, left_padded=True)
         for lengths in _PROBE_LENGTHS
     )
-    many, one = encoder_outputs(2), encoder_outputs(1)
-    pairs = []
-    for start, stop in (
-        (0, _PROBE_COLUMNS - 1),
-        (_PROBE_COLUMNS - 1, _PROBE_COLUMNS),
-    ):  # a first pass, and one with a past
-        beside = decoder.run(long, ids[:, start:stop], many)[1, -1]
-        alone = decoder.run(short, ids[:1, max(start, _PROBE_COLUMNS // 2) : stop], one)[0, -1]
-        pairs.append((beside, alone))
-    return all(float((beside - alone).abs().max()) < _MAX_NOISE * float(alone.std()) for beside, alone in pairs)
+    two, one = encoder_outputs(2), encoder_outputs(1)
+    for start, stop in ((0, _PROBE_COLUMNS - 1), (_PROBE_COLUMNS - 1, _PROBE_COLUMNS)):  # without past, and with it
+        found = decoder.run(padded, ids[:, start:stop], two)[1, -1]
+        expected = decoder.run(alone, ids[:1, max(start, _PROBE_COLUMNS // 2) : stop], one)[0, -1]
+        if not float((found - expected).abs().max()) < _MAX_NOISE * float(expected.std()):
+            return False
+    return True

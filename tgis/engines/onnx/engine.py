@@ -1,5 +1,6 @@
-"""Engine `hf_optimum_ort`: graphs that Optimum has exported, run by onnxruntime in the padded batches of
-hf_transformers. Their dtype is their own; soft prompts and LoRA adapters cannot be given to them.
+"""Engine `hf_optimum_ort`: graphs exported by Optimum, run by onnxruntime in the padded batches of hf_transformers.
+
+The dtype is that of the graphs; soft prompts and LoRA adapters are not supported.
 """
 
 import logging
@@ -18,11 +19,10 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(options: EngineOptions) -> PaddedEngine:
-    """The padded engine with graphs for a model."""
     return PaddedEngine(options, _load_model)
 
 
-def _load_model(options: EngineOptions, device: torch.device, _max_rows: int) -> PaddedModel:
+def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: int) -> PaddedModel:
     if device.type == "cuda" and not cuda_available():
         raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
     if options.adapter_store is not None:

@@ -1,8 +1,8 @@
-"""Where the graphs of a model are: the layouts that Optimum writes, old and new.
+"""Find the ONNX graphs of a model, in the layouts that Optimum writes.
 
-Decoder-only: `model.onnx`, which takes the past, be it empty; or `decoder_model_merged.onnx`; or a pair,
+Decoder-only: `model.onnx`, which takes a past that may be empty; or `decoder_model_merged.onnx`; or a pair,
 `decoder_model.onnx` for the first pass and `decoder_with_past_model.onnx` for all others. An encoder-decoder has
-`encoder_model.onnx` and one of the latter two. They lie in the model's directory or in `onnx` below it.
+`encoder_model.onnx` and one of the latter two. They are in the model's directory or in `onnx` below it.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ DECODER, DECODER_WITH_PAST = "decoder_model.onnx", "decoder_with_past_model.onnx
 
 @dataclass(frozen=True, slots=True)
 class GraphFiles:
-    """What runs when; `first` and `others` are one file where that can do both."""
+    """`decoder` and `decoder_with_past` may be the same file."""
 
-    decoder: Path  # a decoder's first pass
-    decoder_with_past: Path  # with a past
+    decoder: Path  # for the first pass
+    decoder_with_past: Path  # for all others
     encoder: Path | None = None
 
 
 def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
-    """The graphs of a model's directory; StartError that names what is missing."""
+    """StartError names what is missing."""
     folder = model if any(model.glob("*.onnx")) or not (model / "onnx").is_dir() else model / "onnx"
     if not encoder_decoder:
         return _find_decoder(folder, (SINGLE_DECODER, MERGED_DECODER))

@@ -1,6 +1,6 @@
-"""One ONNX graph in onnxruntime: what it takes and gives, and passes whose tensors are bound where they lie.
+"""One ONNX graph in onnxruntime: its inputs and outputs, and runs with bound tensors instead of copies.
 
-The only file that knows onnxruntime. Knows nothing of rows and of what a tensor means.
+The only file that imports onnxruntime; it knows nothing of batches or of what tensors mean.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor
 from tgis.errors import OutOfMemory, StartError
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_DTYPES = {  # of onnxruntime: torch's, and the number of ONNX
+_DTYPES = {  # onnxruntime's name: torch's dtype, and the number in ONNX
     "tensor(float)": (torch.float32, 1),
     "tensor(int32)": (torch.int32, 6),
     "tensor(int64)": (torch.int64, 7),
@@ -31,31 +31,31 @@ class NodeArg:
     """An input or an output of a graph."""
 
     dtype: torch.dtype
-    onnx_type: int  # the dtype's in ONNX
+    onnx_type: int  # the dtype's number in ONNX
     shape: tuple[int | None, ...]  # None: any
 
     def dim(self, axis: int) -> int:
-        """Of an axis that has a fixed one, as `Graph.expect` has found."""
+        """Size of a fixed axis, which `Session.check_signature` has verified."""
         size = self.shape[axis]
         assert size is not None
         return size
 
 
 class Session:
-    """A file of ONNX, ready to run on a device."""
+    """A graph, ready to run on a device."""
 
     def __init__(self, file: Path, device: torch.device, threads: int | None) -> None:
         self.file = file
         self._device = device
         self._session = _create_session(file, device, threads)
         self._errors = _onnxruntime_errors()
-        self.inputs = {port.name: self._node_arg(port) for port in self._session.get_inputs()}
-        self.outputs = {port.name: self._node_arg(port) for port in self._session.get_outputs()}
+        self.inputs = {node.name: self._node_arg(node) for node in self._session.get_inputs()}
+        self.outputs = {node.name: self._node_arg(node) for node in self._session.get_outputs()}
 
     def check_signature(self, inputs: Collection[str], outputs: Mapping[str, int]) -> None:
-        """StartError unless it takes nothing but `inputs` and gives `outputs` of so many axes, the last one fixed."""
-        if strange := [name for name in self.inputs if name not in inputs]:
-            raise StartError(f"{self.file} wants an input {strange[0]!r:.80}, which nobody here can give")
+        """StartError unless all inputs are in `inputs` and it has `outputs` of so many axes, the last one fixed."""
+        if unknown := [name for name in self.inputs if name not in inputs]:
+            raise StartError(f"{self.file} wants an input {unknown[0]!r:.80}, which nobody here can give")
         for name, axes in outputs.items():
             if name not in self.outputs:
                 raise StartError(f"{self.file} has no output {name}")
@@ -64,16 +64,16 @@ class Session:
                 raise StartError(f"{self.file}: {name} has the shape {shape}, not {axes} axes, the last one fixed")
 
     def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        """One pass: contiguous tensors of the device, those of `given` that the graph takes; fills `wanted`."""
-        tensors = {name: inputs[name].to(port.dtype) for name, port in self.inputs.items()}  # alive until the end
+        """Run on contiguous tensors of the device: uses the `inputs` that the graph takes, fills `outputs`."""
+        tensors = {name: inputs[name].to(node.dtype) for name, node in self.inputs.items()}  # kept alive while bound
         binding, index = self._session.io_binding(), self._device.index or 0
-        for bind, ports, bound in (
+        for bind, nodes, bound in (
             (binding.bind_input, self.inputs, tensors),
             (binding.bind_output, self.outputs, outputs),
         ):
             for name, tensor in bound.items():
                 assert tensor.is_contiguous()
-                bind(name, self._device.type, index, ports[name].onnx_type, tuple(tensor.shape), tensor.data_ptr())
+                bind(name, self._device.type, index, nodes[name].onnx_type, tuple(tensor.shape), tensor.data_ptr())
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # onnxruntime has a stream of its own
         self._run(binding)
@@ -86,31 +86,31 @@ class Session:
                 raise OutOfMemory("the device is out of memory in a pass of onnxruntime") from error
             raise
 
-    def _node_arg(self, port: Any) -> NodeArg:
-        if port.type not in _DTYPES:
-            raise StartError(f"{self.file}: {port.name} is a {port.type}, which is not supported")
-        dtype, number = _DTYPES[port.type]
-        return NodeArg(dtype, number, tuple(size if isinstance(size, int) else None for size in port.shape))
+    def _node_arg(self, node: Any) -> NodeArg:
+        if node.type not in _DTYPES:
+            raise StartError(f"{self.file}: {node.name} is a {node.type}, which is not supported")
+        dtype, number = _DTYPES[node.type]
+        return NodeArg(dtype, number, tuple(size if isinstance(size, int) else None for size in node.shape))
 
 
 def cuda_available() -> bool:
-    """Whether the onnxruntime that is installed can compute on CUDA."""
+    """Whether the installed onnxruntime supports CUDA."""
     return _PROVIDERS["cuda"] in _onnxruntime().get_available_providers()
 
 
 def _onnxruntime() -> Any:
     try:
-        import onnxruntime  # noqa: PLC0415 - an extra: whoever wants no graphs need not have it
+        import onnxruntime  # noqa: PLC0415 - an optional dependency
     except ModuleNotFoundError as error:
         raise StartError("the engine hf_optimum_ort needs onnxruntime: pip install 'tgis[onnx]'") from error
     return onnxruntime
 
 
 def _onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """All that onnxruntime raises; its exceptions have no parent of their own."""
+    """All exceptions of onnxruntime, which have no base class of their own."""
     state = _onnxruntime().capi.onnxruntime_pybind11_state
-    known = (getattr(state, name) for name in dir(state))
-    return tuple(one for one in known if isinstance(one, type) and issubclass(one, Exception))
+    found = (getattr(state, name) for name in dir(state))
+    return tuple(each for each in found if isinstance(each, type) and issubclass(each, Exception))
 
 
 def _create_session(file: Path, device: torch.device, threads: int | None) -> Any:
@@ -118,12 +118,12 @@ def _create_session(file: Path, device: torch.device, threads: int | None) -> An
     options = runtime.SessionOptions()
     options.log_severity_level = _LOG_ERRORS_ONLY
     options.intra_op_num_threads = threads or 0
-    # Between passes the cores belong to whatever chooses the tokens.
+    # Between runs the cores belong to the sampler.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     provider = _PROVIDERS[device.type]
-    chosen = (provider, {"device_id": str(device.index or 0)}) if device.type == "cuda" else provider
+    selected = (provider, {"device_id": str(device.index or 0)}) if device.type == "cuda" else provider
     try:
-        return runtime.InferenceSession(file, options, providers=[chosen])
+        return runtime.InferenceSession(file, options, providers=[selected])
     except _onnxruntime_errors() as error:
         reason = str(error).strip().splitlines()[0]
         raise StartError(f"onnxruntime cannot load {file}: {reason:.300}") from error
