@@ -6,7 +6,6 @@ tokens in the same way, so that both say the same.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
 from tgis.frontend.output_queue import NewTokens, OutputQueue
@@ -65,7 +64,7 @@ class OutputBuilder:
         self._separator = separator
         self._texts: list[str] = []
         self._tokens: list[TokenInfo] = []
-        self._input_tokens_sent = False
+        self._wants_input_tokens = params.logprob_options.input_tokens
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""
@@ -75,13 +74,13 @@ class OutputBuilder:
 
     def chunks(self, new: NewTokens) -> Iterator[RequestOutput]:
         """The next messages of a stream: one per token if tokens are wanted, else one for all of them."""
-        if not self._input_tokens_sent and (input_tokens := self._input_tokens()):
-            self._input_tokens_sent = True
+        if self._wants_input_tokens and (input_tokens := self._input_tokens()):
+            self._wants_input_tokens = False
             yield RequestOutput(input_tokens=input_tokens, input_token_count=self.queue.request.input_length)
         if self.params.logprob_options.generated_tokens:
             for text, tokens in self._append(new):
                 yield self._chunk(text, tokens)
-        elif (text := "".join(text for text, _ in self._append(new))) or self.stop_reason:
+        elif (text := "".join([text for text, _ in self._append(new)])) or self.stop_reason:
             yield self._chunk(text, [])
 
     def add(self, new: NewTokens) -> None:
@@ -124,8 +123,9 @@ class OutputBuilder:
             yield self._log(self._stop_matcher.flush()), []
         wanted = self.params.logprob_options.generated_tokens
         last = len(new.token_ids) - 1
-        for index, (token_id, logprobs) in enumerate(zip(new.token_ids, new.logprobs or repeat(None), strict=False)):
-            text = self._append_token(token_id, new.stop_reason if index == last else StopReason.NOT_FINISHED)
+        for i, token_id in enumerate(new.token_ids):
+            text = self._append_token(token_id, new.stop_reason if i == last else StopReason.NOT_FINISHED)
+            logprobs = new.logprobs[i] if new.logprobs else None
             yield self._log(text), [self._token_info(token_id, logprobs)] if wanted else []
             if self.stop_reason:
                 return  # the others were in flight when a stop sequence ended the output
@@ -144,9 +144,8 @@ class OutputBuilder:
 
     def _input_tokens(self) -> list[TokenInfo]:
         logprobs = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
-        if not (logprobs and self.params.logprob_options.input_tokens):
-            return []
-        return list(map(self._token_info, self.queue.request.tokens[-len(logprobs) :], logprobs))
+        tokens = self.queue.request.tokens[-len(logprobs) :] if logprobs else []
+        return list(map(self._token_info, tokens, logprobs))
 
     def _token_info(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenInfo:
         text = self._tokenizer.token_text
