@@ -60,4 +60,4 @@ bench-gpu: venv ## measure tgis_native on this machine's GPU; ARGS goes to bench
 
 clean: ## remove everything that make made, but for the demo models in .cache
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find tgis tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +
+	find tgis benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,79 +1,52 @@
-"""What may be imported where: the arrows between the rooms, and what each process must stay free of."""
+"""The rooms of the package and the arrows between them, and what each process must not import."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 
-ROOT = Path(__file__).parents[1] / "tgis"
+ROOT = REPOSITORY / "tgis"
 
-# Each room and the rooms of this package that it may import; `/` names a room inside a room.
-ALLOWED_IMPORTS: dict[str, set[str]] = {
-    "errors": set(),
-    "pb": set(),
-    "utils": {"errors"},
-    "security": {"errors", "utils"},
-    "ipc": {"errors"},
-    "models": {"errors", "utils"},
-    "config": {"errors", "utils"},
-    "frontend": {"errors", "ipc", "models"},
-    "api/grpc": {"config", "errors", "frontend", "ipc", "pb", "security", "utils"},
-    "api/http": {"errors", "ipc"},
-    "server": {"api/grpc", "api/http", "config", "errors", "frontend", "ipc", "models", "security"},
-    "batcher": {"errors", "ipc"},
-    "prompts": {"errors", "ipc", "models", "utils"},
-    "engine_core": {"batcher", "engines", "errors", "ipc", "prompts", "utils"},
-    "engines": {"batcher", "errors", "ipc"},
-    "engines/kernels": {"errors", "utils"},
-    "engines/memory": {"batcher", "engines", "engines/padded", "errors", "ipc"},
-    "engines/loading": {"engines/kernels", "engines/memory", "engines/padded", "errors", "ipc", "utils"},
-    "engines/lora": {"batcher", "engines/kernels", "engines/loading", "prompts"},
-    "engines/sampling": {"batcher", "engines", "engines/kernels", "ipc"},
-    "engines/padded": {
-        "batcher",
-        "engines",
-        "engines/loading",
-        "engines/lora",
-        "engines/memory",
-        "engines/sampling",
-        "errors",
-        "ipc",
-    },
-    "engines/onnx": {
-        "batcher",
-        "engines/loading",
-        "engines/lora",
-        "engines/padded",
-        "engines/sampling",
-        "errors",
-        "ipc",
-    },
-    "engines/paged": {
-        "batcher",
-        "engines",
-        "engines/kernels",
-        "engines/loading",
-        "engines/lora",
-        "engines/memory",
-        "engines/sampling",
-        "errors",
-        "ipc",
-        "prompts",
-        "utils",
-    },
-    "engines/distributed": {
-        "batcher",
-        "engines",
-        "engines/loading",
-        "engines/lora",
-        "engines/paged",
-        "errors",
-        "ipc",
-        "prompts",
-        "utils",
-    },
+# From the ground floor up: each room, and the rooms below that it may import. `/` names a room inside a room.
+ALLOWED_IMPORTS: dict[str, str] = {
+    "errors": "",
+    "pb": "",
+    "ipc": "",
+    "utils": "errors",
+    "config": "errors utils",
+    "security": "errors utils",
+    "models": "errors utils",
+    # the front-end process
+    "frontend": "errors ipc models",
+    "api": "",
+    "api/grpc": "config errors frontend ipc pb security utils",
+    "api/http": "errors ipc",
+    "server": "api/grpc api/http config errors frontend ipc models security",
+    # the engine process
+    "batcher": "errors ipc",
+    "prompts": "errors ipc models utils",
+    "engines": "batcher errors ipc",
+    "engines/kernels": "errors utils",
+    "engines/memory": "batcher engines errors ipc",
+    "engines/loading": "engines/kernels engines/memory errors ipc utils",
+    "engines/lora": "batcher engines/kernels engines/loading prompts",
+    "engines/sampling": "batcher engines engines/kernels ipc",
+    "engines/padded": "batcher engines engines/loading engines/lora engines/memory engines/sampling errors ipc",
+    "engines/onnx": ("batcher engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"),
+    "engines/paged": (
+        "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling errors ipc "
+        "prompts utils"
+    ),
+    "engines/distributed": "batcher engines engines/loading engines/lora engines/paged errors ipc prompts utils",
+    "engine_core": "batcher engines errors ipc prompts utils",
+    # the command line
+    "bench": "batcher engines errors ipc pb",
+    "cli": "batcher bench config engines errors models pb prompts server utils",
+    "__main__": "errors",
 }
 
 
@@ -82,6 +55,14 @@ def room(module: str) -> str:
     parts = module.split(".")[1:]
     inner = parts[0] in ("api", "engines") and len(parts) > 1 and (ROOT / parts[0] / parts[1]).is_dir()
     return "/".join(parts[: 1 + inner])
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the package except the generated stubs, and its file."""
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+        if module != "tgis" and not module.startswith("tgis.pb."):
+            yield module, path
 
 
 def imported_rooms(path: Path) -> set[str]:
@@ -95,23 +76,34 @@ def imported_rooms(path: Path) -> set[str]:
     return found - {"__version__"}
 
 
+def test_every_module_is_in_a_room() -> None:
+    assert {room(module) for module, _ in modules()} == ALLOWED_IMPORTS.keys()
+
+
+def test_rooms_import_only_rooms_below() -> None:
+    rooms = list(ALLOWED_IMPORTS)
+    for floor, allowed in enumerate(ALLOWED_IMPORTS.values()):
+        assert set(allowed.split()) <= set(rooms[:floor]), rooms[floor]
+
+
 @pytest.mark.parametrize("name", ALLOWED_IMPORTS)
-def test_arrows_point_one_way(name: str) -> None:
-    candidates = (ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / f"{name}.py"]
-    files = [path for path in candidates if room(".".join(path.relative_to(ROOT.parent).with_suffix("").parts)) == name]
-    assert files
-    for file in files:
-        assert imported_rooms(file) <= ALLOWED_IMPORTS[name] | {name}, file
+def test_a_room_imports_only_what_it_may(name: str) -> None:
+    allowed = {name, *ALLOWED_IMPORTS[name].split()}
+    imports = {path: imported_rooms(path) for module, path in modules() if room(module) == name}
+    assert {path: rooms - allowed for path, rooms in imports.items() if rooms - allowed} == {}
 
 
 @pytest.mark.parametrize(
-    ("module", "strangers"),
+    ("module", "forbidden"),
     [
+        ("tgis.__main__", {"torch", "transformers", "grpc", "aiohttp"}),
+        ("tgis.config", {"torch", "transformers", "grpc", "aiohttp"}),
         ("tgis.server", {"torch", "transformers"}),
-        ("tgis.cli.generate", {"torch", "transformers", "tokenizers"}),
         ("tgis.batcher.batcher", {"torch", "transformers", "grpc", "asyncio", "socket"}),
         ("tgis.engine_core.main", {"torch", "transformers", "grpc", "aiohttp"}),
         ("tgis.engines.fake", {"torch", "transformers"}),
+        ("tgis.cli.bench", {"torch", "transformers", "matplotlib", "numpy"}),
+        ("tgis.cli.generate", {"torch", "transformers", "tokenizers"}),
         ("tgis.cli.download_weights", {"torch", "transformers", "grpc"}),
         ("tgis.cli.convert_to_fast_tokenizer", {"torch", "transformers", "grpc"}),
         ("tgis.cli.convert_to_safetensors", {"torch", "transformers", "grpc"}),
@@ -119,13 +111,18 @@ def test_arrows_point_one_way(name: str) -> None:
         ("tgis.cli.simulate", {"torch", "transformers", "grpc", "matplotlib"}),
     ],
 )
-def test_a_process_stays_free_of_what_it_does_not_need(module: str, strangers: set[str]) -> None:
-    code = f"import sys, {module}; print(*{strangers!r} & set(sys.modules))"
+def test_a_process_does_not_import_what_it_does_not_need(module: str, forbidden: set[str]) -> None:
+    code = f"import sys, {module}; print(*{forbidden!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
     assert done.stdout.split() == []
 
 
 def test_files_stay_small() -> None:
     """A file holds one idea; 500 lines are the alarm."""
-    sizes = {str(p): len(p.read_text().splitlines()) for p in ROOT.rglob("*.py") if "pb" not in p.parts}
+    files = [path for folder in (ROOT, REPOSITORY / "benchmarks") for path in folder.rglob("*.*")]
+    sizes = {
+        str(path): len(path.read_text().splitlines())
+        for path in files
+        if path.suffix in (".py", ".c", ".h") and "pb" not in path.parts
+    }
     assert {path: size for path, size in sizes.items() if size > 500} == {}

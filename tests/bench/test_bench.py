@@ -8,8 +8,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -446,12 +444,6 @@ def test_mutual_tls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "UNAVAILABLE" in capsys.readouterr().err
 
 
-def test_the_command_imports_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, tgis.bench.command; print({'torch', 'matplotlib', 'numpy'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "set()"
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -485,27 +477,3 @@ def test_files_that_cannot_be_used_are_option_errors(
     with serving(FakeServer()) as target:
         assert bench("--target", target, *options) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_baseline_times_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from benchmarks import baseline
-
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        eos_token_id=list(range(16)),  # would end early without min_new_tokens
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    options = ["--dtype", "float32", "--sizes", "1,3", "--input-tokens", "4", "--output-tokens", "5"]
-    assert baseline.main([str(tmp_path), *options, "--device", "cpu", "--json"]) == 0
-    found = last_line(capsys)
-    assert [entry["size"] for entry in found["sizes"]] == [1, 3]
-    for entry in found["sizes"]:
-        assert len(entry["seconds"]) == 3
-        expected = entry["size"] * 5 / np.median(entry["seconds"])
-        assert entry["output_tokens_per_s"] == pytest.approx(expected)
