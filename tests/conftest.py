@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 from repository import REPOSITORY, TEST_CACHE
 from tokenizers import pre_tokenizers
@@ -20,6 +21,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in shells' background jobs; tests interrupt themselves
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# other workers make any test slow now and then
+hypothesis.settings.register_profile("no-clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("no-clock")
 
 pytest.register_assert_rewrite("equality", "sampling_oracle")
 
