@@ -21,7 +21,6 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.paged import async_decode
-from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import logits_processors, logprobs
@@ -110,9 +109,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def subject(model_dir: Path) -> Iterator[Subject]:
     options = msgspec.structs.replace(engine_options(model_dir, ROWS, threads=1), dtype="float64")
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(paged_engine, "BLOCK_SIZE", SIZE)
-        engine = PagedEngine(options, async_decode=True)
+    with torch.inference_mode():
+        engine = PagedEngine(options, async_decode=True, block_size=SIZE)
         engine.warm_up()
         yield Subject(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval())
 

@@ -4,7 +4,7 @@ In float64 where the model's attention is computed in it.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import AdmissionCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
@@ -80,15 +79,13 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    name, block_size, dtype, ahead = request.param
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    name, block_size, dtype, async_decode = request.param
     directory = make_model(name, tmp_path_factory.mktemp("model"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_engine, "BLOCK_SIZE", block_size)
-        options = msgspec.structs.replace(engine_options(directory, MAX_BATCH_SIZE, threads=1), dtype=dtype)
-        engine = PagedEngine(options, async_decode=ahead)
-        engine.warm_up()
-        yield Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
+    options = msgspec.structs.replace(engine_options(directory, MAX_BATCH_SIZE, threads=1), dtype=dtype)
+    engine = PagedEngine(options, async_decode=async_decode, block_size=block_size)
+    engine.warm_up()
+    return Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
 
 
 def _oracle(directory: Path, dtype: str) -> tuple[Callable[..., list[int]], Callable[..., list[float]]]:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgis.engines.kernels.cpu.fused_ops import RmsNorm
-from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.paged.attention import PagedAttention
 
 _ATTEND = "attend(Tensor q, Tensor k, Tensor v, int layer, float? scale, int? window, float? cap, Tensor? s) -> Tensor"
@@ -21,7 +19,7 @@ _ATTEND = "attend(Tensor q, Tensor k, Tensor v, int layer, float? scale, int? wi
 
 def can_compile(model: PreTrainedModel) -> bool:
     """Not where CPU kernels have replaced operators, which leaves a compiler nothing to gain."""
-    return not any(isinstance(module, (PackedLinear, RmsNorm)) for module in model.modules())
+    return not any(getattr(module, "runs_cpu_kernel", False) for module in model.modules())
 
 
 class CompiledDecoder:

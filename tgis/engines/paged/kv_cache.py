@@ -9,7 +9,7 @@ class PagedKVCache:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -23,7 +23,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Of all layers seen."""
-        return self.bytes_per_block * self._num_blocks
+        return self.bytes_per_block * self.num_blocks
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer, shaped as `key` and `value` [tokens, heads, head size]."""
@@ -33,4 +33,4 @@ class PagedKVCache:
 
     def _allocate(self, like: Tensor) -> Tensor:
         # Zeros: slots that were never written may be read and masked, and must be finite.
-        return torch.zeros(self._num_blocks, self.block_size, *like.shape[1:], dtype=like.dtype, device=like.device)
+        return torch.zeros(self.num_blocks, self.block_size, *like.shape[1:], dtype=like.dtype, device=like.device)

@@ -45,6 +45,8 @@ def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
 class RmsNorm(nn.Module):  # type: ignore[misc]
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension, as the module `plain` computes it."""
 
+    runs_cpu_kernel = True
+
     def __init__(self, plain: nn.Module, eps: float, offset: float, kernels: CpuKernels) -> None:
         super().__init__()
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -24,6 +24,8 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
     It subclasses `nn.Linear` so that transformers installs the same communication around it.
     """
 
+    runs_cpu_kernel = True
+
     def __init__(self, linear: nn.Linear, gemm: Gemm) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
