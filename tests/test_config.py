@@ -1,4 +1,4 @@
-"""Options: where values come from, what is refused before anything loads, and what is said about it."""
+"""Options: flags, variables and defaults, and the errors for invalid values."""
 
 import os
 import re
@@ -75,13 +75,13 @@ def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_validate", lambda _config: None)
 
 
-def test_the_samples_are_all_options() -> None:
+def test_samples_cover_all_options() -> None:
     assert list(SAMPLES) == [row.name for row in declared_options(Config)]
 
 
 @pytest.mark.usefixtures("no_tls_check")
 @pytest.mark.parametrize("name", SAMPLES)
-def test_flag_beats_variable_beats_default(name: str) -> None:
+def test_flags_override_variables_and_defaults(name: str) -> None:
     (first, one), (second, two) = SAMPLES[name]
     variable = {name.upper(): first}
     if name != "model_name":
@@ -159,7 +159,7 @@ def test_booleans(text: str) -> None:
         ("NUM_SHARD", "0", "must be a whole number from 1 to 64"),
     ],
 )
-def test_a_bad_value_is_named_with_its_bound(name: str, text: str, bound: str) -> None:
+def test_an_invalid_value_is_reported_with_its_bounds(name: str, text: str, bound: str) -> None:
     said = refusal(**{name: text})
     assert said.startswith(f"{name}={text[:20]!r}"[:-1])
     assert said.endswith(f" {bound}")
@@ -185,18 +185,18 @@ def test_unknown_and_incomplete_flags_are_one_line() -> None:
         ("OTLP_ENDPOINT", [], "collector:4317"),
     ],
 )
-def test_what_does_not_exist_yet_is_refused(name: str, neutral: list[str], asking: str) -> None:
+def test_unsupported_options_are_rejected(name: str, neutral: list[str], asking: str) -> None:
     assert refusal(**{name: asking}) == f"{name}={asking!r} is not supported yet"
     assert refusal(flag_name(name.lower()), asking) == f"{flag_name(name.lower())}={asking!r} is not supported yet"
     for text in ["", *neutral]:
         assert read(**{name: text}) == read()
 
 
-def test_visible_devices_are_no_shards() -> None:
+def test_visible_devices_do_not_set_the_number_of_shards() -> None:
     assert read(CUDA_VISIBLE_DEVICES="0,1", NVIDIA_VISIBLE_DEVICES="all") == read()
 
 
-def test_what_has_no_effect_is_one_warning() -> None:
+def test_ignored_options_are_one_warning() -> None:
     got = read("--shard-uds-path", "/s", MASTER_ADDR="localhost", MASTER_PORT="29500", MAX_BATCH_WEIGHT="7")
     assert got.warnings == ("ignored options: --shard-uds-path, MASTER_ADDR, MASTER_PORT, MAX_BATCH_WEIGHT",)
     assert not read(MAX_BATCH_WEIGHT=" ", MAX_PREFILL_WEIGHT="").warnings
@@ -210,12 +210,12 @@ def test_an_old_engine_name_is_a_warning() -> None:
 def test_names_of_one_option_must_agree() -> None:
     assert read(DTYPE="float16", DTYPE_STR="float16").dtype == "float16"
     assert read(DTYPE_STR="float16").dtype == "float16"
-    assert read("--dtype", "float32", DTYPE_STR="float16").dtype == "float32"  # a flag beats every variable
+    assert read("--dtype", "float32", DTYPE_STR="float16").dtype == "float32"  # a flag overrides every variable
     assert refusal(DTYPE="float16", DTYPE_STR="float32") == "DTYPE='float16' and DTYPE_STR='float32' must be the same"
     assert refusal("--num-shard", "1", "--num-gpus", "2") == "--num-shard='1' and --num-gpus='2' must be the same"
 
 
-def test_only_tgis_native_is_sharded() -> None:
+def test_only_tgis_native_supports_shards() -> None:
     assert read(NUM_GPUS="2").num_shard == 2
     assert read(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_transformers", FLASH_ATTENTION="true").num_shard == 2
     said = refusal(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_transformers")
@@ -247,7 +247,7 @@ ANY_NAME = st.sampled_from([name for row in (*declared_options(Config), *UNSUPPO
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(ANY_NAME, st.text(max_size=100)), st.dictionaries(ANY_NAME, st.text(max_size=100)))
-def test_any_text_is_a_config_or_one_printable_line(flags: dict[str, str], variables: dict[str, str]) -> None:
+def test_any_text_is_a_config_or_a_printable_error(flags: dict[str, str], variables: dict[str, str]) -> None:
     argv = [f"{flag_name(name)}={text}" for name, text in flags.items()]
     said = "fine"
     try:
@@ -257,7 +257,7 @@ def test_any_text_is_a_config_or_one_printable_line(flags: dict[str, str], varia
     assert said.isprintable()
 
 
-def test_a_bad_option_is_exit_code_2_and_one_line(
+def test_an_invalid_option_is_exit_code_2_and_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PORT", "70000")
@@ -265,8 +265,8 @@ def test_a_bad_option_is_exit_code_2_and_one_line(
     assert capsys.readouterr() == ("", "tgis: PORT='70000' must be a whole number from 0 to 65535\n")
 
 
-def test_the_environment_is_read_in_one_file() -> None:
-    reads = re.compile(r"os\.environ(?!\[.*\] = )|import environ|getenv|environb")  # writing is no reading
+def test_only_config_reads_the_environment() -> None:
+    reads = re.compile(r"os\.environ(?!\[.*\] = )|import environ|getenv|environb")  # except assignments
     sources = [path for path in TGIS.rglob("*.py") if path.parent != TGIS / "pb"]
     assert len(sources) > 20
     assert [path.name for path in sources if reads.search(path.read_text())] == ["config.py"]

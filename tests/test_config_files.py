@@ -1,4 +1,4 @@
-"""Options that touch files: TLS material, checked before anything loads, and the directory to write into."""
+"""Options that name files: TLS and tokens, the adapter store, and the cache directory."""
 
 import os
 import stat
@@ -65,7 +65,7 @@ def test_tls_needs_certificate_and_key(names: tuple[str, ...]) -> None:
 
 
 def test_unusable_credentials_are_exit_code_2_and_one_line(pem: Callable[[str], str], tmp_path: Path) -> None:
-    """Before the model is looked for: there is none."""
+    """Checked before the model, which does not exist."""
     files = ["--tls-cert-path", pem("garbage"), "--tls-key-path", pem("key"), "--cache-dir", str(tmp_path)]
     command = [sys.executable, "-m", "tgis", "serve", "--model-name", "/none", *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -73,14 +73,14 @@ def test_unusable_credentials_are_exit_code_2_and_one_line(pem: Callable[[str], 
 
 
 @pytest.mark.parametrize("name", ["PREFIX_STORE_PATH", "ADAPTER_CACHE"])
-def test_the_store_of_prompts_must_be_a_directory(tmp_path: Path, name: str) -> None:
+def test_the_adapter_store_must_be_a_directory(tmp_path: Path, name: str) -> None:
     assert read(**{name: str(tmp_path)}).prefix_store_path == tmp_path
     for path in (f"{tmp_path}/absent", __file__, f"{tmp_path}/{'x' * 300}"):
         assert refusal(**{name: path}).startswith(f"{name}={path[:20]!r}"[:-1])
         assert refusal(**{name: path}).endswith(" is not a directory")
 
 
-def test_a_printed_config_shows_paths_and_no_contents(pem: Callable[[str], str]) -> None:
+def test_a_printed_config_shows_paths_but_no_contents(pem: Callable[[str], str]) -> None:
     printed = repr(read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key")))
     assert pem("key") in printed
     assert "PRIVATE" not in printed
@@ -94,7 +94,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return replaced
 
 
-def test_prepare_makes_the_directory_and_tells_the_libraries(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_prepare_environment_creates_the_cache_directory(tmp_path: Path, environ: dict[str, str]) -> None:
     cache = tmp_path / "a" / "b"
     prepare_environment(read(CACHE_DIR=str(cache), HF_HUB_CACHE="/c"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
@@ -104,7 +104,7 @@ def test_prepare_makes_the_directory_and_tells_the_libraries(tmp_path: Path, env
 
 
 @pytest.mark.parametrize(("given", "left"), [(" ", None), ("backend:native", "backend:native")])
-def test_prepare_leaves_the_allocator_to_the_user(
+def test_prepare_environment_keeps_a_configured_allocator(
     tmp_path: Path, environ: dict[str, str], given: str, left: str | None
 ) -> None:
     environ["PYTORCH_CUDA_ALLOC_CONF"] = given
@@ -113,20 +113,20 @@ def test_prepare_leaves_the_allocator_to_the_user(
 
 
 @pytest.mark.usefixtures("environ")
-def test_a_directory_that_somebody_else_made_where_all_may_write_is_refused(
+def test_a_world_writable_parent_with_a_foreign_directory_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "shared" / "cache"
     cache.mkdir(parents=True)
     monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-    prepare_environment(read(CACHE_DIR=str(cache)))  # nobody else can have made it here
+    prepare_environment(read(CACHE_DIR=str(cache)))  # no other user can have created it here
     cache.parent.chmod(0o1777)
     with pytest.raises(StartError, match="belongs to user"):
         prepare_environment(read(CACHE_DIR=str(cache)))
 
 
 @pytest.mark.usefixtures("environ")
-def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_an_impossible_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match="CACHE_DIR: cannot make"):
         prepare_environment(read(CACHE_DIR=str(tmp_path / "file" / "cache")))

@@ -1,4 +1,4 @@
-"""The debug view of the batch: what it says, who may ask how often, and what a stuck engine does to it."""
+"""/debug/batch: its content as HTML and JSON, and its behaviour with a hung engine."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ BUSY = Snapshot(
 
 
 class Page(HTMLParser):
-    """The text of a page and its tags; fails where tags are not closed in order."""
+    """Text and tags of a page; fails if tags are not properly nested."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Page(HTMLParser):
         return " ".join(self.texts)
 
 
-def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
+def test_the_page_says_why_the_first_request_waits_and_what_would_help() -> None:
     page = Page(render_html(BUSY)).text
     assert "1,200 running, 34,567 waiting" in page
     assert "Request 9 is first in the queue, waiting for 12.2 s: the batch would not fit into memory." in page
@@ -112,7 +112,7 @@ def test_the_page_says_why_the_first_request_waits_and_what_helps() -> None:
         ),
     ],
 )
-def test_the_page_says_when_nothing_keeps_requests_back(changes: dict[str, Any], said: str) -> None:
+def test_the_page_without_a_waiting_request(changes: dict[str, Any], said: str) -> None:
     assert said in Page(render_html(msgspec.structs.replace(EMPTY, **changes))).text
 
 
@@ -126,7 +126,7 @@ def test_advice_for_every_reason_names_options_that_exist(reason: WaitReason) ->
 
 
 @pytest.mark.parametrize("text", [render_html(BUSY), render_html(EMPTY), render_error("it hangs")])
-def test_a_page_loads_nothing_and_renews_itself(text: str) -> None:
+def test_the_page_loads_nothing_and_refreshes_itself(text: str) -> None:
     page = Page(text)
     assert set(page.tags).isdisjoint({"script", "link", "img", "iframe", "a", "form"})
     assert {name for name, _ in page.attributes}.isdisjoint({"src", "href", "onload", "onclick"})
@@ -135,7 +135,7 @@ def test_a_page_loads_nothing_and_renews_itself(text: str) -> None:
     assert ("http-equiv", "refresh") in page.attributes
 
 
-def test_what_is_shown_is_escaped() -> None:
+def test_text_is_escaped() -> None:
     reason = '"<script>alert(1)</script> & co'
     page = Page(render_error(reason))
     assert "script" not in page.tags
@@ -164,7 +164,7 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
 @run_async
-async def test_browsers_get_a_page_and_others_json_of_good_and_bad_news() -> None:
+async def test_browsers_get_html_and_others_json() -> None:
     async def inspect() -> Snapshot:
         if news is None:
             raise Unavailable("it is gone")
@@ -195,7 +195,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def until(server: Server, good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The view once it is as wanted."""
+    """Poll the view until `good` holds."""
     limit = time.monotonic() + 20
     seen: dict[str, Any] = {}
     while not (seen and good(seen)):
@@ -204,7 +204,7 @@ def until(server: Server, good: Callable[[dict[str, Any]], bool]) -> dict[str, A
     return seen
 
 
-def test_a_server_shows_its_queue_and_its_rows(server: Server) -> None:
+def test_a_server_shows_its_queue_and_running_requests(server: Server) -> None:
     with server.stub() as stub:
         calls = [stub.GenerateStream(as_stream_request(unary_request(SECRET, 900 + n))) for n in range(105)]
         seen = until(server, lambda seen: seen["num_waiting"] == 103)
@@ -222,7 +222,7 @@ def test_a_server_shows_its_queue_and_its_rows(server: Server) -> None:
     assert until(server, lambda seen: not seen["num_running"] and not seen["num_waiting"])["context_tokens"] == 0
 
 
-def test_a_stuck_engine_is_503_in_time(server: Server) -> None:
+def test_a_hung_engine_is_503_without_delay(server: Server) -> None:
     os.kill(server.engine_pid(), signal.SIGSTOP)
     try:
         assert "or it hangs" in until(server, lambda seen: "error" in seen)["error"]

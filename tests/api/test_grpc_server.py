@@ -39,7 +39,7 @@ async def hang(_request: bytes, _context: object) -> bytes:
 
 
 def service(**methods: Callable[[bytes, object], Coroutine[Any, Any, bytes]]) -> Any:
-    """A service of raw bytes, as it is handed to a server."""
+    """A handler of unary methods on raw bytes."""
     handlers = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
     return grpc.method_handlers_generic_handler("test.Service", handlers)
 
@@ -113,7 +113,7 @@ async def next_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
 
 
 async def answer_pings(client: Raw, count: int) -> None:
-    """Returns once the server has pinged so many times."""
+    """Answer `count` pings of the server."""
     reader, writer = client
     while count:
         kind, flags, payload = await next_frame(reader)
@@ -139,7 +139,7 @@ async def ping(client: Raw) -> bool:
 
 
 @run_async
-async def test_a_taken_port_is_one_clear_line() -> None:
+async def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
@@ -148,14 +148,14 @@ async def test_a_taken_port_is_one_clear_line() -> None:
 
 
 @run_async
-async def test_two_listeners_never_share_a_port() -> None:
+async def test_two_servers_never_share_a_port() -> None:
     async with serving() as (_, port):
         with pytest.raises(StartError):
             GrpcServer([], replace(CONFIG, grpc_port=port)).bind()
 
 
 @run_async
-async def test_a_listener_that_never_started_can_be_stopped() -> None:
+async def test_a_server_that_never_started_can_be_stopped() -> None:
     server = GrpcServer([HANDLER], CONFIG)
     server.bind()
     await server.stop(0)
@@ -171,7 +171,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 @run_async
-async def test_garbage_closes_its_connection_only(garbage: bytes) -> None:
+async def test_garbage_closes_only_its_own_connection(garbage: bytes) -> None:
     async with serving() as (_, port), health_of(port) as health:
         await health.Check(health_pb2.HealthCheckRequest())
         async with raw_client(port, garbage) as (reader, _):
@@ -194,7 +194,7 @@ async def test_an_oversize_message_is_resource_exhausted_and_the_connection_live
 
 
 @run_async
-async def test_what_is_sent_may_be_larger_than_what_is_received() -> None:
+async def test_responses_may_exceed_the_limit_of_requests() -> None:
     async def large(_request: bytes, _context: object) -> bytes:
         return bytes(8 << 20)
 
@@ -205,7 +205,7 @@ async def test_what_is_sent_may_be_larger_than_what_is_received() -> None:
 
 
 @run_async
-async def test_the_limit_of_streams_is_announced() -> None:
+async def test_max_concurrent_streams_is_announced() -> None:
     async with serving(replace(CONFIG, grpc_max_concurrent_streams=7)) as (_, port):
         async with raw_client(port, HELLO) as (reader, _):
             kind, _flags, payload = await next_frame(reader)
@@ -214,7 +214,7 @@ async def test_the_limit_of_streams_is_announced() -> None:
 
 
 @run_async
-async def test_a_long_silent_call_is_kept_alive() -> None:
+async def test_a_long_silent_call_gets_keepalive_pings() -> None:
     hanging = call_frames(b"/test.Service/Hang")
     async with (
         serving(replace(CONFIG, grpc_keepalive_seconds=0.05)) as (_, port),  # type: ignore[arg-type]  # an option is whole seconds
@@ -224,7 +224,7 @@ async def test_a_long_silent_call_is_kept_alive() -> None:
 
 
 @run_async
-async def test_idle_clients_may_ping_at_the_permitted_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_clients_may_ping_at_the_permitted_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MIN_CLIENT_PING_MS", 50)
     async with serving() as (_, port), raw_client(port, HELLO) as client:
         for _ in range(6):
@@ -233,14 +233,14 @@ async def test_idle_clients_may_ping_at_the_permitted_pace(monkeypatch: pytest.M
 
 
 @run_async
-async def test_a_flood_of_pings_is_cut_off() -> None:
+async def test_a_flood_of_pings_is_disconnected() -> None:
     async with serving() as (_, port), raw_client(port, HELLO) as client:
         while await ping(client):
             pass
 
 
 async def refusal(port: int) -> grpc.StatusCode:
-    """Why the first call fails that does."""
+    """The status of the first call that fails."""
     while True:
         try:
             await plain_echo(port)
@@ -249,7 +249,7 @@ async def refusal(port: int) -> grpc.StatusCode:
 
 
 @run_async
-async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
+async def test_stop_waits_for_running_calls_and_rejects_new_ones() -> None:
     entered, released = asyncio.Event(), asyncio.Event()
 
     async def wait(_request: bytes, _context: object) -> bytes:
@@ -263,7 +263,7 @@ async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
     ):
         running = channel.unary_unary("/test.Service/Wait", bytes, bytes)(b"", timeout=30)
         await entered.wait()
-        stopping = asyncio.create_task(server.stop(1000))  # far over the limit of this test
+        stopping = asyncio.create_task(server.stop(1000))  # longer than the test may take
         assert await refusal(port) is grpc.StatusCode.UNAVAILABLE
         released.set()
         assert await running == b"done"
@@ -274,7 +274,7 @@ async def test_stop_waits_for_running_calls_and_refuses_new_ones() -> None:
 
 
 @run_async
-async def test_health_of_both_names_and_of_an_unknown_one() -> None:
+async def test_health_of_known_and_unknown_services() -> None:
     async with serving() as (server, port), health_of(port) as health:
         for state, serving_now in ((SERVING, True), (NOT_SERVING, False), (SERVING, True)):
             server.set_serving(serving_now)
@@ -289,7 +289,7 @@ async def test_health_of_both_names_and_of_an_unknown_one() -> None:
 
 
 @run_async
-async def test_a_listener_starts_as_not_serving() -> None:
+async def test_a_server_starts_as_not_serving() -> None:
     server = GrpcServer([], CONFIG)
     port = server.bind()
     await server.start()
@@ -299,7 +299,7 @@ async def test_a_listener_starts_as_not_serving() -> None:
 
 
 @run_async
-async def test_watch_follows_every_change_and_ends_with_the_server() -> None:
+async def test_watch_reports_every_change_and_ends_with_the_server() -> None:
     async with serving() as (server, port), health_of(port) as health:
         known = aiter(health.Watch(health_pb2.HealthCheckRequest(service="fmaas.GenerationService")))
         unknown = aiter(health.Watch(health_pb2.HealthCheckRequest(service="nobody")))
@@ -308,14 +308,14 @@ async def test_watch_follows_every_change_and_ends_with_the_server() -> None:
         for state, serving_now in ((NOT_SERVING, False), (SERVING, True)):
             server.set_serving(serving_now)
             assert (await anext(known)).status == state
-        stopping = asyncio.create_task(server.stop(1000))  # far over the limit of this test
+        stopping = asyncio.create_task(server.stop(1000))  # longer than the test may take
         assert [response.status async for response in known] == [NOT_SERVING]
         assert [response.status async for response in unknown] == []
         await stopping
 
 
 @run_async
-async def test_after_stop_nothing_is_serving_again() -> None:
+async def test_a_closed_servicer_never_serves_again() -> None:
     health = HealthServicer()
     health.close()
     health.set_serving(True)
@@ -324,12 +324,12 @@ async def test_after_stop_nothing_is_serving_again() -> None:
 
 
 @run_async
-async def test_a_watcher_that_stops_reading_holds_up_nobody() -> None:
+async def test_a_watcher_that_stops_reading_blocks_nobody() -> None:
     async with serving() as (server, port), health_of(port) as health:
-        no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))  # not a byte of data may be sent to us
+        no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))  # the server may not send us any data
         watch = call_frames(b"/grpc.health.v1.Health/Watch")
         async with raw_client(port, PREFACE, no_window, watch) as (reader, _):
-            while (await next_frame(reader))[0] != HEADERS:  # until the watch has begun to answer
+            while (await next_frame(reader))[0] != HEADERS:  # until the response has started
                 pass
             for state, serving_now in ((NOT_SERVING, False), (SERVING, True)):
                 server.set_serving(serving_now)
@@ -355,7 +355,7 @@ async def reflect(port: int, version: str, **query: str) -> reflection_pb2.Serve
 
 @pytest.mark.parametrize("version", VERSIONS)
 @run_async
-async def test_reflection_describes_every_service_that_it_lists(version: str) -> None:
+async def test_reflection_describes_every_listed_service(version: str) -> None:
     async with serving() as (_, port):
         listed = await reflect(port, version, list_services="*")
         names = {service.name for service in listed.list_services_response.service}
@@ -375,7 +375,7 @@ async def test_reflection_describes_every_service_that_it_lists(version: str) ->
 
 @pytest.mark.parametrize("version", VERSIONS)
 @run_async
-async def test_reflection_knows_nothing_but_what_is_served(version: str) -> None:
+async def test_reflection_exposes_only_the_served_protos(version: str) -> None:
     async with serving() as (_, port):
         for symbol in ("google.protobuf.FileDescriptorProto", "", "fmaas.", "\0"):
             answer = await reflect(port, version, file_containing_symbol=symbol)

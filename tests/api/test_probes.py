@@ -1,4 +1,4 @@
-"""The HTTP port: what probes and Prometheus get, and what hostile clients do not."""
+"""The HTTP port: probes, metrics, and hostile clients."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ async def serving(
 
 
 async def exchange(port: int, sent: bytes) -> bytes:
-    """Everything that the server says until it closes the connection."""
+    """Everything that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:
@@ -88,13 +88,13 @@ async def test_metrics_are_text_of_version_0_0_4() -> None:
     ],
 )
 @run_async
-async def test_nothing_else_is_served(method: str, path: str, status: int) -> None:
+async def test_other_paths_and_methods_are_rejected(method: str, path: str, status: int) -> None:
     async with serving() as port:
         assert (await request(port, path, method))[0] == status
 
 
 @run_async
-async def test_connections_are_kept_for_the_next_probe() -> None:
+async def test_connections_are_kept_alive() -> None:
     probe = b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n"
     async with serving() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -105,7 +105,7 @@ async def test_connections_are_kept_for_the_next_probe() -> None:
 
 
 @run_async
-async def test_a_taken_port_is_one_clear_line() -> None:
+async def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
@@ -149,25 +149,25 @@ HOSTILE = {
 
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE.keys())
 @run_async
-async def test_hostile_input_ends_its_connection_and_leaves_no_trace(
+async def test_hostile_input_closes_its_connection_and_is_not_logged(
     sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(probes_module, "LINGER_SECONDS", 0.1)
     async with serving() as port:
-        await exchange(port, sent)  # returns, so the server has closed the connection
+        await exchange(port, sent)  # returns once the server has closed the connection
         assert (await request(port, "/health"))[0] == 200
     assert caplog.records == []
 
 
 @run_async
-async def test_a_request_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes_module, "KEEPALIVE_SECONDS", 0.1)
     async with serving() as port:
         assert await exchange(port, b"GET /health HTT") == b""
 
 
 @run_async
-async def test_slow_clients_hold_up_nobody() -> None:
+async def test_slow_clients_block_nobody() -> None:
     async with serving() as port:
         writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(64)]
         for writer in writers:
@@ -178,7 +178,7 @@ async def test_slow_clients_hold_up_nobody() -> None:
 
 
 @run_async
-async def test_a_bug_of_ours_is_500_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_error_is_500_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> bytes:
         raise ZeroDivisionError
 

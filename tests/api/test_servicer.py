@@ -1,4 +1,4 @@
-"""The service as clients see it, on the engine that repeats its prompt: a real server process, generated stubs."""
+"""The gRPC API end to end: a server process with the fake engine, which repeats its prompt, and generated stubs."""
 
 import math
 import socket
@@ -41,7 +41,7 @@ def stub(server: Server) -> Iterator[Stub]:
 
 
 def one(stub: Stub, request: pb.BatchedGenerationRequest) -> pb.GenerationResponse:
-    """The only response; and the stream of the same request must say the same."""
+    """The only response; the stream of the same request must agree with it."""
     whole: pb.GenerationResponse
     (whole,) = stub.Generate(request, timeout=20).responses
     parts = list(stub.GenerateStream(as_stream_request(request), timeout=20))
@@ -61,11 +61,11 @@ def test_defaults_are_twenty_greedy_tokens(stub: Stub) -> None:
     assert (whole.input_token_count, whole.stop_reason, whole.seed) == (6, pb.MAX_TOKENS, 0)
 
 
-def test_no_inputs_are_no_outputs(stub: Stub) -> None:
+def test_no_inputs_give_no_outputs(stub: Stub) -> None:
     assert stub.Generate(pb.BatchedGenerationRequest()) == pb.BatchedGenerationResponse()
 
 
-def test_a_batch_answers_in_the_order_of_its_inputs(stub: Stub) -> None:
+def test_a_batch_returns_outputs_in_the_order_of_its_inputs(stub: Stub) -> None:
     texts = ["a", "bcd", "efghijk", "lm"]
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts])
     responses = stub.Generate(request, timeout=20).responses
@@ -94,7 +94,7 @@ def test_eos_ends_and_is_counted_but_not_shown(stub: Stub) -> None:
     assert (whole.text, whole.stop_reason, whole.generated_token_count) == ("ab", pb.EOS_TOKEN, 3)
 
 
-def test_output_that_had_to_be_shortened_ends_with_token_limit(stub: Stub) -> None:
+def test_output_limited_by_the_sequence_length_ends_with_token_limit(stub: Stub) -> None:
     whole = one(stub, unary_request("x" * 190, 100))
     assert (whole.generated_token_count, whole.stop_reason) == (10, pb.TOKEN_LIMIT)
 
@@ -132,7 +132,7 @@ def test_token_details(stub: Stub) -> None:
     assert list(second.input_tokens) == list(whole.input_tokens)
 
 
-def test_a_stream_begins_before_the_first_token(stub: Stub) -> None:
+def test_a_stream_starts_before_the_first_token(stub: Stub) -> None:
     request = unary_request("abc", 5)
     request.params.method = pb.SAMPLE
     request.params.sampling.seed = 2**64 - 1
@@ -285,7 +285,7 @@ def test_bad_inputs_name_their_field(stub: Stub, name: str) -> None:
     assert violation(error) == field
 
 
-def test_sampling_fields_mean_nothing_to_greedy_decoding(stub: Stub) -> None:
+def test_greedy_decoding_ignores_sampling_fields(stub: Stub) -> None:
     request = unary_request("abc", 3)
     request.params.sampling.CopyFrom(sampling(temperature=nan, top_p=9, typical_p=-3, top_k=2**32 - 1, seed=4))
     assert stub.Generate(request).responses[0] == stub.Generate(unary_request("abc", 3)).responses[0]
@@ -298,7 +298,7 @@ def test_an_explicit_temperature_of_zero_is_greedy(stub: Stub) -> None:
     assert stub.Generate(request).responses[0].seed == 0
 
 
-def test_guided_decoding_is_refused_and_text_is_no_constraint(stub: Stub) -> None:
+def test_guided_decoding_is_unimplemented_except_for_text(stub: Stub) -> None:
     request = unary_request("abc", 3)
     request.params.decoding.regex = "a+"
     assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.UNIMPLEMENTED
@@ -325,7 +325,7 @@ def test_an_oversize_message_is_resource_exhausted(stub: Stub) -> None:
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_overload_comes_before_validation_and_says_when_to_retry(stub: Stub) -> None:
+def test_overload_is_checked_before_validation_and_says_when_to_retry(stub: Stub) -> None:
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * (MAX_INPUTS + 1))
     request.params.stopping.max_new_tokens = 9999
     error = failure(lambda: stub.Generate(request))
@@ -351,7 +351,7 @@ def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) 
     request.params.stopping.max_new_tokens = MAX_NEW
     started = time.monotonic()
     assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.INTERNAL
-    assert time.monotonic() - started < MAX_NEW * 0.005  # the others would have taken longer
+    assert time.monotonic() - started < MAX_NEW * 0.005  # sooner than the others could finish
     wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
     assert gauge(server, cancelled) - before == 2
 
@@ -375,17 +375,17 @@ def test_a_cancelled_unary_call_frees_its_rows(server: Server, stub: Stub) -> No
     wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
 
 
-def test_garbage_on_the_port_disturbs_nobody(server: Server, stub: Stub) -> None:
+def test_garbage_on_the_port_affects_nobody_else(server: Server, stub: Stub) -> None:
     for garbage in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 512):
         with socket.create_connection(("localhost", server.grpc_port), timeout=5) as connection:
             connection.sendall(garbage)
             connection.settimeout(30)
             while connection.recv(4096):
-                pass  # until the server closes it
+                pass  # until the server closes the connection
         assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
 
 
-def test_probes_answer_at_once_under_load(server: Server, stub: Stub) -> None:
+def test_health_is_fast_under_load(server: Server, stub: Stub) -> None:
     calls = [stub.Generate.future(unary_request("load " * 10, 100)) for _ in range(MAX_INPUTS - 5)]
     times = []
     for _ in range(20):
@@ -396,7 +396,7 @@ def test_probes_answer_at_once_under_load(server: Server, stub: Stub) -> None:
     assert all(len(each.result().responses[0].text) == 100 for each in calls)
 
 
-def test_counts_agree_with_what_was_called(server: Server, stub: Stub) -> None:
+def test_metrics_count_the_calls(server: Server, stub: Stub) -> None:
     before = {name: gauge(server, name) for name in COUNTS}
     stub.Generate(unary_request("abc", 3))
     list(stub.GenerateStream(as_stream_request(unary_request("abc", 3))))
@@ -423,7 +423,7 @@ def failure(action: Callable[[], object]) -> Any:
 
 
 def violation(error: Any) -> str:
-    """The field that the status details name."""
+    """The field named in the status details."""
     bad = error_details_pb2.BadRequest()
     assert rpc_status.from_call(error).details[0].Unpack(bad)
     (only,) = bad.field_violations

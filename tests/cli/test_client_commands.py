@@ -1,4 +1,4 @@
-"""The commands that talk to a server, against one that says what the test wants."""
+"""The commands that call a server, against a scripted one."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tgis.pb import generation_pb2_grpc as pb_grpc
 
 @dataclass
 class Scripted(pb_grpc.GenerationServiceServicer):
-    """Answers with what it was given, and keeps what it was asked."""
+    """Returns scripted responses and records the requests."""
 
     texts: list[str] = field(default_factory=list)
     status: grpc.StatusCode | None = None
@@ -94,7 +94,7 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
     assert tgis("generate", "x") == (0, "Once upon\na\x1b[31m time", "")
 
 
-def test_generate_asks_for_what_it_was_told(served: Served, tgis: Tgis) -> None:
+def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
     tgis("generate", "hello", "--max-new-tokens", "7", "--stop", "a", "--stop", "b", "--time-limit", "1.5")
     tgis("generate", "hello", "--top-k", "5", "--seed", str(2**64 - 1))
     greedy, sampled = served.service.asked
@@ -139,7 +139,7 @@ def test_an_error_status_is_one_line(served: Served, tgis: Tgis) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "tokenize", "model-info", "health"])
-def test_a_server_that_is_not_there_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, "--target", "127.0.0.1:1", *(["x"] if command in ("generate", "tokenize") else [])]
     assert __main__.run(argv) == 1
     out, err = capsys.readouterr()
@@ -161,14 +161,14 @@ def test_interrupting_generate_cancels_the_call(served: Served) -> None:
     assert served.service.cancelled.wait(20)
 
 
-def test_a_reader_that_leaves_is_no_traceback(served: Served) -> None:
+def test_a_closed_stdout_is_no_traceback(served: Served) -> None:
     served.service.texts = ["x" * 1000] * 1000
     command = f"{sys.executable} -m tgis generate --target {served.target} x | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
     assert (done.stdout, done.stderr) == (b"x", b"")
 
 
-def test_on_a_terminal_control_characters_do_nothing_and_stats_are_told(served: Served) -> None:
+def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) -> None:
     served.service.texts = ["a\x1b[31mb\n", "\x9b\u00e9"]
     command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]
     assert run_on_terminal(command) == (
@@ -179,7 +179,7 @@ def test_on_a_terminal_control_characters_do_nothing_and_stats_are_told(served: 
 
 
 def run_on_terminal(command: list[str]) -> tuple[str, str, str]:
-    """The text, and the beginning and the end of the dim line of stats."""
+    """The text, and start and end of the statistics line."""
     ours, theirs = os.openpty()
     with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
         os.close(theirs)
@@ -193,7 +193,7 @@ def run_on_terminal(command: list[str]) -> tuple[str, str, str]:
     return text, stats.partition(" in ")[0], stats.rpartition(", ")[2]
 
 
-def test_safe_keeps_text() -> None:
+def test_terminal_safe_keeps_text() -> None:
     family = "\U0001f468\u200d\U0001f469"  # joined by a character that is not printable
     assert client.terminal_safe(f"{family}\n\t\x07") == f"{family}\n\t\ufffd"
 
@@ -224,7 +224,7 @@ def test_health(served: Served, tgis: Tgis) -> None:
     assert tgis("health", "--service", "other") == (1, "", f"tgis: {served.target}: NOT_FOUND:\n")
 
 
-def test_a_bad_number_is_one_line(tgis: Tgis) -> None:
+def test_an_invalid_number_is_one_line(tgis: Tgis) -> None:
     assert tgis("generate", "x", "--top-k", "-1") == (
         2,
         "",

@@ -1,4 +1,4 @@
-"""`tgis --help` and `tgis COMMAND --help`: what a person sees first, and that it costs nothing."""
+"""`tgis --help` and `tgis COMMAND --help`: complete, and fast."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_help_lists_the_commands(helps: dict[str, str]) -> None:
     assert max(map(len, helps["--help"].splitlines())) <= 80
 
 
-def test_help_of_serve_tells_all_of_every_option(helps: dict[str, str]) -> None:
+def test_help_of_serve_describes_every_option(helps: dict[str, str]) -> None:
     text = helps["serve --help"]
     for row in declared_options(Config):
         _, _, entry = text.partition("Model:")[2].partition(f"{flag_name(row.name)} ")
@@ -68,7 +68,7 @@ def test_help_of_serve_tells_all_of_every_option(helps: dict[str, str]) -> None:
         assert (f"[default: {row.shown_default}]" if not row.required else "[required]") in entry
 
 
-def test_help_of_serve_names_what_is_missing(helps: dict[str, str]) -> None:
+def test_help_of_serve_lists_unsupported_options(helps: dict[str, str]) -> None:
     _, _, missing = helps["serve --help"].partition("not supported yet:")
     for row in (*UNSUPPORTED, *IGNORED):
         assert all(name.upper() in missing for name in row.names)
@@ -90,7 +90,7 @@ def test_help_imports_little() -> None:
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
-def test_no_command_but_its_own_work_imports_torch(command: str) -> None:
+def test_help_of_a_command_does_not_import_torch(command: str) -> None:
     _, modules = probe([command, "--help"])
     assert not {"torch", "transformers"} & modules
 
@@ -107,7 +107,7 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "tgis: there is no command 'sevre' (see tgis --help)\n"
 
 
-def test_the_name_of_tgis_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["text-generation-launcher", "--quantize", "gptq", "--model-name", "m"])
     assert __main__.launcher() == 2
     assert capsys.readouterr().err == "tgis: --quantize='gptq' is not supported yet\n"

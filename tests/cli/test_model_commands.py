@@ -1,4 +1,4 @@
-"""The commands for model files as people run them in init containers: exit codes, last lines, what is served then."""
+"""The commands for model files as run in init containers: exit codes, output, and serving the result."""
 
 import contextlib
 import os
@@ -69,7 +69,7 @@ def run(start: Start) -> Run:
     return run
 
 
-def test_what_was_downloaded_is_served_by_its_name(hub: FakeHub, run: Run, tmp_path: Path) -> None:
+def test_a_downloaded_model_is_served_by_its_name(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     code, out, err = run("download-weights", REPO)
     path = Path(out.splitlines()[-1])
     assert (code, out) == (0, f"{path}\n")
@@ -121,8 +121,8 @@ def test_tokens(hub: FakeHub, run: Run) -> None:
         assert TOKEN not in err
 
 
-def test_a_run_that_is_killed_goes_on_where_it_was(hub: FakeHub, run: Run, tmp_path: Path) -> None:
-    """Killed by the kernel at a byte of our choice: files may not become larger than that."""
+def test_a_killed_download_resumes(hub: FakeHub, run: Run, tmp_path: Path) -> None:
+    """The kernel kills it at a chosen byte, by a limit on file sizes."""
     limit = 3_000_000
     code, _, _ = run("download-weights", REPO, limited=("SIG_DFL", limit))
     assert code < 0
@@ -137,7 +137,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(hub: FakeHub, run: Run, tmp_p
     assert load_file(Path(out.strip()) / "model.safetensors")["w"].tolist() == list(range(500_000))
 
 
-def test_a_full_disk_is_told(hub: FakeHub, run: Run, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     code, out, err = run("download-weights", REPO, limited=("SIG_IGN", 3_000_000))
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == (
@@ -146,7 +146,7 @@ def test_a_full_disk_is_told(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     assert run("download-weights", REPO)[0] == 0
 
 
-def test_a_hub_that_is_away_is_no_harm_to_what_is_there(hub: FakeHub, run: Run) -> None:
+def test_a_cached_model_is_used_if_the_hub_is_unreachable(hub: FakeHub, run: Run) -> None:
     code, out, err = run("download-weights", REPO, HF_HUB_OFFLINE="1")
     assert (code, out, err) == (1, "", "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
     _, path, _ = run("download-weights", REPO)
@@ -188,14 +188,14 @@ def test_an_old_model_is_converted(hub: FakeHub, run: Run, old: dict[str, torch.
     code, out, _ = run("convert-to-fast-tokenizer", str(path))
     assert (code, out) == (0, f"{path} has a tokenizer.json already: nothing to do\n")
 
-    (path / "pytorch_model.bin").unlink()  # to save space: the next run does not fetch it again
+    (path / "pytorch_model.bin").unlink()  # the next run does not download it again
     hub.requests.clear()
     code, out, err = run("download-weights", REPO)
     assert (code, out.strip(), err.count("\n")) == (0, str(path), 1)
     assert hub.downloads() == []
 
 
-def test_an_old_model_is_left_alone_if_told_so(hub: FakeHub, run: Run, old: dict[str, torch.Tensor]) -> None:
+def test_an_old_model_is_not_converted_on_request(hub: FakeHub, run: Run, old: dict[str, torch.Tensor]) -> None:
     for option in (["--no-auto-convert"], ["--auto_convert", "false"]):
         assert run("download-weights", REPO, *option) == (
             1,
@@ -222,7 +222,7 @@ def test_extensions(hub: FakeHub, run: Run) -> None:
     )
 
 
-def test_weights_that_cannot_be_converted_are_told(
+def test_weights_that_cannot_be_converted_are_reported(
     hub: FakeHub, run: Run, old: dict[str, torch.Tensor], slow_gpt2: ModelFiles
 ) -> None:
     torch.save({"w": slow_gpt2.path}, slow_gpt2.path / "pytorch_model.bin")
@@ -233,8 +233,8 @@ def test_weights_that_cannot_be_converted_are_told(
     assert err.splitlines()[-1].endswith("is broken, or holds more than tensors, which is never loaded")
 
 
-def test_two_at_once_download_once(hub: FakeHub, start: Start) -> None:
-    """The second waits while the first has half of the weights, and then finds all of them."""
+def test_concurrent_runs_download_once(hub: FakeHub, start: Start) -> None:
+    """The second waits while the first downloads, then finds everything."""
     gate = hub.gates["model.safetensors"] = hub_stand_in.Gate()
     with start("download-weights", REPO) as first:
         assert gate.reached.wait(30)
@@ -260,9 +260,7 @@ def test_two_at_once_download_once(hub: FakeHub, start: Start) -> None:
         (["convert-to-fast-tokenizer", "{model}", "--output_path", "/no"], "--output-path='/no' is no directory"),
     ],
 )
-def test_options_that_cannot_work(
-    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_options(argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(make_fake_model(tmp_path / "model"))
     assert __main__.run([word.format(model=model) for word in argv]) == 2
     out, err = capsys.readouterr()
@@ -272,7 +270,7 @@ def test_options_that_cannot_work(
 
 
 @pytest.mark.parametrize("command", ["convert-to-safetensors", "convert-to-fast-tokenizer"])
-def test_a_model_that_is_not_there(
+def test_a_missing_model(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -302,7 +300,7 @@ def test_the_names_of_tgis_and_the_adapter(
 
 
 def test_a_terminal_has_a_bar(hub: FakeHub, run: Run, tmp_path: Path) -> None:
-    """Also one that does not know how wide it is."""
+    """Even one that does not report its width."""
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "tgis", "download-weights", REPO]
     environ = os.environ | {
@@ -313,7 +311,7 @@ def test_a_terminal_has_a_bar(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environ) as process:
         os.close(theirs)
         written = b""
-        with contextlib.suppress(OSError):  # how a terminal ends
+        with contextlib.suppress(OSError):  # raised when a terminal closes
             while True:
                 written += os.read(ours, 4096)
         assert process.wait(20) == 0

@@ -1,4 +1,4 @@
-"""`tgis prompts check`: a table for people, an exit code for scripts."""
+"""`tgis prompts check`: its table, JSON and exit code."""
 
 import json
 from pathlib import Path
@@ -47,8 +47,8 @@ def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.endswith("\n0 good, 0 KiB in memory; 0 with a problem\n")
 
 
-def test_every_problem_is_told(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also those of which a server would say only that nothing is there."""
+def test_every_problem_is_reported(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Including those that a server would only report as not found."""
     write(store, tgis(matrix()))
     write(store / "ia3", peft({"ia3": matrix()}, peft_type="IA3"))
     write(store / "dora", lora(use_dora=True))
@@ -83,7 +83,7 @@ def test_every_problem_is_told(store: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("case", [*BROKEN.values(), *BROKEN_LORA.values()], ids=[*BROKEN, *BROKEN_LORA])
-def test_nothing_makes_it_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[Files, str]) -> None:
+def test_no_file_makes_it_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[Files, str]) -> None:
     write(tmp_path / "case", case[0])
     assert check(tmp_path, "--json", "--max-length", "8", "--cache-mb", "1") in (0, 1)
     (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -122,7 +122,7 @@ def test_numbers_must_fit_the_models_type(tmp_path: Path, capsys: pytest.Capture
     assert "not finite when converted from torch.float32 to torch.float16" in capsys.readouterr().out
 
 
-def test_what_is_wrong_with_the_call_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path / "absent") == 2
     assert check(tmp_path, "--dtype", "int8") == 2
     assert check(tmp_path, "--model", str(tmp_path)) == 1

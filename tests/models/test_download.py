@@ -1,4 +1,4 @@
-"""tgis.models.hub and download, against a local stand-in of the hub; the client library's own cache is the oracle."""
+"""Downloads from a fake hub; the cache written by huggingface_hub is the oracle."""
 
 import contextlib
 import errno
@@ -23,7 +23,7 @@ from tgis.models.files import find_model
 from tgis.models.hub import Listing
 
 REPO = "org/name"
-WEIGHTS = bytes(range(256)) * 12_000  # 3 MB, more than one piece
+WEIGHTS = bytes(range(256)) * 12_000  # 3 MB, more than one chunk
 FILES = {
     "config.json": b'{"model_type": "gpt2"}',
     "empty.txt": b"",
@@ -46,7 +46,7 @@ def stand_in() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def hub(stand_in: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
-    """With one model; nobody is logged in."""
+    """A hub with one model; no token is configured."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True)
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -74,7 +74,7 @@ def client(hub: FakeHub, token: str | None = None) -> HfApi:
 
 
 def tree(cache: Path) -> dict[str, bytes | str]:
-    """What a cache has of REPO: links by where they lead, files by content."""
+    """REPO in a cache: targets of symlinks and contents of files."""
     folder = cache / "models--org--name"
     found: dict[str, bytes | str] = {}
     for kind in ("blobs", "refs", "snapshots"):
@@ -88,7 +88,7 @@ def tree(cache: Path) -> dict[str, bytes | str]:
 
 class TestWhole:
     @pytest.mark.parametrize("revision", [None, "main", "refs/pr/1", "v1.0", "commit"])
-    def test_the_cache_is_as_the_library_makes_it(
+    def test_the_cache_equals_that_of_the_library(
         self, hub: FakeHub, bring: Bring, tmp_path: Path, revision: str | None
     ) -> None:
         commit = hub.add(REPO, FILES, "refs/pr/1")
@@ -107,13 +107,13 @@ class TestWhole:
         )
         assert Path(found) == path
 
-    def test_what_the_library_brought_is_not_fetched_again(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+    def test_files_downloaded_by_the_library_are_reused(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         oracle = Path(snapshot_download(REPO, endpoint=hub.endpoint, cache_dir=tmp_path / "hub", allow_patterns=WANTED))
         hub.requests.clear()
         assert bring() == oracle
         assert [asked.path for asked in hub.requests] == [f"/api/models/{REPO}"]
 
-    def test_a_new_revision_fetches_what_is_new(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+    def test_a_new_revision_downloads_only_new_files(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         old = bring()
         hub.requests.clear()
         hub.add(REPO, FILES | {"config.json": b'{"model_type": "llama"}'})
@@ -123,13 +123,13 @@ class TestWhole:
         assert find_model(REPO, old.name, str(tmp_path / "hub")).config == {"model_type": "gpt2"}
         assert new != old
 
-    def test_the_same_content_comes_once(self, hub: FakeHub, bring: Bring) -> None:
+    def test_equal_files_are_downloaded_once(self, hub: FakeHub, bring: Bring) -> None:
         hub.add(REPO, {"a.safetensors": WEIGHTS, "b.safetensors": WEIGHTS})
         path = bring()
         assert len(hub.downloads()) == 1
         assert (path / "a.safetensors").read_bytes() == (path / "b.safetensors").read_bytes() == WEIGHTS
 
-    def test_a_file_system_without_links(
+    def test_a_file_system_without_symlinks(
         self, hub: FakeHub, bring: Bring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         def refuse(*_: object, **__: object) -> None:
@@ -143,7 +143,7 @@ class TestWhole:
         assert bring() == path
         assert hub.downloads() == []
 
-    def test_a_file_that_somebody_cut_is_fetched_again(self, hub: FakeHub, bring: Bring) -> None:
+    def test_a_truncated_file_is_downloaded_again(self, hub: FakeHub, bring: Bring) -> None:
         (bring() / "model.safetensors").resolve().write_bytes(WEIGHTS[:-1])
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
 
@@ -153,7 +153,7 @@ class TestWhole:
         assert bring() == path
         assert {file: file.lstat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
-    def test_names_that_would_lead_elsewhere_are_left_out(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+    def test_unsafe_names_are_skipped(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         names = ["../a.json", "..", "/etc/b.json", "c\0.json", "d\n.json", "", "sub/../e.json"]
         hub.add(REPO, dict.fromkeys(names, b"{}") | {"config.json": b"{}"})
         assert [file.name for file in bring().iterdir()] == ["config.json"]
@@ -161,17 +161,17 @@ class TestWhole:
 
 class TestCut:
     @pytest.mark.parametrize("resets", [False, True])
-    def test_it_goes_on_where_it_was_cut(self, hub: FakeHub, bring: Bring, resets: bool) -> None:
+    def test_interrupted_downloads_resume(self, hub: FakeHub, bring: Bring, resets: bool) -> None:
         hub.resets = resets
         hub.truncations["model.safetensors"] = [1, 1_500_000, 0, 100_000]
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
         starts = [first for name, first in hub.downloads() if name == "model.safetensors"]
         assert len(starts) == 5
         assert starts == sorted(starts)
-        if not resets:  # a reset may take with it what was not read yet
+        if not resets:  # a reset may discard data that was not read yet
             assert starts == [0, 1, 1_500_001, 1_500_001, 1_600_001]
 
-    def test_the_next_run_goes_on(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+    def test_the_next_run_resumes(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         hub.truncations["model.safetensors"] = [2_000_000] + [0] * downloading.MAX_ATTEMPTS
         with pytest.raises(StartError, match=f"^cannot reach {hub.endpoint}: peer closed connection"):
             bring()
@@ -183,7 +183,7 @@ class TestCut:
         assert ("model.safetensors", 2_000_000) in hub.downloads()
         assert not list((tmp_path / "hub").rglob("*.incomplete"))
 
-    def test_a_new_commit_leaves_nothing_of_the_one_before(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+    def test_partial_files_of_an_older_commit_are_removed(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         hub.truncations["model.safetensors"] = [2_000_000] + [0] * downloading.MAX_ATTEMPTS
         with pytest.raises(StartError):
             bring()
@@ -209,10 +209,10 @@ class TestCut:
 
     @settings(max_examples=20, deadline=None)
     @given(size=st.integers(0, 300), cuts=st.lists(st.integers(0, 120), max_size=4), earlier=st.integers(0, 400))
-    def test_any_cuts(
+    def test_any_interruptions(
         self, stand_in: FakeHub, tmp_path_factory: pytest.TempPathFactory, size: int, cuts: list[int], earlier: int
     ) -> None:
-        """Also with a rest of an earlier run, though it be of something else: then the second run is right."""
+        """Even with a wrong partial file of an earlier run: then the second run succeeds."""
         content, cache = WEIGHTS[:size], tmp_path_factory.mktemp("cache")
         stand_in.add("org/cut", {"w.safetensors": content})
         stand_in.truncations["w.safetensors"] = list(cuts)
@@ -261,12 +261,12 @@ class TestRefused:
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
         assert [first for name, first in hub.downloads() if name == "model.safetensors"] == [0, 1000, 0]
 
-    def test_a_file_that_does_not_end(self, hub: FakeHub, bring: Bring) -> None:
+    def test_an_endless_file(self, hub: FakeHub, bring: Bring) -> None:
         hub.overrides["model.safetensors"] = WEIGHTS + b"more" * 1_000_000
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
 
-    def test_a_disk_that_becomes_full(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
-        """The kernel's own full device stands where the file would grow."""
+    def test_a_disk_that_fills_up(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+        """The partial file is a symlink to /dev/full."""
         key = next(
             file.digest for file in lookup.fetch_listing(client(hub), REPO, None).files if file.size == len(WEIGHTS)
         )
@@ -289,15 +289,13 @@ class TestRefused:
             bring()
         assert hub.downloads() == []
 
-    def test_a_cache_that_is_no_directory(self, bring: Bring, tmp_path: Path) -> None:
+    def test_a_cache_that_is_not_a_directory(self, bring: Bring, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(StartError, match=f"^cannot write {tmp_path}/file/.*: Not a directory"):
             bring(cache=tmp_path / "file")
 
     @pytest.mark.parametrize("revision", ["../../x", "/etc/x"])
-    def test_a_revision_that_would_lead_elsewhere(
-        self, hub: FakeHub, bring: Bring, tmp_path: Path, revision: str
-    ) -> None:
+    def test_an_unsafe_revision(self, hub: FakeHub, bring: Bring, tmp_path: Path, revision: str) -> None:
         hub.add(REPO, FILES, revision)
         with pytest.raises(StartError, match="is no name of a revision"):
             bring(revision)
@@ -328,14 +326,14 @@ class TestLookUp:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         assert lookup.fetch_listing(client(hub), "org/private", None).files
 
-    def test_a_token_that_is_none(self, hub: FakeHub) -> None:
+    def test_an_invalid_token(self, hub: FakeHub) -> None:
         assert self.fails(hub, token="hf_wrong").endswith("answers 401: Invalid credentials in Authorization header")
 
     def test_no_such_revision(self, hub: FakeHub) -> None:
         assert self.fails(hub, revision="v2") == f"{REPO} has no revision 'v2'"
 
     @pytest.mark.parametrize("name", ["", "a/b/c", "a b", "-a/b", "a" * 200, "..", "a\nb", "http://x/y"])
-    def test_no_name_of_a_model(self, hub: FakeHub, name: str) -> None:
+    def test_an_invalid_name(self, hub: FakeHub, name: str) -> None:
         assert "is no name of a model on the hub" in self.fails(hub, name)
         assert hub.requests == []
 
@@ -349,7 +347,7 @@ class TestLookUp:
         with pytest.raises(lookup.HubUnreachable, match=r"^cannot reach http://localhost:1: .*Connection refused"):
             lookup.fetch_listing(HfApi(endpoint="http://localhost:1"), REPO, None)
 
-    def test_a_hub_with_a_fault(self, hub: FakeHub) -> None:
+    def test_a_hub_with_an_error(self, hub: FakeHub) -> None:
         hub.statuses["api"] = [500]
         with pytest.raises(lookup.HubUnreachable, match=f"^{hub.endpoint} answers 500$"):
             lookup.fetch_listing(client(hub), REPO, None)
@@ -369,11 +367,11 @@ class TestLookUp:
             % (b"a" * 40, b"b" * 40),
         ],
     )
-    def test_an_answer_without_sense(self, hub: FakeHub, answer: bytes) -> None:
+    def test_a_nonsensical_response(self, hub: FakeHub, answer: bytes) -> None:
         hub.overrides["api"] = answer
         assert self.fails(hub).startswith(f"{hub.endpoint} does not answer as a hub does: ")
 
-    def test_a_gated_model_is_listed_and_not_brought(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+    def test_a_gated_model_is_listed_but_not_downloaded(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         hub.repos.clear()
         hub.add(REPO, FILES, gated=True)
         with pytest.raises(StartError, match=f"^access to {REPO} is granted by its owners") as caught:
@@ -381,7 +379,7 @@ class TestLookUp:
         assert "\n" not in str(caught.value)
         assert (bring(token=TOKEN) / "model.safetensors").read_bytes() == WEIGHTS
 
-    def test_the_token_is_for_the_hub_alone(self, hub: FakeHub, bring: Bring) -> None:
+    def test_the_token_is_sent_to_the_hub_only(self, hub: FakeHub, bring: Bring) -> None:
         hub.truncations["model.safetensors"] = [5]
         bring(token=TOKEN)
         to_hub = [asked for asked in hub.requests if "signature" not in asked.path and not asked.path.startswith("/x/")]
@@ -390,7 +388,7 @@ class TestLookUp:
         assert len(to_storage) == 3
         assert not any("authorization" in asked.headers for asked in to_storage)
 
-    def test_wanted(self) -> None:
+    def test_select_files(self) -> None:
         names = ["a.safetensors", "training_args.bin", "args.json", "a.bin", "vocab.txt", "source.spm", "a.h5"]
         listing = Listing(REPO, "0" * 40, tuple(lookup.HubFile(name, 1, "0" * 40) for name in names))
         assert [file.name for file in lookup.select_files(listing, (".bin", ".json"))] == ["a.bin"]

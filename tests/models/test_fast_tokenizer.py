@@ -1,4 +1,4 @@
-"""tgis.models.convert.fast_tokenizer: a tokenizer.json is made where there is none, for a server or for good."""
+"""Conversion of slow tokenizers, for a server's cache and for the model's directory."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +14,13 @@ from tgis.utils import child_process
 
 
 class TestOfAServer:
-    def test_its_own(self, tmp_path: Path) -> None:
+    def test_an_existing_one_is_used(self, tmp_path: Path) -> None:
         model = find_model(str(write_model(tmp_path / "m", tokenizer={})), None, None)
         assert ensure_tokenizer(model, tmp_path / "cache") == model.path
         assert not (tmp_path / "cache").exists()
 
     def test_converted_once(self, slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with ThreadPoolExecutor(2) as pool:  # two servers start together
+        with ThreadPoolExecutor(2) as pool:  # two servers start at the same time
             first, second = pool.map(lambda _: ensure_tokenizer(slow_gpt2, tmp_path), range(2))
         assert first == second
         assert list((tmp_path / "tokenizers").iterdir()) == [first]
@@ -35,7 +35,7 @@ class TestOfAServer:
             ensure_tokenizer(slow_gpt2, tmp_path)
 
     def test_no_tokenizer_at_all(self, tmp_path: Path) -> None:
-        """transformers gives GPT-2 an empty vocabulary then, without a word."""
+        """transformers would silently write an empty vocabulary."""
         config = {"model_type": "gpt2", "vocab_size": 50257}
         model = find_model(str(write_model(tmp_path / "m", config=config)), None, None)
         with pytest.raises(StartError, match=r"no tokenizer\.json, .* vocabulary files are missing") as caught:
@@ -44,7 +44,7 @@ class TestOfAServer:
         assert "\n" not in str(caught.value)
         assert not list((tmp_path / "cache" / "tokenizers").iterdir())
 
-    def test_code_of_the_model_is_not_run(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+    def test_the_code_of_a_model_is_not_run(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
         settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
         write_model(slow_gpt2.path, tokenizer_config=settings, config={"model_type": "evil"})
         (slow_gpt2.path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
@@ -59,8 +59,8 @@ class TestOfAServer:
 
 
 class TestForGood:
-    def test_the_directory_of_the_model_gets_nothing_else(self, slow_gpt2: ModelFiles) -> None:
-        """There its other files are links to blobs: who writes through one spoils another revision, too."""
+    def test_the_directory_of_the_model_gets_only_tokenizer_json(self, slow_gpt2: ModelFiles) -> None:
+        """Its other files are symlinks to blobs, which other revisions share."""
         blob = slow_gpt2.path.parent / "blob"
         settings = slow_gpt2.path / "tokenizer_config.json"
         settings.rename(blob)
@@ -74,12 +74,12 @@ class TestForGood:
         assert after == before
         assert settings.is_symlink()
 
-    def test_once(self, slow_gpt2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_existing_one_is_kept(self, slow_gpt2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
         (slow_gpt2.path / "tokenizer.json").write_text("{}")
         monkeypatch.setattr(child_process, "run", lambda command, seconds: "not again")
         assert add_tokenizer(slow_gpt2, None) == f"{slow_gpt2.path} has a tokenizer.json already: nothing to do"
 
-    def test_another_directory_gets_all_of_it(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+    def test_another_directory_gets_the_whole_tokenizer(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
         out = write_model(tmp_path / "out", tokenizer_config={"old": True})
         assert add_tokenizer(slow_gpt2, out) == f"{out}/tokenizer.json was made"
         assert not (slow_gpt2.path / "tokenizer.json").exists()
@@ -88,7 +88,7 @@ class TestForGood:
         assert "old" not in (out / "tokenizer_config.json").read_text()
         assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
-    def test_nothing_is_left_of_a_failure(self, slow_gpt2: ModelFiles) -> None:
+    def test_a_failure_leaves_nothing(self, slow_gpt2: ModelFiles) -> None:
         (slow_gpt2.path / "merges.txt").unlink()
         (slow_gpt2.path / "vocab.json").unlink()
         before = sorted(slow_gpt2.path.iterdir())

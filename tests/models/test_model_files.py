@@ -1,4 +1,4 @@
-"""tgis.models.files: a model is found or refused in one clear line, and its facts are read."""
+"""Finding models, and reading their configuration."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ SAFETENSORS = struct.pack("<Q", 2) + b"{}"
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    """A hub cache with one model, whose main is COMMIT; returns the model's entry."""
+    """A hub cache with one model at COMMIT; returns the model's directory in it."""
     entry = tmp_path / "hub" / "models--org--name"
     write_model(entry / "snapshots" / COMMIT)
     (entry / "refs" / "pr").mkdir(parents=True)
@@ -258,7 +258,7 @@ class TestFacts:
         assert eos_token_ids(model, tmp_path) == expected
 
     @given(config=st.dictionaries(KEYS, JSON | st.dictionaries(KEYS, JSON)))
-    def test_any_json_gives_facts_or_one_clear_error(self, config: dict[str, Any]) -> None:
+    def test_any_json_is_read_or_a_clear_error(self, config: dict[str, Any]) -> None:
         assert files.max_sequence_length(config) >= 0
         with contextlib.suppress(StartError):
             assert files.is_encoder_decoder(config) in (True, False)
@@ -279,6 +279,6 @@ class TestChild:
         assert self.run("import time; time.sleep(60)", seconds=0.1) == "not done after 0 s"
 
 
-def test_the_front_end_needs_no_torch_for_it() -> None:
+def test_torch_is_not_imported() -> None:
     code = "import sys, tgis.models.files; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""LoRA adapters in the store: what is loaded, what is refused and how, what is kept."""
+"""LoRA adapters in the store: loading, errors and caching."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +43,11 @@ def adapter(store: AdapterStore, name: str) -> LoraAdapter:
 
 
 def delta(one: LoraAdapter, layer: str) -> torch.Tensor:
-    """What is added to the layer's weight, [outputs, inputs]."""
+    """The update of the layer's weight, [out features, in features]."""
     return (one.layers[layer].lora_a.T @ one.layers[layer].lora_b).T
 
 
-def test_an_adapter_is_its_matrices_scaled(store: AdapterStore) -> None:
+def test_the_matrices_are_scaled(store: AdapterStore) -> None:
     found, tensors = adapter(store, "good"), matrices()
     assert (found.length, found.decoder_length, found.rank, set(found.layers)) == (0, 0, RANK, set(LINEARS))
     for layer in LINEARS:
@@ -68,7 +68,7 @@ def test_an_adapter_is_its_matrices_scaled(store: AdapterStore) -> None:
         ({"target_modules": list(LINEARS), "modules_to_save": None, "megatron_core": "megatron.core"}, (2.0, 2.0)),
     ],
 )
-def test_the_config_says_how_strong_it_is(
+def test_the_config_determines_the_scaling(
     store: AdapterStore, root: Path, values: dict[str, Any], scales: tuple[float, float]
 ) -> None:
     write(root / "other", lora(**values))
@@ -78,7 +78,7 @@ def test_the_config_says_how_strong_it_is(
         torch.testing.assert_close(delta(found, layer), scale * product)
 
 
-def test_layers_may_have_different_ranks_and_files_other_formats_and_types(store: AdapterStore, root: Path) -> None:
+def test_layers_may_differ_in_rank_and_files_in_format_and_dtype(store: AdapterStore, root: Path) -> None:
     tensors = matrices(2, (Q,)) | matrices(7, (UP,))
     half = {name: torch.nn.Parameter(tensor.half()) for name, tensor in tensors.items()}
     write(root / "other", lora_bin(half) | {CONFIG: config(r=2, rank_pattern={"up_proj": 7})})
@@ -90,7 +90,7 @@ def test_layers_may_have_different_ranks_and_files_other_formats_and_types(store
 
 
 @pytest.mark.parametrize("case", BROKEN_LORA)
-def test_a_broken_adapter_has_a_clear_error_and_disturbs_nothing(store: AdapterStore, root: Path, case: str) -> None:
+def test_a_broken_adapter_has_a_clear_error_and_affects_no_other(store: AdapterStore, root: Path, case: str) -> None:
     files, text = BROKEN_LORA[case]
     good = store.find("good").adapter
     write(root / "broken", files)
@@ -104,7 +104,7 @@ def test_a_broken_adapter_has_a_clear_error_and_disturbs_nothing(store: AdapterS
     assert store.find("good").adapter is good
 
 
-def test_only_what_is_inside_the_store_is_read(store: AdapterStore, root: Path, tmp_path: Path) -> None:
+def test_only_files_inside_the_store_are_read(store: AdapterStore, root: Path, tmp_path: Path) -> None:
     write(tmp_path / "secret", lora())
     write(root / "link", {CONFIG: config()})
     (root / "link" / SAFETENSORS).symlink_to(tmp_path / "secret" / SAFETENSORS)
@@ -122,7 +122,7 @@ def test_an_adapter_larger_than_the_cache_is_refused(root: Path) -> None:
         store.find("half")
 
 
-def test_an_engine_that_takes_no_adapters_says_so(root: Path) -> None:
+def test_an_engine_without_lora_support_says_so(root: Path) -> None:
     info = EngineInfo("M", "cpu", "float32", 100, False, False, 8, 100, 100, embedding_size=16)
     store = AdapterStore.for_engine(AdapterStoreOptions(str(root), CAPACITY, 8), info)
     write(root / "soft", tgis(matrix()))
@@ -131,7 +131,7 @@ def test_an_engine_that_takes_no_adapters_says_so(root: Path) -> None:
         store.find("good")
 
 
-def test_a_model_that_takes_no_soft_prompts_may_take_adapters(root: Path) -> None:
+def test_a_model_without_soft_prompt_support_may_support_lora(root: Path) -> None:
     info = EngineInfo("M", "cpu", "float32", 100, False, False, 8, 100, 100, lora_targets=LINEARS)
     assert info.supports_adapters
     store = AdapterStore.for_engine(AdapterStoreOptions(str(root), CAPACITY, 8), info)
@@ -141,7 +141,7 @@ def test_a_model_that_takes_no_soft_prompts_may_take_adapters(root: Path) -> Non
         store.find("soft")
 
 
-def test_the_least_recently_used_leave_and_a_change_is_seen(root: Path) -> None:
+def test_the_least_recently_used_are_evicted_and_changes_are_noticed(root: Path) -> None:
     for name in "abc":
         write(root / name, lora(matrices(seed=ord(name))))
     store = AdapterStore(str(root), 2 * BYTES + 6 * 512, TARGET)

@@ -1,4 +1,4 @@
-"""The store of soft prompts: what it loads, what it refuses and how, what it keeps, and when it looks again."""
+"""Soft prompts in the store: loading, errors, caching and reloading, and the resolver."""
 
 import os
 import threading
@@ -59,14 +59,14 @@ def embeddings(found: StoreResult) -> torch.Tensor:
     return found.adapter.decoder
 
 
-def test_a_prompt_of_tgis(store: AdapterStore) -> None:
+def test_the_layout_of_tgis(store: AdapterStore) -> None:
     found = store.find("good")
     assert found.loaded
     assert torch.equal(embeddings(found), matrix())
     assert found.adapter.length == 4
 
 
-def test_what_tgis_has_in_its_own_store_can_be_read(store: AdapterStore, root: Path) -> None:
+def test_unusual_files_of_tgis_can_be_read(store: AdapterStore, root: Path) -> None:
     """Parameters, views into larger tensors, nested ids, an encoder's part that a decoder-only model ignores."""
     write(root / "nested" / "path_1", tgis(torch.nn.Parameter(matrix(16)[8:])))
     write(root / "nested" / "path_1", {ENCODER: pt(matrix(3, 7))})
@@ -77,7 +77,7 @@ def test_what_tgis_has_in_its_own_store_can_be_read(store: AdapterStore, root: P
 
 
 @pytest.mark.parametrize("name", ["säge-1", "a/b/c", "_", "0"])
-def test_ids_may_have_letters_of_any_script(store: AdapterStore, root: Path, name: str) -> None:
+def test_ids_may_use_letters_of_any_script(store: AdapterStore, root: Path, name: str) -> None:
     write(root / name, tgis(matrix()))
     assert store.find(name).adapter.length == 4
 
@@ -90,7 +90,7 @@ def test_numbers_are_converted_to_the_models_type(store: AdapterStore, root: Pat
     assert torch.equal(prompt, matrix().to(dtype).float())
 
 
-def test_what_peft_saves_can_be_read(glassllm_dir: Path, cache_dir: Path) -> None:
+def test_files_saved_by_peft_can_be_read(glassllm_dir: Path, cache_dir: Path) -> None:
     trained = tuning.tuned("glassllm", glassllm_dir, cache_dir)
     target = TargetModel(128, 64, torch.float32, torch.device("cpu"))
     store = AdapterStore(str(trained.store), 1 << 20, target)
@@ -99,7 +99,7 @@ def test_what_peft_saves_can_be_read(glassllm_dir: Path, cache_dir: Path) -> Non
         assert store.find(name).adapter.length == lesson.length
 
 
-def test_the_layout_of_peft_needs_no_config_and_comes_before_that_of_tgis(store: AdapterStore, root: Path) -> None:
+def test_the_layout_of_peft_needs_no_config_and_takes_precedence(store: AdapterStore, root: Path) -> None:
     directory = root / "all"
     write(directory, tgis(matrix(seed=1)))
     write(directory, {BIN: pt({KEY: matrix(seed=2)})})
@@ -117,11 +117,11 @@ def refused(store: AdapterStore, name: str) -> AdapterError:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_prompt_has_a_clear_error_and_disturbs_nothing(store: AdapterStore, root: Path, case: str) -> None:
+def test_a_broken_prompt_has_a_clear_error_and_affects_no_other(store: AdapterStore, root: Path, case: str) -> None:
     files, text = BROKEN[case]
     good = store.find("good")
     write(root / "broken", files)
-    for _ in range(2):  # failures are not remembered, but looked at again
+    for _ in range(2):  # failures are not cached
         error = refused(store, "broken")
         assert text in str(error)
         assert error.problem == AdapterProblem.BROKEN
@@ -144,7 +144,7 @@ def test_only_regular_files_inside_the_store_are_opened(store: AdapterStore, roo
 
 
 @pytest.mark.parametrize("kind", ["ADALORA", "PREFIX_TUNING", "IA3"])
-def test_other_adapters_are_named(store: AdapterStore, root: Path, kind: str) -> None:
+def test_unsupported_adapter_types_are_named(store: AdapterStore, root: Path, kind: str) -> None:
     write(root / "other", peft({KEY: matrix()}, peft_type=kind))
     error = refused(store, "other")
     assert (error.problem, str(error)) == (AdapterProblem.UNSUPPORTED, kind)
@@ -154,12 +154,12 @@ BAD_IDS = ["", ".", "..", "../secret", "good/../good", "a.b", "a b", "a\nb", "a\
 
 
 @pytest.mark.parametrize("name", [*BAD_IDS, "/etc"])
-def test_ids_that_are_none(store: AdapterStore, name: str) -> None:
+def test_invalid_ids(store: AdapterStore, name: str) -> None:
     assert refused(store, name).problem == AdapterProblem.BAD_ID
 
 
-def test_nothing_outside_the_store_can_be_named(store: AdapterStore, root: Path, tmp_path: Path) -> None:
-    """Not by an absolute path, by a link, or by a sibling whose name begins like the store's."""
+def test_ids_cannot_lead_out_of_the_store(store: AdapterStore, root: Path, tmp_path: Path) -> None:
+    """Not by an absolute path, a symlink, or a sibling whose name starts with the store's."""
     for name in ("secret", "store-2"):
         write(tmp_path / name, tgis(matrix()))
         (root / name).symlink_to(tmp_path / name)
@@ -168,7 +168,7 @@ def test_nothing_outside_the_store_can_be_named(store: AdapterStore, root: Path,
 
 
 def test_links_inside_the_store_are_followed(root: Path, tmp_path: Path) -> None:
-    """As a volume of Kubernetes has them; the store itself may be one."""
+    """As in Kubernetes volumes; the store itself may be a symlink."""
     (root / "alias").symlink_to(root / "good")
     (tmp_path / "mounted").symlink_to(root)
     store = AdapterStore(str(tmp_path / "mounted"), CAPACITY, TARGET)
@@ -176,13 +176,13 @@ def test_links_inside_the_store_are_followed(root: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["absent", "good/absent", "nested", "x" * 512, "x/" * 200])
-def test_what_is_not_there_is_not_found(store: AdapterStore, root: Path, name: str) -> None:
+def test_missing_adapters_are_not_found(store: AdapterStore, root: Path, name: str) -> None:
     write(root / "nested" / "deep", tgis(matrix()))
     write(root / "nested", {"README": b"hello"})
     assert refused(store, name).problem == AdapterProblem.NOT_FOUND
 
 
-def test_hits_are_the_same_object_and_a_change_of_any_file_is_seen(store: AdapterStore, root: Path) -> None:
+def test_hits_return_the_same_object_and_any_change_is_noticed(store: AdapterStore, root: Path) -> None:
     first = store.find("good").adapter
     assert store.find("good") == StoreResult(first, loaded=False)
     assert store.find("good//").adapter is first
@@ -195,18 +195,18 @@ def test_hits_are_the_same_object_and_a_change_of_any_file_is_seen(store: Adapte
     assert third.length == 6
     assert len({first.version, second.adapter.version, third.version}) == 3
     (root / "good" / DECODER).unlink()
-    assert store.find("good").loaded  # nothing else is known than that something has changed
+    assert store.find("good").loaded  # any change makes it reload
     (root / "good" / SAFETENSORS).unlink()
     assert refused(store, "good").problem == AdapterProblem.BROKEN
 
 
 def replace(directory: Path, name: str, data: bytes) -> None:
-    """As one should: at once."""
+    """Replace a file atomically."""
     write(directory, {"new": data})
     (directory / "new").replace(directory / name)
 
 
-def test_a_failed_load_leaves_the_cache_as_it_is(store: AdapterStore, root: Path) -> None:
+def test_a_failed_load_does_not_change_the_cache(store: AdapterStore, root: Path) -> None:
     first = store.find("good").adapter
     os.rename(root / "good" / DECODER, root / "kept")
     write(root / "good", tgis(matrix()[0]))
@@ -215,7 +215,7 @@ def test_a_failed_load_leaves_the_cache_as_it_is(store: AdapterStore, root: Path
     assert store.find("good") == StoreResult(first, loaded=False)
 
 
-def test_what_does_not_fit_into_the_cache_is_refused(root: Path) -> None:
+def test_an_adapter_larger_than_the_cache_is_rejected(root: Path) -> None:
     write(root / "wide", tgis(matrix(8, 512).half()))
     target = TargetModel(512, MOST, torch.float64, torch.device("cpu"))
     store = AdapterStore(str(root), 16 << 10, target)
@@ -228,7 +228,7 @@ def test_sizes_are_what_torch_allocates() -> None:
     assert SoftPrompt(1, torch.zeros(8, 17)).size == 1024
 
 
-def test_the_least_recently_used_leave_first() -> None:
+def test_the_least_recently_used_are_evicted_first() -> None:
     cache: AdapterCache[str] = AdapterCache(1024)
     for name in "ab":
         assert cache.put(name, (), name, 512) == name
@@ -239,7 +239,7 @@ def test_the_least_recently_used_leave_first() -> None:
     assert (len(cache), cache.size) == (1, 1024)
 
 
-def test_of_two_that_load_the_same_the_first_wins() -> None:
+def test_of_two_concurrent_loads_the_first_wins() -> None:
     cache: AdapterCache[str] = AdapterCache(1024)
     assert cache.put("a", (None,), "first", 512) == "first"
     assert cache.put("a", (None,), "second", 512) == "first"
@@ -248,9 +248,9 @@ def test_of_two_that_load_the_same_the_first_wins() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 10), st.booleans()), max_size=60))
-def test_the_cache_keeps_what_a_simple_one_keeps(actions: list[tuple[str, int, bool]]) -> None:
+def test_the_cache_behaves_like_a_simple_one(actions: list[tuple[str, int, bool]]) -> None:
     cache: AdapterCache[int] = AdapterCache(20)
-    kept: list[tuple[str, int]] = []  # oldest use first
+    kept: list[tuple[str, int]] = []  # least recently used first
     for name, size, put in actions:
         old = [entry for entry in kept if entry[0] == name]
         if put and not old:
@@ -265,7 +265,7 @@ def test_the_cache_keeps_what_a_simple_one_keeps(actions: list[tuple[str, int, b
 
 
 class SlowStore:
-    """Its finds wait to be let go, and are counted."""
+    """Records its lookups and blocks each until `may_end` is released."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -286,7 +286,7 @@ class SlowStore:
 
 
 class Answers:
-    """What lookups send, in the order in which it comes."""
+    """The answers of the resolver, in order."""
 
     def __init__(self) -> None:
         self._sent: list[AdapterResolved] = []
@@ -303,7 +303,7 @@ class Answers:
         return taken
 
 
-def test_concurrent_lookups_of_one_id_load_once_and_hold_up_no_other() -> None:
+def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     store, answers = SlowStore(), Answers()
     lookups = AdapterResolver(store, answers)
     for number in range(50):
@@ -318,7 +318,7 @@ def test_concurrent_lookups_of_one_id_load_once_and_hold_up_no_other() -> None:
     assert {info.lookup_id for info in infos} == set(range(51))
     assert all(info.length == 4 and info.problem is None for info in infos)
     assert sum(info.loaded for info in infos) == 1
-    assert sorted(store.finds) == ["other", "slow", "slow"]  # one more look for those that came during the first
+    assert sorted(store.finds) == ["other", "slow", "slow"]  # once more for those that arrived during the first load
 
 
 def test_concurrent_lookups_read_the_files_once(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_concurrent_lookups_read_the_files_once(store: AdapterStore, monkeypatch
     assert len(prompts) == 1
 
 
-def test_what_a_lookup_has_found_stays_whatever_becomes_of_the_store(root: Path) -> None:
+def test_a_resolved_adapter_is_held_whatever_happens_to_the_store(root: Path) -> None:
     for name in "abcdefghi":
         write(root / name, tgis(matrix(seed=ord(name))))
     store, answers = AdapterStore(str(root), 8 * 512, TARGET), Answers()
@@ -359,7 +359,7 @@ def test_what_a_lookup_has_found_stays_whatever_becomes_of_the_store(root: Path)
     assert lookups._resolved == {}
 
 
-def test_a_lookup_cancelled_while_it_loads_keeps_nothing() -> None:
+def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
     store, answers = SlowStore(), Answers()
     lookups = AdapterResolver(store, answers)
     lookups.resolve(ResolveAdapter(7, "slow"))
@@ -400,7 +400,7 @@ def seq2seq(root: Path) -> AdapterStore:
 @pytest.mark.parametrize(
     ("files", "encoder", "decoder", "length"),
     [
-        (tgis(matrix(6)), None, matrix(6), 7),  # and the start token
+        (tgis(matrix(6)), None, matrix(6), 7),  # including the start token
         ({ENCODER: pt(matrix(6))}, matrix(6), None, 6),
         ({ENCODER: pt(matrix(6)), DECODER: pt(matrix(8))}, matrix(6), matrix(8), 15),
         (peft({KEY: matrix(6)}, num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"), matrix(6)[:3], None, 3),
@@ -413,7 +413,7 @@ def seq2seq(root: Path) -> AdapterStore:
     ],
     ids=["decoder", "encoder", "both", "peft", "peft of one part"],
 )
-def test_prompts_of_an_encoder_decoder(
+def test_soft_prompts_of_an_encoder_decoder(
     seq2seq: AdapterStore,
     root: Path,
     files: Files,
@@ -454,6 +454,8 @@ SAYS_TASK = "adapter_config.json must say task_type SEQ_2_SEQ_LM, for this is an
         ),
     ],
 )
-def test_what_an_encoder_decoder_cannot_use(seq2seq: AdapterStore, root: Path, files: Files, text: str) -> None:
+def test_soft_prompts_unusable_for_an_encoder_decoder(
+    seq2seq: AdapterStore, root: Path, files: Files, text: str
+) -> None:
     write(root / "prompt", files)
     assert text in str(refused(seq2seq, "prompt"))

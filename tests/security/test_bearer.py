@@ -1,7 +1,8 @@
-"""Bearer tokens: who gets in, who does not, and what a change of the file does."""
+"""Bearer tokens: which calls are accepted, reloading of the file, and the caller's identity."""
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from harness import Server, as_stream_request, running_server, unary_request
 
 from tgis.errors import OptionError
 from tgis.models.fake import make_fake_model
-from tgis.security.bearer import TokenFile
+from tgis.security.bearer import TokenFile, caller_identity
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
 
@@ -37,7 +38,7 @@ def text(server: Server, authorization: str | None, prompt: str = "abc") -> str:
 
 
 @pytest.mark.parametrize("authorization", ["Bearer first-token", "bearer second-token"])
-def test_a_known_token_lets_in(server: Server, authorization: str) -> None:
+def test_a_valid_token_is_accepted(server: Server, authorization: str) -> None:
     assert text(server, authorization) == "abc"
 
 
@@ -45,13 +46,13 @@ def test_a_known_token_lets_in(server: Server, authorization: str) -> None:
     "authorization",
     [None, "", "first-token", "Bearer", "Bearer ", "Bearer first", "Bearer # for tests", "Basic first-token"],
 )
-def test_anything_else_does_not(server: Server, authorization: str | None) -> None:
+def test_anything_else_is_unauthenticated(server: Server, authorization: str | None) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         text(server, authorization)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_streams_and_reflection_are_guarded_and_health_is_not(server: Server) -> None:
+def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server) -> None:
     with server.stub() as stub, pytest.raises(grpc.RpcError) as caught:
         list(stub.GenerateStream(as_stream_request(unary_request("abc", 3)), timeout=10))
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -65,11 +66,11 @@ def test_streams_and_reflection_are_guarded_and_health_is_not(server: Server) ->
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_no_token_reaches_the_log(server: Server) -> None:
+def test_tokens_are_not_logged(server: Server) -> None:
     assert "first-token" not in server.log.read_text()
 
 
-def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path) -> None:
+def test_a_changed_file_is_reloaded_and_an_unusable_one_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("old")
     tokens = TokenFile(path)
@@ -84,20 +85,20 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe", b"x" * (1 << 21)])
-def test_a_file_without_tokens_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_tokens_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokens").write_bytes(content)
     with pytest.raises(OptionError, match=r"AUTH_TOKEN_PATH .*tokens: "):
         TokenFile(tmp_path / "tokens")
 
 
 def saved(server: Server) -> float:
-    """Tokens that the prefix cache has saved, ever."""
+    """Total hits of the prefix cache, in tokens."""
     _, scrape = server.get("/metrics")
     (line,) = (line for line in scrape.splitlines() if line.startswith("tgi_prefix_cache_hit_tokens_total "))
     return float(line.split()[1])
 
 
-def test_cached_prefixes_are_not_shared_between_identities(tmp_path: Path) -> None:
+def test_the_prefix_cache_is_not_shared_between_identities(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("first\nsecond\n")
     model = make_fake_model(tmp_path / "model", block_size=4)
     options = {"CACHE_DIR": str(tmp_path / "cache"), "AUTH_TOKEN_PATH": str(tmp_path / "tokens")}
@@ -107,3 +108,30 @@ def test_cached_prefixes_are_not_shared_between_identities(tmp_path: Path) -> No
             text(server, f"Bearer {token}", "abcdefghi" * 2)
             hits.append(saved(server))
     assert hits == [0, 0, 16, 32]
+
+
+@dataclass
+class Context:
+    """The parts of a gRPC context that prove who the caller is."""
+
+    token: str = ""
+    certificate: tuple[bytes, ...] = ()
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {self.token}")] if self.token else []
+
+    def peer_identities(self) -> tuple[bytes, ...] | None:
+        return self.certificate or None
+
+
+def test_callers_without_credentials_have_the_same_identity() -> None:
+    assert caller_identity(Context(), bearer_auth=True) == b""
+    assert caller_identity(Context("anything"), bearer_auth=False) == b""
+
+
+def test_tokens_and_certificates_make_identities() -> None:
+    callers = [Context("a"), Context("b"), Context("", (b"a",)), Context("", (b"a", b"b")), Context("a", (b"b",))]
+    found = [caller_identity(caller, bearer_auth=True) for caller in callers]
+    assert len(set(found)) == len(callers)
+    assert b"" not in found
+    assert found == [caller_identity(caller, bearer_auth=True) for caller in callers]

@@ -102,7 +102,7 @@ async def call_once(port: int, authority: Pair, client: Pair | None = None) -> g
 
 
 async def shown_serial(port: int, authority: Pair) -> int:
-    """Serial number of the certificate that a new connection is shown, as OpenSSL sees it."""
+    """Serial number of the certificate presented to a new connection, as seen by OpenSSL."""
 
     def handshake() -> int:
         context = ssl.create_default_context(cadata=authority.cert.decode())
@@ -120,24 +120,24 @@ async def shown_serial(port: int, authority: Pair) -> int:
 
 
 async def until_shown(port: int, authority: Pair, serial: int) -> None:
-    while True:  # `run` has the time limit
+    while True:  # until the test times out
         if await shown_serial(port, authority) == serial:
             return
         await asyncio.sleep(0.05)
 
 
 @run_async
-async def test_a_call_over_tls_and_none_without(secret: Secret) -> None:
+async def test_calls_need_tls(secret: Secret) -> None:
     async with serving(secret.files()) as port:
         assert await call_once(port, secret.authority) is grpc.StatusCode.OK
         async with grpc.aio.insecure_channel(f"localhost:{port}") as plain:
             assert await call(plain) is grpc.StatusCode.UNAVAILABLE
-        assert await call_once(port, make_pair()) is grpc.StatusCode.UNAVAILABLE  # not our authority
+        assert await call_once(port, make_pair()) is grpc.StatusCode.UNAVAILABLE  # another CA
         assert await call_once(port, secret.authority) is grpc.StatusCode.OK
 
 
 @run_async
-async def test_mutual_tls_wants_a_client_of_its_authority(secret: Secret) -> None:
+async def test_mutual_tls_requires_a_certificate_of_the_client_ca(secret: Secret) -> None:
     async with serving(secret.files(mutual=True)) as port:
         stranger = make_pair(make_pair())
         for client, code in (
@@ -150,7 +150,7 @@ async def test_mutual_tls_wants_a_client_of_its_authority(secret: Secret) -> Non
 
 @pytest.mark.parametrize("mutual", [False, True])
 @run_async
-async def test_a_swapped_certificate_is_shown_to_new_connections(secret: Secret, mutual: bool) -> None:
+async def test_a_renewed_certificate_is_used_for_new_connections(secret: Secret, mutual: bool) -> None:
     client = make_pair(secret.authority)
     old = secret.pair.certificate.serial_number
     async with (
@@ -167,7 +167,7 @@ async def test_a_swapped_certificate_is_shown_to_new_connections(secret: Secret,
 
 
 @run_async
-async def test_a_broken_swap_keeps_the_old_certificate_until_it_is_mended(
+async def test_unusable_files_keep_the_old_certificate_until_they_are_repaired(
     secret: Secret, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = secret.pair.certificate.serial_number
@@ -182,7 +182,7 @@ async def test_a_broken_swap_keeps_the_old_certificate_until_it_is_mended(
 
 
 class Clock:
-    """A clock that moves when told."""
+    """A fake clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -194,7 +194,7 @@ class Clock:
         self.now += CHECK_INTERVAL_SECONDS
 
 
-def test_files_are_looked_at_once_a_second_and_read_once_a_change(secret: Secret) -> None:
+def test_files_are_checked_once_a_second_and_read_once_per_change(secret: Secret) -> None:
     clock = Clock()
     certificates = Certificates(secret.files(), clock)
     clock.next_check()
@@ -208,7 +208,7 @@ def test_files_are_looked_at_once_a_second_and_read_once_a_change(secret: Secret
     assert certificates.fetch() is None
 
 
-def test_a_change_in_place_and_one_of_the_client_authority_are_seen(secret: Secret, tmp_path: Path) -> None:
+def test_changes_in_place_and_of_the_client_ca_are_noticed(secret: Secret, tmp_path: Path) -> None:
     clock = Clock()
     certificates = Certificates(secret.files(mutual=True), clock)
     pair = make_pair(secret.authority)
@@ -221,7 +221,7 @@ def test_a_change_in_place_and_one_of_the_client_authority_are_seen(secret: Secr
     assert certificates.fetch() is not None
 
 
-def test_each_broken_change_is_one_warning(secret: Secret, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_unusable_change_is_logged_once(secret: Secret, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     certificates = Certificates(secret.files(), clock)
     other = make_pair(secret.authority)
@@ -253,7 +253,7 @@ CASES: dict[str, list[bytes | str]] = {
 
 
 @pytest.mark.parametrize(("option", "content"), [(o, c) for o, contents in CASES.items() for c in contents])
-def test_unusable_files_are_refused_at_start_by_option_and_path(
+def test_unusable_files_are_rejected_at_startup_with_option_and_path(
     secret: Secret, tmp_path: Path, option: str, content: bytes | str
 ) -> None:
     path = tmp_path / {"--tls-cert-path": "tls.crt", "--tls-key-path": "tls.key"}.get(option, "ca.crt")

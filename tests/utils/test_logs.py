@@ -1,4 +1,4 @@
-"""Log lines: one per event whatever is in it, text or JSON, with the correlation id."""
+"""Log output: one line per record whatever it contains, as text or JSON, with the correlation id."""
 
 import asyncio
 import contextvars
@@ -17,7 +17,7 @@ Lines = Callable[[], list[str]]
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """Logging belongs to the process: give it back as it was."""
+    """Restores the logging of the test process."""
     loggers = [logging.getLogger(name) for name in (None, "tgis", "__main__")]
     levels, handlers = [logger.level for logger in loggers], loggers[0].handlers
     loggers[0].handlers = []
@@ -63,7 +63,7 @@ def test_a_json_line(lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("json_output", [False, True])
-def test_hostile_text_stays_on_its_line(lines: Lines, json_output: bool) -> None:
+def test_hostile_text_stays_on_one_line(lines: Lines, json_output: bool) -> None:
     logs.configure(level="info", json_output=json_output)
     hostile = "a\nINFO forged\r\x1b[2J\u2028\x00\udcff"
     with logs.correlation_scope(hostile):
@@ -73,14 +73,14 @@ def test_hostile_text_stays_on_its_line(lines: Lines, json_output: bool) -> None
     assert "forged" in line
 
 
-def test_a_correlation_id_is_cut(lines: Lines) -> None:
+def test_a_long_correlation_id_is_truncated(lines: Lines) -> None:
     logs.configure(level="info", json_output=True)
     with logs.correlation_scope("x" * 100_000):
         logging.getLogger("tgis").info("m")
     assert json.loads(lines()[0])["correlation_id"] == "x" * logs.MAX_ID_LENGTH
 
 
-def test_a_correlation_id_goes_with_its_task(lines: Lines) -> None:
+def test_a_correlation_id_belongs_to_its_task(lines: Lines) -> None:
     logs.configure(level="info", json_output=True)
 
     async def call(name: str | None) -> None:
@@ -138,7 +138,7 @@ def test_levels(lines: Lines, level: str, heard: str) -> None:
     assert " ".join(line.rpartition(" ")[2] for line in lines()) == heard
 
 
-def test_a_filter_of_rust_is_info_and_a_warning(lines: Lines) -> None:
+def test_an_unknown_level_is_info_with_a_warning(lines: Lines) -> None:
     logs.configure(level="info,tower=warn", json_output=False)
     logging.getLogger("tgis").debug("hidden")
     logging.getLogger("tgis").info("shown")
@@ -147,7 +147,7 @@ def test_a_filter_of_rust_is_info_and_a_warning(lines: Lines) -> None:
     assert shown.endswith("shown")
 
 
-def test_libraries_are_heard_from_warnings_on(lines: Lines) -> None:
+def test_libraries_log_from_warning_up(lines: Lines) -> None:
     logs.configure(level="debug", json_output=False)
     logging.getLogger("grpc").info("hidden")
     logging.getLogger("grpc").warning("shown")
@@ -161,7 +161,7 @@ def test_libraries_are_heard_from_warnings_on(lines: Lines) -> None:
     assert "noticed" in second
 
 
-def test_the_termination_log_is_filled_where_there_is_one(tmp_path: Path) -> None:
+def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "termination-log"
     logs.write_termination_message(path, "no model")
     assert not path.exists()
