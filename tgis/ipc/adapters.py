@@ -23,7 +23,7 @@ class AdapterStoreOptions(msgspec.Struct, frozen=True):
     max_soft_prompt_length: int  # virtual tokens
 
 
-class ResolveAdapter(msgspec.Struct, frozen=True, tag="lookup"):
+class ResolveAdapter(msgspec.Struct, frozen=True, tag="resolve_adapter"):
     """Look an adapter up, and keep it until the lookup is cancelled."""
 
     lookup_id: int  # from the same sequence as request ids
@@ -39,7 +39,7 @@ class AdapterProblem(enum.StrEnum):
     BROKEN = "broken"
 
 
-class AdapterResolved(msgspec.Struct, frozen=True, tag="prompt"):
+class AdapterResolved(msgspec.Struct, frozen=True, tag="adapter_resolved"):
     """The answer to a lookup: what was found, or what is wrong."""
 
     lookup_id: int

@@ -79,7 +79,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     ids: list[int]
 
 
-class GetSnapshot(msgspec.Struct, frozen=True, tag="inspect"):
+class GetSnapshot(msgspec.Struct, frozen=True, tag="get_snapshot"):
     """Asks for a Snapshot, sent between two steps."""
 
 
