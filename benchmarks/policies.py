@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tgis.batcher import admission, batcher
-from tgis.batcher.memory_model import BatchLimits, MemoryModel, PeakEstimator
+from tgis.batcher.memory_model import BatchLimits, PeakEstimator
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import (
@@ -31,9 +31,9 @@ REQUESTS, CLIENTS, SEED = 300, 64, 1
 PAGED_TWO_CORES = StepModel(
     block_size=16, step_seconds=0.010, row_seconds=0.0006, context_seconds=1.2e-6, prefill_token_seconds=0.00027
 )
-PADDED = BatchLimits(64, MemoryModel(10**6), 512, max_prefill_padding=0.2, padded=True)
-PAGED = BatchLimits(64, MemoryModel(10**6), 512, block_size=16, max_slowdown=1.8)
-SHORT = MemoryModel(6000)
+PADDED = BatchLimits(64, 10**6, 512, max_prefill_padding=0.2, padded=True)
+PAGED = BatchLimits(64, 10**6, 512, block_size=16, max_slowdown=1.8)
+SHORT = 6000
 
 
 def _rare_long_prompts() -> Iterator[TraceRequest]:
@@ -74,12 +74,12 @@ POLICIES: dict[str, tuple[BatchLimits, BatchLimits, Callable[[], AbstractContext
     "padding limit": (PADDED, replace(PADDED, max_prefill_padding=1.0), nullcontext),
     "decodes between prefills": (PADDED, PADDED, _replaced(PrefillInterleaving, "may_prefill", lambda *_: True)),
     "peak memory": (
-        replace(PADDED, memory=SHORT),
-        replace(PADDED, memory=SHORT),
+        replace(PADDED, token_capacity=SHORT),
+        replace(PADDED, token_capacity=SHORT),
         _replaced(PeakEstimator, "fits", PeakEstimator.fits_worst_case),
     ),
-    "overtaking, padded": (replace(PADDED, memory=SHORT), replace(PADDED, memory=SHORT), NO_OVERTAKING),
-    "overtaking, paged": (replace(PAGED, memory=SHORT), replace(PAGED, memory=SHORT), NO_OVERTAKING),
+    "overtaking, padded": (replace(PADDED, token_capacity=SHORT), replace(PADDED, token_capacity=SHORT), NO_OVERTAKING),
+    "overtaking, paged": (replace(PAGED, token_capacity=SHORT), replace(PAGED, token_capacity=SHORT), NO_OVERTAKING),
     "prefill budget": (PAGED, PAGED, _replaced(PrefillBudget, "budget", _all_for_prompts)),
     "short prompts first": (PAGED, PAGED, _replaced(batcher, "split_budget", _in_order)),
 }

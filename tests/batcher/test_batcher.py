@@ -4,7 +4,7 @@ import pytest
 from batches import EOS, ids, limits, next_plan, next_prefill, request, run_step
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchShape, MemoryModel, check_max_sequence_length
+from tgis.batcher.memory_model import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
 from tgis.ipc.messages import AdmissionCounters
@@ -157,16 +157,6 @@ def test_sequences_that_end_in_time_make_room_for_one_that_grows() -> None:
     assert batcher.take_counters().granular_additions == 1
 
 
-def test_a_prefill_and_the_batch_share_the_memory() -> None:
-    memory = MemoryModel(100, prefill_linear=2.0)
-    batcher = Batcher(limits(memory=memory, padded=False), {EOS})
-    batcher.submit([request(1, 20, max_new=9)], 0.0)
-    run_step(batcher)
-    batcher.submit([request(2, 40, max_new=1), request(3, 39, max_new=1)], 0.0)  # 22 run, 78 are left
-    assert ids(next_prefill(batcher).seqs) == [3]
-    assert batcher.take_counters() == AdmissionCounters(queue_jumps=1, prefill_weight_exceeded=1)
-
-
 def test_a_step_out_of_memory_is_rolled_back_and_the_batch_shrinks() -> None:
     batcher = Batcher(limits(weight=100), {EOS})
     batcher.submit([request(n, 10, max_new=5) for n in range(4)], 0.0)
@@ -253,19 +243,11 @@ def test_requeued_sequences_may_expire_and_be_cancelled() -> None:
     assert batcher.idle
 
 
-def test_a_max_sequence_length_beyond_memory_stops_the_start() -> None:
-    quadratic = MemoryModel(10_000, prefill_quadratic=1.0)
-    check_max_sequence_length(limits(memory=quadratic), 100)
-    with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 101 does not fit into memory, 100 does: lower it"):
-        check_max_sequence_length(limits(memory=quadratic), 101)
-    with pytest.raises(StartError, match="1000 does"):
-        check_max_sequence_length(limits(weight=1000, padded=False), 1001)
-
-
-def test_a_prefill_costs_its_tokens_padding_included_and_the_square_of_the_longest() -> None:
-    lengths = [10, 9, 6]
-    assert MemoryModel(1000, 2.0, 0.25).prefill_cost(BatchShape.of(lengths, padded=True)) == 3 * 10 * (2 + 2.5)
-    assert MemoryModel(1000, 2.0).prefill_cost(BatchShape.of(lengths, padded=False)) == 2 * 25
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_max_sequence_length_beyond_memory_stops_the_start(padded: bool) -> None:
+    check_max_sequence_length(limits(weight=1000, padded=padded), 1000)
+    with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 1001 does not fit into memory, 1000 does: lower it"):
+        check_max_sequence_length(limits(weight=1000, padded=padded), 1001)
 
 
 def test_waiting_and_running_requests_are_cancelled() -> None:

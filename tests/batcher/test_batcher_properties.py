@@ -159,7 +159,7 @@ class World:
         if size := self.bounds.block_size:
             end = seq.num_computed_tokens + count
             places = [seq.block_table[at // size] * size + at % size for at in range(end)]
-            assert max(places) < self.bounds.memory.token_capacity
+            assert max(places) < self.bounds.token_capacity
             contents = [(seq.request.cache_salt, token) for token in seq.tokens[:end]]
             self.slots.update(zip(places[seq.num_computed_tokens :], contents[seq.num_computed_tokens :], strict=True))
             assert [self.slots[place] for place in places] == contents
@@ -179,7 +179,7 @@ class World:
             for seq in batcher.snapshot(0.0, 1000).running_requests
         ]
         while len(seqs) > 1:  # one alone is always allowed
-            assert self._context([length for length, _ in seqs]) <= self.bounds.memory.token_capacity
+            assert self._context([length for length, _ in seqs]) <= self.bounds.token_capacity
             seqs = [[length + 1, rest - 1] for length, rest in seqs if rest > 0]
 
     def _context(self, lengths: list[int]) -> int:
@@ -284,7 +284,7 @@ def test_the_oldest_request_is_not_starved_by_small_ones(
 ) -> None:
     """It needs all the memory; only the small ones of its first second may overtake it."""
     batcher = Batcher(bounds, {EOS})
-    limit = bounds.memory.token_capacity
+    limit = bounds.token_capacity
     limit -= limit % (bounds.block_size or 1)
     numbers = iter(range(1, 10**6))
     for step in range(1500):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
@@ -47,7 +47,7 @@ STREAMS = [TraceRequest(0.0, 20, 400)] * 31 + [TraceRequest(1.0, 8000, 10)]
 
 
 def longest_gap(*, chunked: bool) -> float:
-    bounds = BatchLimits(64, MemoryModel(1 << 30), 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
+    bounds = BatchLimits(64, 1 << 30, 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
     return max(Simulation(bounds, SimulatedEngine(CHUNKS if chunked else WHOLE), STREAMS).run().longest_gap)
 
 
@@ -68,7 +68,7 @@ def test_a_prompt_expires_half_way_through_its_prefill() -> None:
 
 
 def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:
-    bounds = BatchLimits(64, MemoryModel(1 << 30), 256, block_size=16)
+    bounds = BatchLimits(64, 1 << 30, 256, block_size=16)
     jobs = [TraceRequest(0.0, 100_000, 2), *[TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]]
     outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
     assert len(outcome.ttft) == 21

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tgis.__main__ import run
-from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.memory_model import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
@@ -20,7 +20,7 @@ from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
 
 MODEL = StepModel(padded=True, step_seconds=1.0, row_seconds=0.1, prefill_token_seconds=0.01)
-BOUNDS = BatchLimits(4, MemoryModel(10**6), 10**6, 1.0, padded=True, max_waiting_tokens=0)
+BOUNDS = BatchLimits(4, 10**6, 10**6, 1.0, padded=True, max_waiting_tokens=0)
 
 
 def test_two_requests_computed_by_hand() -> None:

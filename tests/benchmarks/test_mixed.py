@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import mixed
 from benchmarks.mixed import POLICIES, engine_options, load_timed_engine
-from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.memory_model import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
@@ -19,7 +19,7 @@ from tgis.bench.simulate import (
 
 
 def bounds(size: int) -> BatchLimits:
-    return BatchLimits(size, MemoryModel(1 << 30), 512, 0.2, padded=True)
+    return BatchLimits(size, 1 << 30, 512, 0.2, padded=True)
 
 
 def figures(policy: str, size: int, jobs: list[TraceRequest], clients: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 from cpu_kernels import CACHE_DIR, CPU_ISA
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
@@ -18,7 +18,7 @@ EOS = 99
 def limits(weight: int = 1000, **changes: Any) -> BatchLimits:
     values: dict[str, Any] = {
         "max_batch_size": 4,
-        "memory": MemoryModel(weight),
+        "token_capacity": weight,
         "prefill_tokens": 64,
         "padded": True,
         "max_waiting_tokens": 0,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.memory_model import BatchLimits
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.errors import OutOfMemory
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
@@ -30,7 +30,7 @@ def requests() -> list[Request]:
 
 def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
     """As the worker does, without the messages."""
-    limits = BatchLimits(8, MemoryModel(10**6), prefill_tokens=100, max_prefill_padding=0.9, padded=True)
+    limits = BatchLimits(8, 10**6, prefill_tokens=100, max_prefill_padding=0.9, padded=True)
     batcher = Batcher(limits, {2})
     batcher.submit(wanted, 0.0)
     outcome: Outcome = {}

@@ -66,7 +66,6 @@ class PaddedAdmission:
         self._counters = counters
         seqs = [(len(seq.tokens), seq.num_remaining_tokens) for seq in running]
         self._peak_estimator = PeakEstimator(seqs, limits.padded, capacity.context_tokens)
-        self._running = BatchShape.of([length for length, _ in seqs], limits.padded)
         self._prefill = BatchShape(limits.padded)
         self._alone = not running
 
@@ -77,8 +76,7 @@ class PaddedAdmission:
         if not self._peak_estimator.fits(*_after_prefill(seq)):
             return WaitReason.MEMORY
         prefill = self._with(seq)
-        too_large = prefill.num_seqs > 1 and prefill.padded_tokens > self._capacity.prefill_tokens
-        if too_large or self._memory_during(prefill) > self._limits.memory.token_capacity:
+        if prefill.num_seqs > 1 and prefill.padded_tokens > self._capacity.prefill_tokens:
             self._counters.prefill_weight_exceeded += 1
             return WaitReason.PREFILL_SIZE
         if prefill.padding_ratio > self._limits.max_prefill_padding:
@@ -96,11 +94,6 @@ class PaddedAdmission:
     def _with(self, seq: Sequence) -> BatchShape:
         length = len(seq.tokens)
         return self._prefill.merge(BatchShape(self._limits.padded, 1, length, length))
-
-    def _memory_during(self, prefill: BatchShape) -> int:
-        """Memory of the batch with the new sequences in it, and of what their prefill needs on top."""
-        extra = self._limits.memory.prefill_cost(prefill) - prefill.padded_tokens
-        return self._running.merge(prefill).padded_tokens + max(0, extra)
 
 
 def _after_prefill(seq: Sequence) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class BlockManager:
     @classmethod
     def from_limits(cls, limits: BatchLimits) -> Self:
         """As many blocks as fit into memory."""
-        num_blocks = limits.memory.token_capacity // limits.block_size
+        num_blocks = limits.token_capacity // limits.block_size
         return cls(num_blocks, limits.block_size, prefix_cache=limits.prefix_cache, lookahead=limits.lookahead)
 
     def blocks_for(self, tokens: int) -> int:

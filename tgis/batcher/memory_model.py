@@ -4,7 +4,7 @@ Knows lengths only, never tokens. The unit is the memory of one token of context
 rectangles; those of other engines cost the sum of their lengths.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,24 +52,11 @@ def padded_tokens(lengths: Collection[int], padded: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryModel:
-    """Memory that steps need, and how much there is, in tokens of context."""
-
-    token_capacity: int
-    prefill_linear: float = 0.0  # per token of a prefill
-    prefill_quadratic: float = 0.0  # and, on top, per token of the longest prompt
-
-    def prefill_cost(self, shape: BatchShape) -> int:
-        """Memory of a prefill, its keys and values included."""
-        return int((self.prefill_linear + self.prefill_quadratic * shape.max_length) * shape.padded_tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class BatchLimits:
     """What bounds a batch, and what kind of engine runs it."""
 
     max_batch_size: int
-    memory: MemoryModel
+    token_capacity: int  # tokens of context that fit into memory beside the largest step, padding included
     prefill_tokens: int  # of one prefill, padding included; of one step, where prefill is chunked
     max_prefill_padding: float = 1.0  # share of a prefill; 1 is off
     padded: bool = False
@@ -85,20 +72,11 @@ class BatchLimits:
 
 def check_max_sequence_length(limits: BatchLimits, length: int) -> None:
     """StartError unless one request of this many tokens fits into memory."""
-    most = max_request_tokens(limits, length)
-    if most < length:
+    if limits.token_capacity < length:
         raise StartError(
-            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {most} does: lower it, "
+            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {limits.token_capacity} does: lower it, "
             "or BATCH_SAFETY_MARGIN, or choose a smaller dtype"
         )
-
-
-def max_request_tokens(limits: BatchLimits, upper_bound: int) -> int:
-    """Tokens of the longest single request, input and output, that fits into memory."""
-    memory = limits.memory
-    lengths = range(min(upper_bound, memory.token_capacity) + 1)
-    cost = lambda length: memory.prefill_cost(BatchShape(limits.padded, 1, length, length))  # noqa: E731
-    return bisect_right(lengths, memory.token_capacity, key=cost) - 1
 
 
 class CapacityLimits:
@@ -108,7 +86,7 @@ class CapacityLimits:
     """
 
     def __init__(self, limits: BatchLimits) -> None:
-        self.max_context_tokens = limits.memory.token_capacity
+        self.max_context_tokens = limits.token_capacity
         self.max_prefill_tokens = limits.prefill_tokens
         self.context_tokens = self.max_context_tokens
         self.prefill_tokens = self.max_prefill_tokens

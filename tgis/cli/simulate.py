@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from tgis.batcher.memory_model import BatchLimits, MemoryModel
+from tgis.batcher.memory_model import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
@@ -64,7 +64,7 @@ def _parser(prog: str) -> Parser:
 def _limits(options: Namespace) -> BatchLimits:
     return BatchLimits(
         max_batch_size=options.max_batch_size,
-        memory=MemoryModel(options.weight_limit),
+        token_capacity=options.weight_limit,
         prefill_tokens=options.prefill_tokens,
         max_prefill_padding=options.max_prefill_padding,
         padded=options.engine == "padded",

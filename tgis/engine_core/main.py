@@ -12,7 +12,7 @@ import socket
 import sys
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits, MemoryModel, check_max_sequence_length
+from tgis.batcher.memory_model import BatchLimits, check_max_sequence_length
 from tgis.engine_core.core import EngineCore
 from tgis.engines import load_engine
 from tgis.errors import TgisError
@@ -30,7 +30,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
     """What bounds the batches of this engine."""
     return BatchLimits(
         max_batch_size=info.max_batch_size,
-        memory=MemoryModel(info.token_capacity, info.prefill_linear, info.prefill_quadratic),
+        token_capacity=info.token_capacity,
         prefill_tokens=info.max_prefill_tokens,
         max_prefill_padding=options.max_prefill_padding,
         padded=info.padded,

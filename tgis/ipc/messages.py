@@ -51,8 +51,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_batch_size: int
     token_capacity: int  # tokens of context that fit into memory
     max_prefill_tokens: int  # more in one step only make it slower
-    prefill_linear: float = 0.0  # memory of a prefill token, in tokens of context
-    prefill_quadratic: float = 0.0  # and, on top, per token of its sequence
     block_size: int = 0  # tokens of a KV block; engines with blocks do chunked prefill, mixed with decodes
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
     max_slowdown: float = 2.0  # how much longer a step may take because of prefill chunks beside decodes

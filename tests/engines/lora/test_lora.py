@@ -26,7 +26,6 @@ from tiny_models import DECODER_START, EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 from tuning import Tuned
 
-from tgis.batcher.memory_model import MemoryModel
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.lora.adapter_bank import AdapterBank
@@ -100,8 +99,11 @@ def test_eight_adapters_and_none_in_one_batch_give_what_each_gives_alone(
     )
     wanted.sort(key=lambda one: len(one.tokens))  # all adapters and none for one input, then for another
     jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    room = MemoryModel(setup.engine.info.token_capacity)
-    for bounds in (setup.bounds, dataclasses.replace(setup.bounds, max_batch_size=16, memory=room, prefill_tokens=64)):
+    room = setup.engine.info.token_capacity
+    for bounds in (
+        setup.bounds,
+        dataclasses.replace(setup.bounds, max_batch_size=16, token_capacity=room, prefill_tokens=64),
+    ):
         generated, _ = generate_all(EngineSetup(setup.engine, bounds, setup.ids), jobs, seed=piece)
         assert generated == [one.generated for one in wanted]
     assert max(company) == len(LESSONS) + 1
