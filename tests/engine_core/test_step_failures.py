@@ -1,4 +1,4 @@
-"""The real engine when steps fail: what survives is what each request gives alone."""
+"""Failed steps of a real engine: every request still gives what it gives alone."""
 
 import pytest
 import torch
@@ -31,11 +31,11 @@ def network_of(engine: PaddedEngine) -> torch.nn.Module:
     return engine._model.model
 
 
-LACK, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
+NO_MEMORY, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
 
 
-@pytest.mark.parametrize(("error", "calls"), [(LACK, {1}), (LACK, {3, 4, 8}), (BUG, {2}), (BUG, {6, 14, 15})])
-def test_a_pass_that_fails_changes_nobodys_result(
+@pytest.mark.parametrize(("error", "calls"), [(NO_MEMORY, {1}), (NO_MEMORY, {3, 4, 8}), (BUG, {2}), (BUG, {6, 14, 15})])
+def test_a_failed_step_changes_no_result(
     engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
 ) -> None:
     network = network_of(engine)
@@ -45,26 +45,26 @@ def test_a_pass_that_fails_changes_nobodys_result(
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])
-def test_a_cache_that_cannot_grow_changes_nobodys_result(
+def test_a_cache_that_cannot_grow_changes_no_result(
     engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    moved = Failing(PaddedCacheLayer._reallocated, torch.OutOfMemoryError("none left"), {call})
-    monkeypatch.setattr(PaddedCacheLayer, "_reallocated", lambda self, *args: moved(self, *args))  # noqa: PLW0108 - to bind
+    reallocated = Failing(PaddedCacheLayer._reallocated, torch.OutOfMemoryError("none left"), {call})
+    monkeypatch.setattr(PaddedCacheLayer, "_reallocated", lambda self, *args: reallocated(self, *args))  # noqa: PLW0108 - to bind
     check(run(engine, requests()), alone)
-    assert moved.count >= call
+    assert reallocated.count >= call
 
 
 def test_a_lost_device_is_fatal(engine: PaddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     network = network_of(engine)
     monkeypatch.setattr(network, "forward", Failing(network.forward, torch.AcceleratorError("device-side assert"), {1}))
-    row = Sequence(requests()[0], 0.0)
+    seq = Sequence(requests()[0], 0.0)
     with pytest.raises(StartError, match="device is lost"):
-        engine.step(StepPlan.compute_all([row]))
-    engine.release([row])
+        engine.step(StepPlan.compute_all([seq]))
+    engine.release([seq])
 
 
-def test_rows_that_were_lost_are_asked_for_again(engine: PaddedEngine) -> None:
-    row = Sequence(requests()[0], 0.0)
-    row.num_computed_tokens, row.tokens = len(row.tokens), [*row.tokens, 7]
+def test_lost_sequences_are_recomputed(engine: PaddedEngine) -> None:
+    seq = Sequence(requests()[0], 0.0)
+    seq.num_computed_tokens, seq.tokens = len(seq.tokens), [*seq.tokens, 7]
     with pytest.raises(OutOfMemory, match="lost"):
-        engine.step(StepPlan.compute_all([row]))
+        engine.step(StepPlan.compute_all([seq]))

@@ -29,13 +29,13 @@ def requests() -> list[Request]:
 
 
 def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
-    """As the worker does, without the messages."""
+    """As the engine core does, without the messages."""
     limits = BatchLimits(8, 10**6, prefill_tokens=100, max_prefill_padding=0.9, padded=True)
     batcher = Batcher(limits, {2})
     batcher.submit(wanted, 0.0)
     outcome: Outcome = {}
     inputs: dict[int, list[TokenLogprobs]] = {}
-    refused = []
+    failed = []
     now = 0.0
     while not batcher.idle:
         plan = batcher.plan(now := now + 1.0)
@@ -45,13 +45,13 @@ def run(engine: PaddedEngine, wanted: list[Request]) -> Outcome:
         try:
             result = engine.step(plan)
         except (OutOfMemory, RuntimeError) as error:
-            refused += batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
+            failed += batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
             continue
         assert not inputs.keys() & result.prompt_logprobs.keys()
         inputs |= result.prompt_logprobs
         ended = batcher.commit(plan, result.tokens, now)
-        outcome |= {row.id: (row.tokens[row.prompt_length :], inputs.get(row.id, [])) for row in ended}
-    assert refused == []
+        outcome |= {seq.id: (seq.tokens[seq.prompt_length :], inputs.get(seq.id, [])) for seq in ended}
+    assert failed == []
     return outcome
 
 

@@ -69,7 +69,7 @@ class EngineCore:
 
     def _submit(self, requests: list[Request], arrival_time: float) -> None:
         for seq in self._batcher.submit(requests, arrival_time):
-            if seq.request.adapter:
+            if seq.request.adapter:  # loaded before: validation needs its length, and its errors come first
                 assert self._resolver is not None
                 seq.adapter = self._resolver.adapter(seq.request.adapter)
 
