@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_hub
 import grpc
-import hub_stand_in
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
@@ -59,7 +59,7 @@ def test_python_example(server: Server, example: str) -> None:
 @pytest.mark.parametrize("words", [words for words in TGIS if words[0] == "download-weights"], ids=shlex.join)
 def test_download_example(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with hub_stand_in.running() as hub:
+    with fake_hub.running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         files = dict.fromkeys(("config.json", "tokenizer.json"), b"{}")
         commit = hub.add(words[1], files | {"model.safetensors": save({"w": np.zeros(1)})})

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hub_stand_in
+import fake_hub
 import pytest
 import torch
+from fake_hub import TOKEN, FakeHub
 from harness import running_server, unary_request
-from hub_stand_in import TOKEN, FakeHub
 from limited_process import LIMITED
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
@@ -29,7 +29,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     """A hub with a model for the engine `fake`."""
     model = make_fake_model(tmp_path / "model")
     files = {path.name: path.read_bytes() for path in model.iterdir()}
-    with hub_stand_in.running() as running:
+    with fake_hub.running() as running:
         running.add(REPO, files | {"model.safetensors": save({"w": torch.arange(500_000)}), "README.md": b"# A model"})
         yield running
 
@@ -235,7 +235,7 @@ def test_weights_that_cannot_be_converted_are_reported(
 
 def test_concurrent_runs_download_once(hub: FakeHub, start: Start) -> None:
     """The second waits while the first downloads, then finds everything."""
-    gate = hub.gates["model.safetensors"] = hub_stand_in.Gate()
+    gate = hub.gates["model.safetensors"] = fake_hub.Gate()
     with start("download-weights", REPO) as first:
         assert gate.reached.wait(30)
         with start("download-weights", REPO) as second:

@@ -4,7 +4,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_zoo import SAMPLES
+from tokenizer_families import SAMPLES
 
 from tgis.frontend.stop_strings import MAX_GRAPHEME_LENGTH, StopStringMatcher
 

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hub_stand_in
+import fake_hub
 import huggingface_hub
 import pytest
-from hub_stand_in import TOKEN, FakeHub
+from fake_hub import TOKEN, FakeHub
 from huggingface_hub import HfApi, snapshot_download
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ Bring = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[FakeHub]:
-    with hub_stand_in.running() as running, pytest.MonkeyPatch.context() as patch:
+    with fake_hub.running() as running, pytest.MonkeyPatch.context() as patch:
         patch.setattr(downloading, "MAX_BACKOFF_SECONDS", 0.0)
         yield running
 

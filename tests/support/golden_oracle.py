@@ -15,8 +15,8 @@ import torch
 import yaml
 from golden_cases import Case, Json, cases, expected_answers, expected_file, servers
 from golden_compare import differences
+from golden_generation import AmbiguousError, OracleRun
 from golden_model import OracleModel
-from golden_steps import AmbiguousError, OracleRun
 from google.protobuf import json_format
 from repository import TEST_CACHE
 

@@ -36,7 +36,7 @@ def test_interpreted_kernels_match_the_oracle() -> None:
 
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """With wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
-    builds = child("decode_builds.py", TRITON_CACHE_DIR=str(tmp_path))
+    builds = child("decode_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
     assert len(builds) > 3
     for name, (shared, wide_copies, products) in builds.items():
         assert shared <= 99 * 1024, name

@@ -101,7 +101,7 @@ def test_ranks_merge_their_parts(changes: dict[str, Any], tmp_path: Path) -> Non
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     path = make_model_from_config(LlamaConfig(**(sizes | heads | changes)), tmp_path)
     commands = [
-        [sys.executable, "tests/support/sharded_siblings.py", str(path), str(tmp_path / "store"), str(rank)]
+        [sys.executable, "tests/support/merged_linear_rank.py", str(path), str(tmp_path / "store"), str(rank)]
         for rank in (0, 1)
     ]
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import tuning
-from companies import (
+from adapter_batches import (
     ENGINES,
     AdapterRequest,
     EngineSetup,

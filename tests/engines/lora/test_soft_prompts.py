@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 import tuning
-from batches import engine_options
-from companies import (
+from adapter_batches import (
     BOUNDS,
     ENGINES,
     NEAR_TIE,
@@ -25,6 +24,7 @@ from companies import (
     make_setup,
     without_near_ties,
 )
+from batches import engine_options
 from peft import PeftModelForCausalLM, PromptTuningConfig
 from tiny_models import DECODER_START, EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM

@@ -29,7 +29,7 @@ def test_full_batches_stay_within_the_memory_granted(
     smollm2_dir: Path, engine: str, granted: int, share: float
 ) -> None:
     """A token's keys and values are 45 KiB in float32: some thousand tokens fit, of 48 requests of 8 to 512."""
-    command = [sys.executable, "tests/support/memory_proof.py", engine, str(smollm2_dir), str(granted)]
+    command = [sys.executable, "tests/support/memory_limit_run.py", engine, str(smollm2_dir), str(granted)]
     variables = server_environment(**LIBRARY_ENVIRONMENT, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)

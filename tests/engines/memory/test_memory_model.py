@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from synthetic import MemoryFormula, MiB, SyntheticEngine
+from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
 
 from tgis.engines.memory import available, profiler
 from tgis.engines.memory.profiler import DummyRunner, KvCacheCost, manual_capacity

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import MemoryFormula, MiB, SyntheticEngine
+from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
 
 from tgis.engines.memory.profiler import DummyRunner, manual_capacity
 from tgis.errors import StartError

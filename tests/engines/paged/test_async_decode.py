@@ -12,8 +12,8 @@ import pytest
 import sampling_oracle as oracle
 import torch
 from batches import engine_options, limits
+from fake_cuda_graphs import record
 from random_requests import KINDS, WISHES
-from recording import record
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from recording import record
+from fake_cuda_graphs import record
 from torch import Tensor
 
 from tgis.engines.paged.batch import FlatBatch, PrefillChunk

@@ -1,6 +1,6 @@
 """Fill batches up to the capacity that was found at the start, and report how much memory that took.
 
-Run as `python memory_proof.py ENGINE MODEL GRANTED_BYTES`, in a process of its own so that nothing else is measured.
+Run as `python memory_limit_run.py ENGINE MODEL GRANTED_BYTES`, in its own process so that nothing else is measured.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`python tests/support/sharded_siblings.py MODEL STORE RANK`: one of two ranks that merge and pack layers.
+"""`python tests/support/merged_linear_rank.py MODEL STORE RANK`: one of two ranks that merge and pack layers.
 
 Prints how many of each, and the largest change of the model's logits.
 """
