@@ -17,7 +17,7 @@ from torch import Tensor
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
-from tgis.engines.paged.attention import AttentionParams, kernel_rows
+from tgis.engines.paged.attention import AttentionParams, cpu_sequences
 from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 
 FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}
@@ -52,7 +52,7 @@ def decode_by(
     """Attention of rows with one token each."""
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [], NOTHING, [])
     assert kernel.supports(q, keys, values)
-    return kernel.attend(q, keys, values, kernel_rows(batch), **params)
+    return kernel.attend(q, keys, values, cpu_sequences(batch), **params)
 
 
 def arguments(params: AttentionParams) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def arguments(params: AttentionParams) -> dict[str, Any]:
 def prefill_by(kernel: CpuAttention, chunks: ChunkedBatch, params: AttentionParams) -> Tensor:
     """Attention of the chunks of a batch."""
     assert kernel.supports(chunks.q, *chunks.layer)
-    output = kernel.attend(chunks.q, *chunks.layer, kernel_rows(chunks.batch), **arguments(params))
+    output = kernel.attend(chunks.q, *chunks.layer, cpu_sequences(chunks.batch), **arguments(params))
     return output[chunks.batch.num_decodes :]
 
 
@@ -218,7 +218,7 @@ def test_queries_of_any_strides(kernel: CpuAttention) -> None:
 def test_sequences_point_to_their_block_tables() -> None:
     tables, lengths, blocks = torch.zeros(2, 5, dtype=torch.int64), torch.tensor([70, 3]), torch.arange(4)
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [PrefillChunk(slice(2, 9), 50, blocks)], NOTHING, [])
-    assert kernel_rows(batch).tolist() == [
+    assert cpu_sequences(batch).tolist() == [
         [0, 1, 70, tables.data_ptr()],
         [1, 1, 3, tables[1].data_ptr()],
         [2, 7, 57, blocks.data_ptr()],

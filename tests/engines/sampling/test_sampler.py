@@ -1,4 +1,4 @@
-"""The next token of each row: directed cases, and the warpers of transformers as an oracle."""
+"""The next token of each row: directed cases, with the logits processors of transformers as an oracle."""
 
 import itertools
 import math
@@ -35,32 +35,32 @@ def choose(
     return sample_batch(rows, logits, [[0]] * len(rows) if context is None else context.tolist(), eos)
 
 
-def fact(choice: Sampled, row: int = 0) -> TokenLogprobs:
-    found = choice.logprobs[row]
+def logprobs_of(sampled: Sampled, row: int = 0) -> TokenLogprobs:
+    found = sampled.logprobs[row]
     assert found is not None
     return found
 
 
-def remaining(
+def candidates(
     sampling: SamplingParams,
     logits: Many[float] | torch.Tensor,
     generated: int = 0,
     eos: Many[int] = (),
     context: Many[int] = (0,),
 ) -> dict[int, float]:
-    """Logprob of each token that a lone row may choose."""
+    """The logprob of each token that a single row may sample."""
     scores = torch.as_tensor(logits, dtype=torch.float32)[None]
     row = make_row(
         sampling, LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=scores.shape[1]), generated
     )
-    return dict(fact(choose([row], scores, torch.tensor([context]), eos)).top_logprobs)
+    return dict(logprobs_of(choose([row], scores, torch.tensor([context]), eos)).top_logprobs)
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def their_warpers(sampling: SamplingParams) -> list[theirs.LogitsProcessor]:
+def their_processors(sampling: SamplingParams) -> list[theirs.LogitsProcessor]:
     warpers = [theirs.TemperatureLogitsWarper(sampling.temperature)]
     if sampling.repetition_penalty != 1:
         warpers.insert(0, theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -94,10 +94,10 @@ def their_warpers(sampling: SamplingParams) -> list[theirs.LogitsProcessor]:
 def test_warpers_are_those_of_transformers(sampling: SamplingParams, spread: float) -> None:
     logits, context = normal(1000, spread=spread), [5, 900, 5, 17]
     expected = logits.double()[None]
-    for warper in their_warpers(sampling):
+    for warper in their_processors(sampling):
         expected = warper(torch.tensor([context]), expected)
     logprobs = expected[0].log_softmax(-1)
-    found = remaining(sampling, logits, context=context)
+    found = candidates(sampling, logits, context=context)
     assert sorted(found) == logprobs.isfinite().nonzero().flatten().tolist()
     assert [found[token] for token in sorted(found)] == pytest.approx(logprobs[sorted(found)].tolist(), abs=1e-5)
 
@@ -107,7 +107,7 @@ def test_min_new_tokens_is_that_of_transformers(generated: int) -> None:
     logits = normal(50)
     warper = theirs.MinNewTokensLengthLogitsProcessor(2, 5, EOS)
     expected = warper(torch.zeros(1, 2 + generated, dtype=torch.int64), logits[None])[0]
-    found = remaining(SamplingParams(min_new_tokens=5), logits, generated, EOS)
+    found = candidates(SamplingParams(min_new_tokens=5), logits, generated, EOS)
     assert sorted(found) == expected.isfinite().nonzero().flatten().tolist()
 
 
@@ -121,40 +121,40 @@ def test_greedy_takes_the_lowest_of_equal_ids(dtype: torch.dtype, details: Logpr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_greedy_without_details_looks_at_the_logits_as_they_are(dtype: torch.dtype) -> None:
+def test_greedy_without_logprobs_compares_the_raw_logits(dtype: torch.dtype) -> None:
     logits = normal(9, 700).to(dtype)
     rows = [make_row(SamplingParams(seed=3, top_k=2, top_p=0.1)) for _ in range(9)]
-    choice = choose(rows, logits)
-    assert choice == Sampled(logits.double().argmax(-1).tolist(), [], [])
+    sampled = choose(rows, logits)
+    assert sampled == Sampled(logits.double().argmax(-1).tolist(), [], [])
 
 
-def test_ties_at_the_kth_place_stay() -> None:
-    assert set(remaining(SamplingParams(temperature=1.0, top_k=2), [1, 5, 3, 3, 0, 3])) == {1, 2, 3, 5}
+def test_ties_with_the_kth_token_are_kept() -> None:
+    assert set(candidates(SamplingParams(temperature=1.0, top_k=2), [1, 5, 3, 3, 0, 3])) == {1, 2, 3, 5}
     # 400 ties do not fit into any short list
     many = torch.cat([torch.full((400,), 2.0), torch.zeros(600), torch.tensor([3.0])])
-    assert set(remaining(SamplingParams(temperature=0.5, top_k=2), many)) == {*range(400), 1000}
+    assert set(candidates(SamplingParams(temperature=0.5, top_k=2), many)) == {*range(400), 1000}
 
 
 def test_top_k_of_one_has_logprob_zero() -> None:
-    choice = choose([make_row(SamplingParams(temperature=2.0, top_k=1, seed=5), LOGPROBS)], normal(1, 40))
-    assert fact(choice).logprob == 0.0
+    sampled = choose([make_row(SamplingParams(temperature=2.0, top_k=1, seed=5), LOGPROBS)], normal(1, 40))
+    assert logprobs_of(sampled).logprob == 0.0
 
 
 @pytest.mark.parametrize("k", [40, 41, 2**32 - 1])
 def test_top_k_of_the_whole_vocabulary_or_more_is_off(k: int) -> None:
     logits = normal(40)
-    assert remaining(SamplingParams(temperature=1.0, top_k=k), logits) == remaining(
+    assert candidates(SamplingParams(temperature=1.0, top_k=k), logits) == candidates(
         SamplingParams(temperature=1.0), logits
     )
 
 
-def test_top_p_keeps_what_reaches_it_and_the_best() -> None:
+def test_top_p_keeps_what_reaches_it_and_at_least_the_best() -> None:
     logits = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
-    assert set(remaining(SamplingParams(temperature=1.0, top_p=0.69), logits)) == {1, 3}
-    assert set(remaining(SamplingParams(temperature=1.0, top_p=0.71), logits)) == {1, 2, 3}
-    assert set(remaining(SamplingParams(temperature=1.0, top_p=1e-9), logits)) == {1}
+    assert set(candidates(SamplingParams(temperature=1.0, top_p=0.69), logits)) == {1, 3}
+    assert set(candidates(SamplingParams(temperature=1.0, top_p=0.71), logits)) == {1, 2, 3}
+    assert set(candidates(SamplingParams(temperature=1.0, top_p=1e-9), logits)) == {1}
     # cumulative mass of exactly 1 - top_p is removed
-    assert set(remaining(SamplingParams(temperature=1.0, top_p=0.5), [0.0, -0.0] * 4)) == {0, 1, 2, 3}
+    assert set(candidates(SamplingParams(temperature=1.0, top_p=0.5), [0.0, -0.0] * 4)) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("share", [1e-6, 0.0])
@@ -167,14 +167,14 @@ def test_tiny_top_p_is_greedy(share: float) -> None:
 
 def test_typical_p_may_remove_the_best() -> None:
     logits = [math.log(p) for p in (0.4, *[0.006] * 100)]
-    found = remaining(SamplingParams(temperature=1.0, typical_p=0.3), logits)
+    found = candidates(SamplingParams(temperature=1.0, typical_p=0.3), logits)
     assert set(found) == set(range(1, 101))  # ties are kept, though a half of them would do
     assert found[1] == pytest.approx(-math.log(100))
 
 
 def test_repetition_penalty_applies_once_per_id() -> None:
     logits = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    found = remaining(SamplingParams(repetition_penalty=2.0), logits, context=[0, 1, 1, 0, 0, 0])
+    found = candidates(SamplingParams(repetition_penalty=2.0), logits, context=[0, 1, 1, 0, 0, 0])
     expected = torch.tensor([1.0, -4.0, 2.0, -2.0]).log_softmax(-1)
     assert [found[token] for token in range(4)] == pytest.approx(expected.tolist(), abs=1e-6)
 
@@ -183,13 +183,13 @@ def test_repetition_penalty_of_one_row_leaves_the_others_alone() -> None:
     logits = normal(3, 30)
     rows = [make_row(SamplingParams(repetition_penalty=p), LOGPROBS) for p in (1.0, 9.0, 1.0)]
     context = torch.arange(30).repeat(3, 2)
-    choice = choose(rows, logits, context)
+    sampled = choose(rows, logits, context)
     for row in (0, 2):
-        assert fact(choice, row).logprob == pytest.approx(logits[row].log_softmax(-1).max().item(), abs=1e-6)
-    assert fact(choice, 1).logprob != pytest.approx(logits[1].log_softmax(-1).max().item(), abs=1e-6)
+        assert logprobs_of(sampled, row).logprob == pytest.approx(logits[row].log_softmax(-1).max().item(), abs=1e-6)
+    assert logprobs_of(sampled, 1).logprob != pytest.approx(logits[1].log_softmax(-1).max().item(), abs=1e-6)
 
 
-def test_no_end_before_the_minimum_length() -> None:
+def test_no_eos_before_the_minimum_length() -> None:
     logits = torch.zeros(1, 10)
     logits[0, EOS] = 9.0
     rows = [make_row(SamplingParams(min_new_tokens=3), generated=generated) for generated in range(5)]
@@ -204,31 +204,31 @@ def test_length_penalty_starts_with_token_ten() -> None:
         expected = logits.clone()
         for token in EOS:
             expected[token] += abs(expected[token]) * (factor - 1)
-        found = remaining(sampling, logits, generated, EOS)
+        found = candidates(sampling, logits, generated, EOS)
         assert [found[token] for token in range(8)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-5)
 
 
 def test_length_penalty_waits_for_the_minimum_length() -> None:
     sampling = SamplingParams(length_penalty=(0, 5.0), min_new_tokens=6)
-    assert not set(remaining(sampling, normal(20), 5, EOS)) & set(EOS)
-    assert set(remaining(sampling, normal(20), 6, EOS)) > set(EOS)
+    assert not set(candidates(sampling, normal(20), 5, EOS)) & set(EOS)
+    assert set(candidates(sampling, normal(20), 6, EOS)) > set(EOS)
 
 
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)]
 )
-def test_an_overflowing_length_penalty_ends(sampling: SamplingParams) -> None:
+def test_an_overflowing_length_penalty_samples_eos(sampling: SamplingParams) -> None:
     sampling = replace(sampling, length_penalty=(1, 10.0))
     logits = normal(1, 20).abs() + 1
     logits[0, 7] = -INFINITY
-    choice = choose([make_row(sampling, LOGPROBS, generated=5000)], logits, eos=EOS)
-    assert (choice.tokens, choice.invalid, fact(choice).logprob) == ([3], [], 0.0)
+    sampled = choose([make_row(sampling, LOGPROBS, generated=5000)], logits, eos=EOS)
+    assert (sampled.tokens, sampled.invalid, logprobs_of(sampled).logprob) == ([3], [], 0.0)
 
 
 def test_top_n_with_ties_at_the_threshold() -> None:
     logits = [5.0, 1.0, 4.0, 4.0, 4.0, 2.0]
     details = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=2)
-    top = fact(choose([make_row(SamplingParams(), details)], torch.tensor([logits]))).top_logprobs
+    top = logprobs_of(choose([make_row(SamplingParams(), details)], torch.tensor([logits]))).top_logprobs
     assert [token for token, _ in top] == [0, 2, 3, 4]
     assert [logprob for _, logprob in top] == pytest.approx(
         torch.tensor(logits).log_softmax(-1)[[0, 2, 3, 4]].tolist(), abs=1e-6
@@ -243,24 +243,24 @@ def test_top_n_reports_at_most_four_times_n_the_lowest_ids_first(dtype: torch.dt
     logits[0, 999] = 3.0  # the best of all, but of too high an id
     for logprobs in (True, False):
         details = LogprobOptions(generated_tokens=True, logprobs=logprobs, top_n_tokens=2)
-        top = fact(choose([make_row(SamplingParams(), details)], logits)).top_logprobs
+        top = logprobs_of(choose([make_row(SamplingParams(), details)], logits)).top_logprobs
         assert [token for token, _ in top] == list(range(100, 108))
 
 
 def test_top_n_without_logprobs_is_in_the_order_of_ids() -> None:
     logits = torch.tensor([[0.0, 3.0, 9.0, -2.0, 5.0]])
-    top = fact(
+    top = logprobs_of(
         choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, top_n_tokens=3))], logits)
     ).top_logprobs
     assert top == [(1, 0.0), (2, 0.0), (4, 0.0)]
 
 
-def test_top_n_leaves_out_what_is_removed() -> None:
+def test_top_n_omits_removed_tokens() -> None:
     logits = torch.tensor([[0.0, 3.0, -INFINITY, 5.0]])
     details = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=4)
     rows = [make_row(SamplingParams(), details), make_row(SamplingParams(temperature=1.0, top_k=2), details)]
-    choice = choose(rows, logits.repeat(2, 1))
-    assert [[token for token, _ in fact(choice, row).top_logprobs] for row in (0, 1)] == [[3, 1, 0], [3, 1]]
+    sampled = choose(rows, logits.repeat(2, 1))
+    assert [[token for token, _ in logprobs_of(sampled, row).top_logprobs] for row in (0, 1)] == [[3, 1, 0], [3, 1]]
 
 
 def test_rank_counts_what_is_strictly_better() -> None:
@@ -273,21 +273,21 @@ def test_rank_counts_what_is_strictly_better() -> None:
             )
             for seed in range(40)
         ]
-        choice = choose(rows, logits)
-        assert set(choice.tokens) == set(range(5))
-        assert all(fact(choice, i).rank == (1 if t < 3 else 4) for i, t in enumerate(choice.tokens))
+        sampled = choose(rows, logits)
+        assert set(sampled.tokens) == set(range(5))
+        assert all(logprobs_of(sampled, i).rank == (1 if t < 3 else 4) for i, t in enumerate(sampled.tokens))
 
 
-def test_facts_are_only_told_to_those_who_ask() -> None:
+def test_logprobs_are_only_reported_where_requested() -> None:
     logits = normal(4, 600)
     asked = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=1)
     silent = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=1)
-    choice = choose(
+    sampled = choose(
         [make_row(SamplingParams(), each) for each in (LogprobOptions(), asked, silent, LogprobOptions(True))], logits
     )
-    assert [each is None for each in choice.logprobs] == [True, False, True, True]
+    assert [each is None for each in sampled.logprobs] == [True, False, True, True]
     assert choose([make_row(SamplingParams(), silent)] * 4, logits).logprobs == []
-    only_rank = fact(
+    only_rank = logprobs_of(
         choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, ranks=True))], logits[:1])
     )
     assert only_rank == TokenLogprobs(0.0, 1, [])
@@ -297,19 +297,19 @@ def test_facts_are_only_told_to_those_who_ask() -> None:
     "details", [LogprobOptions(), LOGPROBS, LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=2)]
 )
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_greedy_sees_all_of_a_float64(details: LogprobOptions, penalty: float) -> None:
-    """Engines that compare their results bit by bit run in float64."""
+def test_greedy_compares_float64_exactly(details: LogprobOptions, penalty: float) -> None:
+    """Tests that compare engines bit by bit run in float64."""
     logits = torch.full((1, 600), 2.0, dtype=torch.float64)
     logits[0, 400] += 1e-12
     assert choose([make_row(SamplingParams(repetition_penalty=penalty), details)], logits).tokens == [400]
 
 
-def test_a_long_list_beside_a_bad_row() -> None:
+def test_a_retry_beside_an_invalid_row() -> None:
     logits = torch.zeros(2, 700)
     logits[0] = math.nan
-    choice = choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, top_n_tokens=3))] * 2, logits)
-    assert (choice.invalid, choice.tokens) == ([0], [-1, 0])
-    assert choice.logprobs == [None, TokenLogprobs(0.0, 0, [(token, 0.0) for token in range(12)])]
+    sampled = choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, top_n_tokens=3))] * 2, logits)
+    assert (sampled.invalid, sampled.tokens) == ([0], [-1, 0])
+    assert sampled.logprobs == [None, TokenLogprobs(0.0, 0, [(token, 0.0) for token in range(12)])]
 
 
 def test_logits_may_be_a_view() -> None:
@@ -386,7 +386,7 @@ def same(left: TokenLogprobs | None, right: TokenLogprobs | None) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [0.5, 5.0])
-def test_a_batch_is_its_rows_one_by_one(dtype: torch.dtype, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_equals_its_rows_one_by_one(dtype: torch.dtype, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_processors, "_CPU_BLOCK_SCORES", 7000)
     rows = [
         make_row(replace(sampling, seed=seed), details, generated)
@@ -407,8 +407,8 @@ def test_a_batch_is_its_rows_one_by_one(dtype: torch.dtype, spread: float, monke
 
 @pytest.mark.parametrize("poison", ["nan", "one nan", "infinite", "nothing left", "only the end"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_bad_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
-    """Whatever a row asks for: its neighbours, of the same group and of others, get what they would get."""
+def test_an_invalid_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
+    """Whatever it asks for: its neighbours, in the same group and in others, get the same as without it."""
     rows = [make_row(*each) for each in ROWS] + [make_row(*each) for each in ROWS]
     if poison == "only the end":
         rows[: len(ROWS)] = [make_row(SamplingParams(s.temperature, s.top_k, min_new_tokens=9), d) for s, d in ROWS]
@@ -424,10 +424,10 @@ def test_a_bad_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
     else:
         broken[:] = -INFINITY
         broken[:, EOS] = 1.0 if poison == "only the end" else -INFINITY
-    choice = choose(rows, logits, eos=EOS)
-    assert choice.invalid == list(range(len(ROWS)))
-    assert choice.tokens[len(ROWS) :] == expected.tokens[len(ROWS) :]
-    assert choice.logprobs[len(ROWS) :] == expected.logprobs[len(ROWS) :]
+    sampled = choose(rows, logits, eos=EOS)
+    assert sampled.invalid == list(range(len(ROWS)))
+    assert sampled.tokens[len(ROWS) :] == expected.tokens[len(ROWS) :]
+    assert sampled.logprobs[len(ROWS) :] == expected.logprobs[len(ROWS) :]
 
 
 def test_a_draw_depends_on_seed_and_length_only() -> None:
@@ -451,13 +451,13 @@ def test_a_draw_depends_on_seed_and_length_only() -> None:
 def test_a_draw_walks_the_ids_from_the_lowest(seed: int, vocabulary: int, filters: dict[str, float]) -> None:
     logits = normal(60, vocabulary, seed=seed % 1000, spread=1.5)
     sampling = SamplingParams(temperature=0.9, seed=seed, **filters)  # type: ignore[arg-type]
-    choice = choose([make_row(sampling, generated=i) for i in range(60)], logits)
+    sampled = choose([make_row(sampling, generated=i) for i in range(60)], logits)
     clear = 0
     for i in range(60):
         expected = oracle.process(logits[i].tolist(), sampling, i, [], [])
         token, certain = expected.draw(oracle.uniform(seed, i))
         clear += certain
-        assert choice.tokens[i] == token or not certain
+        assert sampled.tokens[i] == token or not certain
     assert clear > 50
 
 
@@ -510,17 +510,17 @@ def test_a_draw_never_falls_on_a_removed_token(dtype: torch.dtype, size: int) ->
 
 @pytest.mark.parametrize("temperature", [1e-60, 1e-45, 1e-4])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"typical_p": 0.5}])
-def test_the_coldest_sampling_is_greedy(temperature: float, filters: dict[str, float]) -> None:
+def test_sampling_at_the_lowest_temperatures_is_greedy(temperature: float, filters: dict[str, float]) -> None:
     logits = normal(20, 400)
     sampling = SamplingParams(temperature=temperature, seed=4, **filters)  # type: ignore[arg-type]
-    choice = choose([make_row(sampling, LOGPROBS)] * 20, logits)
-    assert choice.tokens == logits.argmax(-1).tolist()
-    assert all(fact(choice, i).logprob == pytest.approx(0.0, abs=1e-6) for i in range(20))
+    sampled = choose([make_row(sampling, LOGPROBS)] * 20, logits)
+    assert sampled.tokens == logits.argmax(-1).tolist()
+    assert all(logprobs_of(sampled, i).logprob == pytest.approx(0.0, abs=1e-6) for i in range(20))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 30), (17, 30), (5, 1200)])
-def test_input_facts(dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs(dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_processors, "_CPU_BLOCK_SCORES", 2500)
     logits = normal(*shape, spread=1.5).to(dtype)
     tokens = torch.randint(0, shape[1], (shape[0],)).tolist()
@@ -533,7 +533,7 @@ def test_input_facts(dtype: torch.dtype, shape: tuple[int, int], monkeypatch: py
             assert same(facts, TokenLogprobs(logprob, expected.rank(token) if ranks else 0, top))
 
 
-def test_input_facts_in_chunks_are_those_at_once() -> None:
+def test_prompt_logprobs_in_chunks_equal_those_at_once() -> None:
     logits, tokens = normal(20, 300), list(range(20))
     details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
     parts = [prompt_logprobs(logits[i : i + 7], tokens[i : i + 7], details) for i in range(0, 20, 7)]
@@ -542,7 +542,7 @@ def test_input_facts_in_chunks_are_those_at_once() -> None:
     assert prompt_logprobs(logits[:0], [], details) == []
 
 
-def test_the_first_input_token_has_no_logprob() -> None:
+def test_the_first_prompt_token_has_no_logprob() -> None:
     assert math.isnan(
         first_prompt_logprobs(LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2)).logprob
     )
@@ -551,7 +551,7 @@ def test_the_first_input_token_has_no_logprob() -> None:
     )
 
 
-def test_input_facts_of_a_bad_position() -> None:
+def test_prompt_logprobs_of_an_invalid_position() -> None:
     logits = normal(3, 300)
     logits[1] = math.nan
     details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2)

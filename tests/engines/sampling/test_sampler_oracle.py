@@ -1,4 +1,4 @@
-"""Random rows, with scores that tie all the time, against the naive way to choose."""
+"""Random rows, with scores that tie all the time, against a naive sampler."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -57,7 +57,7 @@ def batches(
 
 @pytest.fixture(params=["as it is", "lists too short"], autouse=True)
 def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As for a vocabulary hundreds of times as large: short lists, blocks of a few tokens and of a row."""
+    """As if the vocabulary were hundreds of times as large: short lists, blocks of a few tokens and of one row."""
     if request.param == "as it is":
         yield
         return
@@ -72,26 +72,26 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(batch=batches(), eos=st.lists(st.integers(0, 50), max_size=3))
 @settings(max_examples=150, deadline=None)
-def test_rows_are_as_the_naive_way_has_them(
+def test_rows_match_the_naive_sampler(
     dtype: torch.dtype,
     batch: tuple[list[SamplingParams], list[LogprobOptions], list[int], list[list[float]], list[list[int]]],
     eos: list[int],
 ) -> None:
-    wishes, asked, generated, logits, context = batch
-    rows = [make_row(s, d, n) for s, d, n in zip(wishes, asked, generated, strict=True)]
-    choice = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
+    params, asked, generated, logits, context = batch
+    rows = [make_row(s, d, n) for s, d, n in zip(params, asked, generated, strict=True)]
+    sampled = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
     ends = [token for token in eos if token < len(logits[0])]
-    for i, sampling in enumerate(wishes):
+    for i, sampling in enumerate(params):
         expected = oracle.process(logits[i], sampling, generated[i], ends, context[i])
         bad = expected.scores.max() == -float("inf")
-        assert (i in choice.invalid) == bad
+        assert (i in sampled.invalid) == bad
         if bad or expected.ambiguous:
             continue
-        oracle.check_token(choice.tokens[i], expected, sampling, generated[i])
+        oracle.check_token(sampled.tokens[i], expected, sampling, generated[i])
         details = asked[i]
         if details.generated_tokens and (details.logprobs or details.ranks or details.top_n_tokens):
-            found = choice.logprobs[i]
+            found = sampled.logprobs[i]
             assert found is not None
-            oracle.check_logprobs(found, choice.tokens[i], expected, details)
+            oracle.check_logprobs(found, sampled.tokens[i], expected, details)
         else:
-            assert not choice.logprobs or choice.logprobs[i] is None
+            assert not sampled.logprobs or sampled.logprobs[i] is None

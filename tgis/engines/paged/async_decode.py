@@ -2,8 +2,8 @@
 
 Such a step in flight is of sequences that are sure to want another token, unless the one that they are getting ends
 them; on its way into the next step that one never leaves the device. The next plan reuses the result. Sequences that
-are gone by then, or whose token turned out to be another, are not reused. All steps are in one stream of the device:
-whoever gets a freed block writes to it after the step in flight has, and reads what it has written itself.
+are gone by then, or whose token turned out to be another, are not reused. All steps are in one stream of the device: a
+sequence that is given a freed block writes to it after the step in flight has, and reads what it has written itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ _COOLDOWN_STEPS = 16  # after a token that changed: where that is usual, most st
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that the device has been told of; its result is copied to the host as soon as it is there."""
+    """A step that is queued on the device, with the copy of its result to the host behind it."""
 
     sampled: SampledTokens
     prompt_chunks: list[PromptChunk]

@@ -100,12 +100,12 @@ def _cpu_kernel_attention(
     kernel: CpuAttention, batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
     """Decodes and chunks in one call."""
-    if batch.kernel_rows is None:
-        batch.kernel_rows = kernel_rows(batch)
+    if batch.cpu_sequences is None:
+        batch.cpu_sequences = cpu_sequences(batch)
     return kernel.attend(
         q,
         *kv_cache,
-        batch.kernel_rows,
+        batch.cpu_sequences,
         scale=params.scale,
         window=params.window,
         softcap=params.softcap,
@@ -113,7 +113,7 @@ def _cpu_kernel_attention(
     )
 
 
-def kernel_rows(batch: FlatBatch) -> Tensor:
+def cpu_sequences(batch: FlatBatch) -> Tensor:
     """The sequences of a batch as the CPU kernel takes them, int64 [sequences, 4]: first token, number of tokens,
     sequence length, and the address of the block table, which is valid as long as the batch exists.
     """

@@ -54,7 +54,7 @@ class FlatBatch:
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # float64, of the sampler, in the same copy
     decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
-    kernel_rows: Tensor | None = None  # of all sequences, likewise
+    cpu_sequences: Tensor | None = None  # of all sequences, likewise
 
     @property
     def num_decodes(self) -> int:
