@@ -1,4 +1,4 @@
-"""`tgis simulate`: what a trace of requests would see, with which options, without a model."""
+"""`tgis simulate`: simulate the latency and throughput of a trace of requests, without a model."""
 
 import json
 from argparse import Namespace
@@ -24,7 +24,7 @@ _MILLISECONDS = 1e-3
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Simulate; print a table, and the same figures as JSON in the last line."""
+    """Simulate; print a table, and the same numbers as JSON in the last line."""
     options = _parser(prog).parse_args(argv)
     outcome = Simulation(_limits(options), SimulatedEngine(_model(options)), _jobs(options), options.clients).run()
     summary = outcome.summary()
@@ -36,28 +36,28 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _parser(prog: str) -> Parser:
-    parser = Parser(prog=prog, description=__doc__.partition(": ")[2])
-    trace = parser.add_argument_group("the requests")
+    parser = Parser(prog=prog, description="Simulate latency and throughput of a trace of requests, without a model.")
+    trace = parser.add_argument_group("Requests")
     trace.add_argument("--trace", default="lognormal", help="lognormal, bimodal, or a CSV file (default: lognormal)")
-    trace.add_argument("--requests", type=int, default=300, help="how many are made up (default: 300)")
+    trace.add_argument("--requests", type=int, default=300, help="number of random requests (default: 300)")
     trace.add_argument("--rate", type=float, default=4.0, help="arrivals per second (default: 4)")
-    trace.add_argument("--clients", type=int, default=0, help="so many, each waiting for its answers, not arrivals")
-    trace.add_argument("--seed", type=int, default=1, help="of what is made up (default: 1)")
-    batch = parser.add_argument_group("the batcher")
-    batch.add_argument("--max-batch-size", type=int, default=64, help="rows (default: 64)")
-    batch.add_argument("--max-prefill-padding", type=float, default=0.2, help="share of a prefill (default: 0.2)")
-    batch.add_argument("--max-waiting-tokens", type=int, default=24, help="steps between prefills (default: 24)")
-    batch.add_argument("--weight-limit", type=int, default=1 << 40, help="tokens of context (default: no limit)")
-    batch.add_argument("--prefill-tokens", type=int, default=512, help="of one prefill or step (default: 512)")
+    trace.add_argument("--clients", type=int, default=0, help="closed loop with this many clients, instead of a rate")
+    trace.add_argument("--seed", type=int, default=1, help="of the random requests (default: 1)")
+    batch = parser.add_argument_group("Batcher")
+    batch.add_argument("--max-batch-size", type=int, default=64, help="default: 64")
+    batch.add_argument("--max-prefill-padding", type=float, default=0.2, help="default: 0.2")
+    batch.add_argument("--max-waiting-tokens", type=int, default=24, help="default: 24")
+    batch.add_argument("--weight-limit", type=int, default=1 << 40, help="context tokens (default: no limit)")
+    batch.add_argument("--prefill-tokens", type=int, default=512, help="per step (default: 512)")
     batch.add_argument("--engine", choices=["padded", "flat", "chunked"], default="padded", help="default: padded")
-    times = parser.add_argument_group("milliseconds of a step (default: SmolLM2 on two cores)")
+    times = parser.add_argument_group("Step time in milliseconds (default: SmolLM2 on two cores)")
     times.add_argument("--step-ms", type=float, default=SMOLLM2_TWO_CORES.step_seconds / _MILLISECONDS)
     times.add_argument("--row-ms", type=float, default=SMOLLM2_TWO_CORES.row_seconds / _MILLISECONDS)
     times.add_argument("--context-ms", type=float, default=SMOLLM2_TWO_CORES.context_seconds / _MILLISECONDS)
     times.add_argument(
         "--prefill-token-ms", type=float, default=SMOLLM2_TWO_CORES.prefill_token_seconds / _MILLISECONDS
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the queue and the batch over time")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot queue and batch over time")
     return parser
 
 

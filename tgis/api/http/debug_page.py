@@ -120,35 +120,20 @@ def _capacity(snapshot: Snapshot) -> str:
 
 
 def _queue(snapshot: Snapshot) -> str:
-    rows = [
-        _table_row(
-            position,
-            request.id,
-            request.seconds_since_arrival,
-            request.prompt_tokens,
-            request.generated_tokens,
-            request.remaining_tokens,
-        )
-        for position, request in enumerate(snapshot.waiting_requests, 1)
-    ]
+    rows = [_table_row(position, *_state(request)) for position, request in enumerate(snapshot.waiting_requests, 1)]
     headers = ["position", "request", "waiting", "prompt tokens", "generated", "remaining"]
     return _table("Queue", headers, rows, snapshot.num_waiting - len(rows))
 
 
 def _running(snapshot: Snapshot) -> str:
-    rows = [
-        _table_row(
-            request.id,
-            request.seconds_since_arrival,
-            request.prompt_tokens,
-            request.generated_tokens,
-            request.remaining_tokens,
-            *_progress(request),
-        )
-        for request in snapshot.running_requests
-    ]
+    rows = [_table_row(*_state(request), *_progress(request)) for request in snapshot.running_requests]
     headers = ["request", "age", "prompt tokens", "generated", "remaining", "progress", ""]
     return _table("Running", headers, rows, snapshot.num_running - len(rows))
+
+
+def _state(request: RequestState) -> tuple[int, float, int, int, int]:
+    tokens = request.prompt_tokens, request.generated_tokens, request.remaining_tokens
+    return request.id, request.seconds_since_arrival, *tokens
 
 
 def _progress(request: RequestState) -> tuple[tuple[int, int], str]:
