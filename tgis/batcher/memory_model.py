@@ -125,25 +125,32 @@ class PeakEstimator:
         self._padded = padded
         self._limit = limit
         self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # those that live longest first
+        self._shape = BatchShape.of([length for _, length in self._seqs], padded)
+        self._rejected: list[tuple[int, int]] = []
 
     def fits_worst_case(self, length: int, remaining: int) -> bool:
         """Whether one more sequence fits even if all last as long as the last one."""
-        lengths = [length, *(other for _, other in self._seqs)]
-        if self._padded:
-            latest = max([remaining, *(-end for end, _ in self._seqs[:1])])
-            return (max(lengths) + latest) * len(lengths) <= self._limit
-        return sum(lengths) + remaining - sum(end for end, _ in self._seqs) <= self._limit
+        shape = self._shape.merge(BatchShape(self._padded, 1, length, length))
+        last = max([remaining, *(-end for end, _ in self._seqs[:1])])
+        extra = last * shape.num_seqs if self._padded else remaining - sum(end for end, _ in self._seqs)
+        return shape.padded_tokens + extra <= self._limit
 
     def fits(self, length: int, remaining: int) -> bool:
         """Whether the batch with one more sequence stays within the limit for good."""
+        if any(length >= other and remaining >= rest for other, rest in self._rejected):
+            return False  # cheaper than to look again
         if self.fits_worst_case(length, remaining):
             return True
         at = bisect_left(self._seqs, (-remaining, 0))
         seqs = [*self._seqs[:at], (-remaining, length), *self._seqs[at:]]
-        return max(self._context_at_ends(seqs)[at:]) <= self._limit  # those that live longer see no difference
+        if max(self._context_at_ends(seqs)[at:]) <= self._limit:  # those that live longer see no difference
+            return True
+        self._rejected.append((length, remaining))
+        return False
 
     def add(self, length: int, remaining: int) -> None:
         insort(self._seqs, (-remaining, length))
+        self._shape = self._shape.merge(BatchShape(self._padded, 1, length, length))
 
     def peak(self) -> int:
         """The largest context, if no sequence ends before its time."""
