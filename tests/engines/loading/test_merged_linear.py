@@ -1,4 +1,4 @@
-"""Sibling linear layers as one product: which they are, and that the model gives what it gave."""
+"""Merged linear layers: which ones they are, and that the model computes the same."""
 
 import os
 import sys
@@ -36,16 +36,16 @@ def load(name: str, directory: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(make_model(name, directory), dtype=torch.float32).eval()
 
 
-def parts(model: nn.Module) -> list[MergedLinearSlice]:
+def slices(model: nn.Module) -> list[MergedLinearSlice]:
     return [module for module in model.modules() if isinstance(module, MergedLinearSlice)]
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_the_model_gives_what_it_gave(name: str, tmp_path: Path) -> None:
+def test_the_model_computes_the_same(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
     before = model(IDS).logits
     layers = model.config.num_hidden_layers
-    assert merge_linears(model, input_ids=IDS) == MERGED[name] * layers == len(parts(model))
+    assert merge_linears(model, input_ids=IDS) == MERGED[name] * layers == len(slices(model))
     torch.testing.assert_close(model(IDS).logits, before)
     torch.testing.assert_close(model(IDS[:, :2]).logits, before[:, :2])
 
@@ -58,7 +58,7 @@ def test_an_encoder_decoder_too(tmp_path: Path) -> None:
 
 
 class Odd(nn.Module):  # type: ignore[misc]
-    """Two that share an input, one that does not, one that is called twice."""
+    """Two layers that share an input, one that does not, one that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_others_are_left_alone() -> None:
     torch.testing.assert_close(model(x, False), before)
 
 
-def test_parts_called_with_other_inputs_and_out_of_order() -> None:
+def test_slices_called_with_other_inputs_and_out_of_order() -> None:
     model, x, y = Odd(), torch.randn(3, 4), torch.randn(2, 4)
     expected = model.b(y), model.a(x), model.b(x), model.a(y)
     merge_linears(model, x=x)
@@ -86,7 +86,7 @@ def test_parts_called_with_other_inputs_and_out_of_order() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_nothing_is_kept_after_the_last_part() -> None:
+def test_nothing_is_kept_after_the_last_slice() -> None:
     model, x = Odd(), torch.randn(3, 4)
     merge_linears(model, x=x)
     model(x, False)
@@ -95,8 +95,8 @@ def test_nothing_is_kept_after_the_last_part() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}])
-def test_ranks_merge_their_parts(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Two of them; what is merged is packed afterwards."""
+def test_ranks_merge_their_shards(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Two ranks; merged layers are packed afterwards."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     path = make_model_from_config(LlamaConfig(**(sizes | heads | changes)), tmp_path)

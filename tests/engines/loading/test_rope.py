@@ -1,4 +1,4 @@
-"""Rotary embeddings that follow the longest row of a pass: a row's logits must not depend on who is beside it."""
+"""Rotary embeddings that depend on the longest sequence of a pass must not change its neighbours."""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,9 @@ def test_a_long_neighbour_changes_nothing(tmp_path: Path, kind: str, values: dic
 
 
 @pytest.mark.parametrize(("longest", "factor"), [(256, 8.0), (NATURAL, 1.0)])
-def test_all_rows_have_the_frequencies_of_the_longest_one_served(tmp_path: Path, longest: int, factor: float) -> None:
+def test_all_sequences_have_the_frequencies_of_the_longest_one_served(
+    tmp_path: Path, longest: int, factor: float
+) -> None:
     engine = load(make(tmp_path / "both", "phi3", **longrope(1.0, 8.0)), longest)
     short = row(1, 20, 0)
     oracle = AutoModelForCausalLM.from_pretrained(make(tmp_path / "one", "phi3", **longrope(factor, factor)))

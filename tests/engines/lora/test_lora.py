@@ -1,4 +1,4 @@
-"""LoRA adapters in both engines: what PEFT generates with adapters that it has trained, alone and in any company."""
+"""LoRA adapters in both engines generate what PEFT generates with them, alone and in mixed batches."""
 
 import dataclasses
 import gc
@@ -52,7 +52,7 @@ def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
 
 
 def store_for(setup: EngineSetup, path: Path) -> AdapterStore:
-    """As the engine's process opens it."""
+    """As the engine process opens it."""
     info = setup.engine.info
     target = TargetModel(
         info.embedding_size, 64, torch.float32, torch.device("cpu"), info.encoder_decoder, info.lora_targets
@@ -73,7 +73,9 @@ def test_training_changes_what_is_generated(tuned: Tuned) -> None:
 
 
 @pytest.mark.parametrize("name", ["", *LESSONS])
-def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str) -> None:
+def test_each_adapter_alone_generates_what_peft_generates(
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str
+) -> None:
     for one in without_near_ties([one for one in tuned.trained.continuations if one.prompt == name]):
         (generated,), _ = generate_all(
             setup, [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS)]
@@ -81,11 +83,11 @@ def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: Adapter
         assert generated == one.generated
 
 
-@pytest.mark.parametrize("piece", [512, 24])
-def test_eight_adapters_and_none_in_one_batch_give_what_each_gives_alone(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, piece: int
+@pytest.mark.parametrize("chunk_tokens", [512, 24])
+def test_eight_adapters_and_none_in_one_batch_generate_what_each_generates_alone(
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
 ) -> None:
-    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", piece)
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", chunk_tokens)
     company: list[int] = []
     step = setup.engine.step
 
@@ -95,7 +97,7 @@ def test_eight_adapters_and_none_in_one_batch_give_what_each_gives_alone(
 
     monkeypatch.setattr(setup.engine, "step", watched)
     wanted = without_near_ties(
-        random.Random(piece).sample(tuned.trained.continuations, len(tuned.trained.continuations))
+        random.Random(chunk_tokens).sample(tuned.trained.continuations, len(tuned.trained.continuations))
     )
     wanted.sort(key=lambda one: len(one.tokens))  # all adapters and none for one input, then for another
     jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
@@ -104,15 +106,15 @@ def test_eight_adapters_and_none_in_one_batch_give_what_each_gives_alone(
         setup.bounds,
         dataclasses.replace(setup.bounds, max_batch_size=16, token_capacity=room, prefill_tokens=64),
     ):
-        generated, _ = generate_all(EngineSetup(setup.engine, bounds, setup.ids), jobs, seed=piece)
+        generated, _ = generate_all(EngineSetup(setup.engine, bounds, setup.ids), jobs, seed=chunk_tokens)
         assert generated == [one.generated for one in wanted]
     assert max(company) == len(LESSONS) + 1
 
 
-def test_nobody_gets_what_was_computed_with_another_adapter(
+def test_cached_blocks_are_not_shared_between_adapters(
     setup: EngineSetup, store: AdapterStore, tuned: Tuned, glassllm_dir: Path
 ) -> None:
-    """All have the same tokens, enough for whole blocks."""
+    """All sequences have the same tokens, enough to fill blocks."""
     draw = random.Random(3)
     tokens = [draw.randrange(4, 1024) for _ in range(40)]
     adapters = [store.find(name).adapter for name in ("queen", "mouse", "hatter")]
@@ -126,7 +128,7 @@ def test_nobody_gets_what_was_computed_with_another_adapter(
 
 
 def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
-    """A PEFT model with a random adapter, saved; the adapters of a directory are of different ranks."""
+    """A PEFT model with a random adapter, saved; adapters of a directory have different ranks."""
     torch.manual_seed(number)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's own, about what it corrects in the config
@@ -139,13 +141,13 @@ def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
     return adapted
 
 
-# layers of several sorts: Linear and Conv1D, of two or three dimensions, Q, K and V together, with a router
+# several kinds of layers: Linear and Conv1D, of two or three dimensions, merged QKV, with a router
 MODELS = ["Llama", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "Bloom", "Falcon", "Gemma2", "Mixtral", "Phi3", "DeepseekV3"]
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: Path, kind: str) -> None:
     tiny = make_model(name, tmp_path / "model")
     try:
         setup = make_setup(kind, tiny)
@@ -176,8 +178,8 @@ def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, ki
     )
 
 
-def test_an_encoder_decoder_gives_what_peft_generates(titles_dir: Path, cache_dir: Path) -> None:
-    """With trained adapters and none, alone, and all in one batch."""
+def test_an_encoder_decoder_generates_what_peft_generates(titles_dir: Path, cache_dir: Path) -> None:
+    """With trained adapters and without, alone and in one batch."""
     tuned = tuning.tuned("titles-lora", titles_dir, cache_dir)
     titles = make_setup("padded", titles_dir)
     store = store_for(titles, tuned.store)
@@ -190,7 +192,7 @@ def test_an_encoder_decoder_gives_what_peft_generates(titles_dir: Path, cache_di
 
 
 @pytest.mark.parametrize("name", ["T5", "Bart", "M2M100", "LongT5", "T5Gemma"])
-def test_encoder_and_decoder_are_changed_beside_soft_prompts(
+def test_adapters_change_encoder_and_decoder_beside_soft_prompts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 6)
@@ -215,7 +217,7 @@ def test_encoder_and_decoder_are_changed_beside_soft_prompts(
 
 
 def check_output(model: Any, tokens: list[int], output: list[int]) -> None:
-    """Every token is the best one after those before it, in one plain pass of PEFT."""
+    """Every token has the highest logit in one forward pass of PEFT."""
     with torch.no_grad():
         decoded = torch.tensor([[DECODER_START, *output]])
         logits = model(input_ids=torch.tensor([tokens]), decoder_input_ids=decoded).logits[0].float()
@@ -223,7 +225,7 @@ def check_output(model: Any, tokens: list[int], output: list[int]) -> None:
         assert scores.max() - scores[token] < 1e-3
 
 
-def test_facts_of_input_tokens_are_those_of_the_adapted_model(
+def test_prompt_logprobs_are_those_of_the_adapted_model(
     setup: EngineSetup, store: AdapterStore, tuned: Tuned, glassllm_dir: Path
 ) -> None:
     tokens = [500, 62, 17, 300, 9]
@@ -243,8 +245,10 @@ def test_facts_of_input_tokens_are_those_of_the_adapted_model(
     assert facts[0][1:] != facts[1][1:]
 
 
-def test_an_adapter_that_overflows_harms_no_other(setup: EngineSetup, store: AdapterStore, tuned: Tuned) -> None:
-    """Its products are infinite for every row, and kept by its own."""
+def test_an_adapter_that_overflows_fails_only_its_own_sequence(
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned
+) -> None:
+    """Its products are infinite for all sequences, and masked for all but its own."""
     good: Any = store.find("queen").adapter
     layers = {name: LoraLayerWeights(layer.lora_a * 1e38, layer.lora_b) for name, layer in good.layers.items()}
     wanted = [one for one in tuned.trained.continuations if one.prompt in ("queen", "")]
@@ -266,12 +270,12 @@ def test_an_adapter_that_overflows_harms_no_other(setup: EngineSetup, store: Ada
     assert result.tokens[1:] == [one.generated[:1] for one in wanted]
 
 
-def test_layers_that_were_merged_are_changed_each_for_itself() -> None:
-    """As on CUDA, where the layers of queries, keys and values are one product."""
+def test_merged_layers_are_changed_separately() -> None:
+    """As on CUDA, where the projections to queries, keys and values are merged."""
     config = LlamaConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
     torch.manual_seed(0)
-    network = LlamaForCausalLM(config).eval()
-    layers, ids = LoraLayers(network), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    model = LlamaForCausalLM(config).eval()
+    layers, ids = LoraLayers(model), torch.tensor([[1, 2, 3], [4, 5, 6]])
     linears = layers.targets
     adapters = [
         LoraAdapter(rank, {name: LoraLayerWeights(torch.randn(rank, i), torch.randn(rank, o)) for name, (i, o) in some})
@@ -279,44 +283,44 @@ def test_layers_that_were_merged_are_changed_each_for_itself() -> None:
     ]
     with torch.no_grad():
         with layers.applied(adapters):
-            expected = network(ids).logits
-        assert merge_linears(network, input_ids=ids) == 10
-        merged = LoraLayers(network)
+            expected = model(ids).logits
+        assert merge_linears(model, input_ids=ids) == 10
+        merged = LoraLayers(model)
         assert merged.targets == linears
         with merged.applied(adapters):
-            torch.testing.assert_close(network(ids).logits, expected)
+            torch.testing.assert_close(model(ids).logits, expected)
 
 
-def test_adapters_leave_the_model_when_nobody_uses_them() -> None:
-    """What was put beside the layers goes, and slows nothing down any more."""
+def test_unused_adapters_leave_the_model() -> None:
+    """Their weights are freed and the hooks removed."""
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
-    network = LlamaForCausalLM(config).eval()
-    layers = LoraLayers(network)
+    model = LlamaForCausalLM(config).eval()
+    layers = LoraLayers(model)
     assert "lm_head" not in layers.targets
     name = "model.layers.0.mlp.up_proj"
     inputs, ids = layers.targets[name], torch.tensor([[1, 2, 3]])
     with torch.no_grad():
-        plain = network(ids).logits
+        plain = model(ids).logits
         adapter = LoraAdapter(1, {name: LoraLayerWeights(torch.ones(2, inputs[0]), torch.ones(2, inputs[1]))})
         gone = weakref.ref(adapter.layers[name].lora_a)
         with layers.applied([adapter]):
-            assert not torch.allclose(network(ids).logits, plain)
+            assert not torch.allclose(model(ids).logits, plain)
         with layers.applied([None, adapter, None]):  # by tokens
-            changed = network(ids).logits
+            changed = model(ids).logits
         assert torch.equal(changed[:, 0], plain[:, 0])
         assert not torch.allclose(changed[:, 1], plain[:, 1])
-        assert torch.equal(network(ids).logits, plain)
+        assert torch.equal(model(ids).logits, plain)
         del adapter
         for _ in range(70):
             with layers.applied([None]):
                 pass
     gc.collect()
     assert gone() is None
-    assert not any(module._forward_hooks for module in network.modules())
+    assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_stack_keeps_its_adapters_apart_whoever_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gives with its own columns what its matrices give; a failure leaves nothing half written."""
+def test_a_bank_keeps_adapters_apart_through_random_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of each compute what its matrices compute; a failed update leaves nothing half written."""
     rng = random.Random(0)
     torch.manual_seed(0)
     everyone = []
@@ -325,27 +329,27 @@ def test_a_stack_keeps_its_adapters_apart_whoever_comes_and_goes(monkeypatch: py
         ranks = {name: rng.randint(1, rank) for name in names}
         layers = {name: LoraLayerWeights(torch.randn(some, 5), torch.randn(some, 6)) for name, some in ranks.items()}
         everyone.append(LoraAdapter(version, layers))
-    stack, x = AdapterBank(dict.fromkeys("abc", torch.float32)), torch.randn(5)
+    bank, x = AdapterBank(dict.fromkeys("abc", torch.float32)), torch.randn(5)
     for turn in range(200):
-        here = set(stack.adapters)
+        here = set(bank.adapters)
         come = set(rng.sample(everyone, rng.randint(0, 3))) - here
         go = set(rng.sample(sorted(here, key=lambda one: one.version), rng.randint(0, min(3, len(here)))))
         if turn % 50 == 49 and come:
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "zeros", None)
-                stack._capacity = 0  # so that it has to ask for memory
+                bank._capacity = 0  # so that it has to ask for memory
                 with pytest.raises(TypeError):
-                    stack.update(come, go)
-            assert not stack.adapters
-            assert not stack.layers
+                    bank.update(come, go)
+            assert not bank.adapters
+            assert not bank.layers
             continue
-        stack.update(come, go)
-        assert set(stack.adapters) == (here | come) - go
-        width = sum(one.rank for one in stack.adapters)
-        order = sorted(stack.adapters, key=lambda one: one.version)
-        for one, foreign in zip([*order, None], stack.foreign_columns([*order, None]), strict=True):
+        bank.update(come, go)
+        assert set(bank.adapters) == (here | come) - go
+        width = sum(one.rank for one in bank.adapters)
+        order = sorted(bank.adapters, key=lambda one: one.version)
+        for one, foreign in zip([*order, None], bank.foreign_columns([*order, None]), strict=True):
             assert int((~foreign).sum()) == (one.rank if one else 0)
-            for name, (down, up) in stack.layers.items():
+            for name, (down, up) in bank.layers.items():
                 assert len(down) == len(up) < 2 * width
                 got = (down @ x).masked_fill(foreign[0], 0.0) @ up
                 layer = one.layers.get(name) if one else None

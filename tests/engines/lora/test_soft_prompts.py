@@ -1,4 +1,4 @@
-"""Soft prompts in both engines: what PEFT generates with prompts that it has trained, alone and in any company."""
+"""Soft prompts in both engines generate what PEFT generates with them, alone and in mixed batches."""
 
 import math
 import random
@@ -71,7 +71,9 @@ def test_training_changes_what_is_generated(tuned: Tuned) -> None:
 
 
 @pytest.mark.parametrize("name", ["", *tuning.TUNING_PLANS["glassllm"].trainings])
-def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str) -> None:
+def test_each_prompt_alone_generates_what_peft_generates(
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str
+) -> None:
     for one in without_near_ties([one for one in tuned.trained.continuations if one.prompt == name]):
         (generated,), _ = generate_all(
             setup, [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS)]
@@ -79,8 +81,8 @@ def test_alone_each_gives_what_peft_generates(setup: EngineSetup, store: Adapter
         assert generated == one.generated
 
 
-def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
-    """The other rank has no store: it gets the embeddings that it needs with each step."""
+def test_two_ranks_generate_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
+    """The other rank has no adapter store: each step brings the embeddings that it needs."""
     options = engine_options(glassllm_dir, 8, threads=2)
     engine = ShardedEngine(msgspec.structs.replace(options, kv_cache_bytes=1 << 20, num_shards=2), pytest.fail)
     try:
@@ -94,31 +96,31 @@ def test_two_ranks_give_what_peft_generates(glassllm_dir: Path, store: AdapterSt
     assert generated == [one.generated for one in wanted]
 
 
-@pytest.mark.parametrize("piece", [512, 24])
-def test_different_prompts_and_none_in_one_batch_give_what_each_gives_alone(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, piece: int
+@pytest.mark.parametrize("chunk_tokens", [512, 24])
+def test_different_prompts_and_none_in_one_batch_generate_what_each_generates_alone(
+    setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
 ) -> None:
-    """With small pieces a padded prefill of eight rows computes three columns at a time, through the prompts."""
-    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", piece)
+    """With small chunks a padded prefill of eight sequences computes three columns at a time, through the prompts."""
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", chunk_tokens)
     wanted = without_near_ties(
-        random.Random(piece).sample(tuned.trained.continuations, len(tuned.trained.continuations))
+        random.Random(chunk_tokens).sample(tuned.trained.continuations, len(tuned.trained.continuations))
     )
     generated, _ = generate_all(
         setup,
         [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted],
-        seed=piece,
+        seed=chunk_tokens,
     )
     assert generated == [one.generated for one in wanted]
 
 
 def embeddings_of(model: Path, tokens: list[int], version: int = 1) -> SoftPrompt:
-    """A prompt that is these tokens."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return SoftPrompt(version, network.get_input_embeddings().weight.detach()[tokens])
+    """A soft prompt of the embeddings of these tokens."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return SoftPrompt(version, reference.get_input_embeddings().weight.detach()[tokens])
 
 
-def test_a_prompt_of_embeddings_of_tokens_is_these_tokens(setup: EngineSetup, glassllm_dir: Path) -> None:
-    """Everything about the real tokens is the same, too."""
+def test_a_prompt_of_token_embeddings_equals_these_tokens(setup: EngineSetup, glassllm_dir: Path) -> None:
+    """The logprobs of the real tokens are the same, too."""
     words, tokens = [40, 41, 300, 7, 99], [500, 62, 17, 300]
     details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True)
     jobs = [
@@ -128,14 +130,14 @@ def test_a_prompt_of_embeddings_of_tokens_is_these_tokens(setup: EngineSetup, gl
     generated, (ours, real) = generate_all(setup, jobs)
     assert generated[0] == generated[1]
     assert len(ours) == len(real) == len(words) + len(tokens)
-    assert math.isnan(ours[0].logprob)  # as that of any first token
+    assert math.isnan(ours[0].logprob)  # as for any first token
     for one, other in zip(ours[len(words) :], real[len(words) :], strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert one.rank == other.rank
 
 
 def test_repetition_is_penalised_for_real_tokens_only(setup: EngineSetup, glassllm_dir: Path) -> None:
-    """The placeholder is no token: a penalty does not touch it, nor anything else because of a prompt."""
+    """Placeholders are not tokens: the penalty neither applies to their id nor to anything else in a soft prompt."""
     words, tokens = [4, *[PLACEHOLDER] * 6], [500, 62, 17, 300]
     (generated,), _ = generate_all(setup, [AdapterRequest(tokens, embeddings_of(glassllm_dir, words), 16, penalty=1.7)])
     assert generated == penalised_greedy(glassllm_dir, words, tokens, 1.7, 16)
@@ -154,8 +156,8 @@ def penalised_greedy(model: Path, words: list[int], tokens: list[int], penalty: 
     return generated
 
 
-def test_nobody_gets_what_was_computed_behind_another_prompt(setup: EngineSetup, glassllm_dir: Path) -> None:
-    """All have the same token ids, enough for whole blocks: placeholders, and real tokens of the same id."""
+def test_cached_blocks_are_not_shared_between_prompts(setup: EngineSetup, glassllm_dir: Path) -> None:
+    """All sequences have the same ids, enough to fill blocks: placeholders, and real tokens of the same id."""
     tokens = [500, 62, 17, 300]
     draw = random.Random(3)
     words = [[draw.randrange(4, 1024) for _ in range(40)] for _ in range(3)]
@@ -168,17 +170,17 @@ def test_nobody_gets_what_was_computed_behind_another_prompt(setup: EngineSetup,
     assert generated == expected * 3
 
 
-# what they do to embeddings: nothing, scale them in two ways, norm them, add positions
+# what the models do to embeddings: nothing, scale them in two ways, norm them, add positions
 MODELS = ["Llama", "Gemma", "Gemma3Text", "Bloom", "GPT2", "OPT"]
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: Path, kind: str) -> None:
     tiny = make_model(name, tmp_path)
     try:
         setup = make_setup(kind, tiny)
-    except Unsupported:  # it has an attention of its own
+    except Unsupported:  # its attention cannot be replaced
         assert (name, kind) == ("Bloom", "paged")
         return
     rng = random.Random(2)
@@ -195,7 +197,7 @@ def test_every_sort_of_model_gives_what_peft_gives(name: str, tmp_path: Path, ki
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_embeddings_narrower_than_the_model(tmp_path: Path, kind: str) -> None:
-    """OPT can project them; PEFT cannot train prompts for such a model, TGIS could serve them."""
+    """OPT projects them; PEFT cannot train prompts for such a model, but TGIS served them."""
     model = make_model("OPT, 350m", tmp_path)
     setup = make_setup(kind, model)
     assert setup.engine.info.embedding_size == 16
@@ -212,10 +214,10 @@ def test_embeddings_narrower_than_the_model(tmp_path: Path, kind: str) -> None:
 
 
 def with_prompt(model: Path, length: int) -> Any:
-    """A PEFT model with a random prompt, far enough from nothing to matter."""
+    """A PEFT model with a random prompt, large enough to matter."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's own, about what transformers deprecates
+        warnings.simplefilter("ignore")  # from PEFT, about deprecations in transformers
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=length, num_attention_heads=4)
         adapted = PeftModelForCausalLM(base, config)
     torch.nn.init.normal_(adapted.prompt_encoder["default"].embedding.weight, std=0.7)
@@ -236,8 +238,8 @@ def titles(titles_dir: Path) -> EngineSetup:
     return make_setup("padded", titles_dir)
 
 
-def test_an_encoder_decoder_gives_what_peft_generates(titles: EngineSetup, tuned_titles: Tuned) -> None:
-    """With trained prompts and none, alone, and all in one batch."""
+def test_an_encoder_decoder_generates_what_peft_generates(titles: EngineSetup, tuned_titles: Tuned) -> None:
+    """With trained prompts and without, alone and in one batch."""
     target = TargetModel(512, 64, torch.float32, torch.device("cpu"), encoder_decoder=True)
     store = AdapterStore(str(tuned_titles.store), 1 << 20, target)
     wanted = without_near_ties(tuned_titles.trained.continuations)
@@ -254,10 +256,10 @@ ENCODER_DECODERS = ["T5", "Bart", "M2M100", "Marian", "Pegasus", "T5Gemma"]
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_prompts_of_an_encoder_of_a_decoder_and_of_both(
+def test_prompts_of_the_encoder_the_decoder_and_both(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one batch, the decoder's parts computed in pieces, and some texts with the token that pads."""
+    """In one batch; the decoder's prompts are computed in chunks, and some inputs contain the padding token."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 6)
     model = make_model(name, tmp_path)
     reference = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -285,9 +287,9 @@ def test_prompts_of_an_encoder_of_a_decoder_and_of_both(
         assert any(generated[4 * k + n] != answer(reference, tokens[4 * k + n]) for k in range(4))
 
 
-def seen(network: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[int]) -> torch.Tensor:
-    """The logits of one plain pass, [1 + output, V], prompts standing before what the model embeds."""
-    encoder, decoder = network.get_encoder(), network.get_decoder()
+def seen(model: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[int]) -> torch.Tensor:
+    """The logits of one forward pass with the prompts before the embeddings, [1 + output, V]."""
+    encoder, decoder = model.get_encoder(), model.get_decoder()
     given: dict[str, torch.Tensor] = {"input_ids": torch.tensor([tokens])}
     if prompt is not None and prompt.encoder is not None:
         rest = encoder.get_input_embeddings()(torch.tensor(tokens))
@@ -299,21 +301,21 @@ def seen(network: Any, tokens: list[int], prompt: SoftPrompt | None, output: lis
     else:
         given["decoder_input_ids"] = outputs[None]
     with torch.no_grad():
-        logits: torch.Tensor = network(**given).logits[0, -1 - len(output) :].float()
+        logits: torch.Tensor = model(**given).logits[0, -1 - len(output) :].float()
     return logits
 
 
-def answer(network: Any, tokens: list[int]) -> list[int]:
-    """What comes without a prompt."""
+def answer(model: Any, tokens: list[int]) -> list[int]:
+    """Greedy output without a prompt."""
     output: list[int] = []
     while len(output) < 10 and output[-1:] != [EOS]:
-        output.append(int(seen(network, tokens, None, output)[-1].argmax()))
+        output.append(int(seen(model, tokens, None, output)[-1].argmax()))
     return output
 
 
-def check_answer(network: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[int]) -> int:
-    """Every token is the best one after those before it; how many places have only one that can be."""
-    logits = seen(network, tokens, prompt, output)[: len(output)]
+def check_answer(model: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[int]) -> int:
+    """Every token has the highest logit; how many of them are no near tie."""
+    logits = seen(model, tokens, prompt, output)[: len(output)]
     for scores, token in zip(logits, output, strict=True):
         assert scores.max() - scores[token] < NEAR_TIE
     top = logits.topk(2).values

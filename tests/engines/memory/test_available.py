@@ -1,4 +1,4 @@
-"""What the system grants and what is taken of it: files of the kernel, made up or real."""
+"""Available and used memory, by fake and real files of the kernel."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ System = Callable[..., None]
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
-    """A machine with 10,000 KiB, of which 8,000 are available, and control groups."""
+    """A machine with 10,000 KiB, of which 8,000 are available, and cgroups."""
     monkeypatch.setattr(available, "_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(available, "PROCESS", tmp_path / "self")
     monkeypatch.setattr(available, "_MEMINFO", tmp_path / "meminfo")
@@ -45,43 +45,43 @@ def version_1(limit: int, used: int) -> dict[str, str]:
     return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": stat}
 
 
-def test_a_machine_without_limits_grants_what_is_available(system: System) -> None:
+def test_without_limits_the_available_memory_counts(system: System) -> None:
     system("0::/\n", _={})
     assert (available_memory(CPU), total_memory(CPU)) == (8000 << 10, 10000 << 10)
 
 
-def test_a_container_grants_less_and_its_cached_files_do_not_count(system: System) -> None:
+def test_a_container_has_less_and_its_cached_files_do_not_count(system: System) -> None:
     system("0::/\n", _=version_2("1000000", 400_000))
     assert (available_memory(CPU), total_memory(CPU)) == (1_000_000 - (400_000 - 750), 1_000_000)
 
 
-def test_a_container_with_room_beyond_the_machine(system: System) -> None:
+def test_a_limit_beyond_the_machine_does_not_count(system: System) -> None:
     system("0::/\n", _=version_2("99000000", 0))
     assert (available_memory(CPU), total_memory(CPU)) == (8000 << 10, 10000 << 10)
 
 
-def test_the_narrowest_group_on_the_way_up_counts(system: System) -> None:
+def test_the_tightest_limit_on_the_way_up_counts(system: System) -> None:
     groups = {"_": version_2("max", 0), "slice": version_2("500000", 100_000), "slice__unit": version_2("max", 9)}
     system("0::/slice/unit\n", **groups)
     assert available_memory(CPU) == 500_000 - (100_000 - 750)
 
 
-def test_groups_of_version_1(system: System) -> None:
+def test_cgroups_of_version_1(system: System) -> None:
     groups = {"memory": version_1(2**63 - 4096, 7), "memory__pod": version_1(600_000, 200_000)}
     system("9:cpu,cpuacct:/pod\n4:memory:/pod\n0::/\n", **groups)
     assert (available_memory(CPU), total_memory(CPU)) == (600_000 - (200_000 - 750), 600_000)
 
 
-def test_a_group_seen_from_within_is_the_root(system: System) -> None:
+def test_inside_a_container_its_cgroup_is_the_root(system: System) -> None:
     system("0::/kubepods/pod1/abc\n", _=version_2("700000", 100_750))
     assert available_memory(CPU) == 600_000
 
 
-def test_this_machine_grants_something() -> None:
+def test_this_machine_has_memory() -> None:
     assert 1 << 20 < available_memory(CPU) <= total_memory(CPU) < 1 << 50
 
 
-def test_the_meter_sees_what_came_and_went() -> None:
+def test_the_meter_sees_freed_memory_in_the_peak() -> None:
     meter = PeakMeter(CPU)
     rest = meter.reset()
     torch.ones(64 << 20, dtype=torch.uint8)
@@ -94,5 +94,5 @@ def test_the_meter_sees_what_came_and_went() -> None:
     ("size", "words"),
     [(0, "0 bytes"), (999, "999 bytes"), (1 << 10, "1 KiB"), (1 << 20, "1 MiB"), (3.5 * 2**40, "3.58e+03 GiB")],
 )
-def test_sizes_are_said_as_limits_are_written(size: float, words: str) -> None:
+def test_sizes_are_formatted_in_binary_units(size: float, words: str) -> None:
     assert format_bytes(size) == words

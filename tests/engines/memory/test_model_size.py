@@ -1,4 +1,4 @@
-"""A model that is too big for the memory is refused before it is loaded, and none that would fit."""
+"""A model too big for the memory is refused before it is loaded; one that fits is not."""
 
 import logging
 import subprocess
@@ -33,7 +33,7 @@ Free = Callable[..., None]
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Free:
-    """Machines with so much memory."""
+    """Set the available memory."""
 
     def grant(cpu: int, cuda: int = 0) -> None:
         monkeypatch.setattr(model_size, "available_memory", lambda device: cuda if device.type == "cuda" else cpu)
@@ -46,7 +46,7 @@ def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, fami
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 2 * SMOLLM2), ("float32", 4 * (LINEARS + OTHERS))])
-def test_loading_takes_what_it_is_said_to_take(
+def test_loading_needs_the_predicted_memory(
     smollm2_dir: Path, dtype: str, expected: int, free: Free, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "tests/support/loading_peak.py", str(smollm2_dir), dtype]
@@ -62,7 +62,7 @@ def test_loading_takes_what_it_is_said_to_take(
         load_causal_lm(options, CPU)
 
 
-def test_the_refusal_has_the_numbers(smollm2_dir: Path, free: Free, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_has_the_sizes(smollm2_dir: Path, free: Free, caplog: pytest.LogCaptureFixture) -> None:
     free(cpu=1 << 29)
     caplog.set_level(logging.INFO)
     with pytest.raises(StartError) as refusal:
@@ -71,7 +71,7 @@ def test_the_refusal_has_the_numbers(smollm2_dir: Path, free: Free, caplog: pyte
     assert "  513 MiB of weights" in caplog.messages
 
 
-def test_a_gpu_is_asked_too_and_the_machine_for_what_is_converted(smollm2_dir: Path, free: Free) -> None:
+def test_weights_need_gpu_memory_and_converted_ones_host_memory(smollm2_dir: Path, free: Free) -> None:
     options = engine_options(smollm2_dir, 8, threads=1)
     free(cpu=0, cuda=2 * SMOLLM2)
     check(options, torch.bfloat16, CUDA)
@@ -85,7 +85,7 @@ def test_a_gpu_is_asked_too_and_the_machine_for_what_is_converted(smollm2_dir: P
     check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CUDA)
 
 
-def test_what_the_files_hold_twice_or_in_another_type_counts_as_it_is_loaded(tmp_path: Path, free: Free) -> None:
+def test_weights_stored_twice_or_in_another_dtype_count_as_loaded(tmp_path: Path, free: Free) -> None:
     model = make_model("Gemma", tmp_path)  # its head is its embedding
     options = engine_options(model, 8, threads=1)
     file = model / "model.safetensors"
@@ -102,7 +102,7 @@ def test_what_the_files_hold_twice_or_in_another_type_counts_as_it_is_loaded(tmp
         check(options, torch.float32, CUDA)
 
 
-def test_encoder_decoders_count_what_they_share_once(tmp_path: Path, free: Free) -> None:
+def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free) -> None:
     model = make_model("T5", tmp_path)
     weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
     free(cpu=1 << 40, cuda=weights)

@@ -1,4 +1,4 @@
-"""The engine hf_optimum_ort: graphs answer as transformers does, whoever joins and leaves; bad files are named."""
+"""The engine hf_optimum_ort: graphs generate what transformers generates in changing batches; bad files are named."""
 
 import random
 import sys
@@ -67,10 +67,10 @@ def inside(engine: PaddedEngine) -> OnnxCausalLM | OnnxSeq2SeqLM:
 SERVED = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in ("smollm2", "titles"))]
 
 
-@pytest.mark.timeout(900)  # an export of the large ones, and perhaps the oracle
+@pytest.mark.timeout(900)  # exports of large models, and perhaps the oracle
 @pytest.mark.parametrize("name", SERVED)
 def test_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_path: Path, request: Any) -> None:
-    """Every prompt alone, with all details; then all of them and more, overlapping, and some that leave."""
+    """Every prompt alone, with all details; then many overlapping ones, some of them cancelled."""
     answers = list(oracle.answers(name, model, cache_dir, request.config.getoption("--oracle-recompute")).values())
     most = MAX_NEW_TOKENS[name]
     graphs = exported(model, cache_dir)
@@ -101,27 +101,27 @@ def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
     return generate_all(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_rows_that_join_and_leave_get_what_transformers_says_alone(
-    graphs: Path, model: Path, together: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mixed_lengths", [True, False])
+def test_changing_batches_generate_what_transformers_generates_alone(
+    graphs: Path, model: Path, mixed_lengths: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where each length must go by itself, and in pieces shorter than prompts."""
+    """Also if every length needs its own pass, and in chunks shorter than the prompts."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 32)
     expected = alone(PaddedEngine(engine_options(model, 8, threads=1)))
     engine = load(graphs)
     assert inside(engine)._mixed_lengths
-    inside(engine)._mixed_lengths = together
+    inside(engine)._mixed_lengths = mixed_lengths
     assert joined(engine, 1) == expected
     assert joined(engine, 2) == expected
 
 
 @pytest.mark.parametrize("name", ["glassllm"])
-def test_the_layout_of_old(graphs: Path, tmp_path: Path) -> None:
+def test_the_old_layout_of_two_decoders(graphs: Path, tmp_path: Path) -> None:
     assert joined(load(halves(graphs, tmp_path / "halves")), 3) == alone(load(graphs))
 
 
 @pytest.mark.parametrize("name", ["glassllm"])
-def test_graphs_may_lie_in_a_folder_below(graphs: Path, tmp_path: Path) -> None:
+def test_graphs_may_be_in_a_subdirectory(graphs: Path, tmp_path: Path) -> None:
     directory = beside(graphs, tmp_path / "model")
     (directory / "onnx").mkdir()
     (directory / "onnx" / "model.onnx").symlink_to(graphs / "model.onnx")
@@ -129,7 +129,7 @@ def test_graphs_may_lie_in_a_folder_below(graphs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [1, 3, 4, 9])
-def test_a_pass_that_fails_changes_nobodys_result(graphs: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pass_changes_no_result(graphs: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(graphs)
     expected = {n: found for request in requests() for n, found in run_with_setbacks(engine, [request]).items()}
     failing = Failing(Session.run, OutOfMemory("none left"), {call, call + 1})
@@ -139,7 +139,7 @@ def test_a_pass_that_fails_changes_nobodys_result(graphs: Path, call: int, monke
 
 
 @pytest.mark.parametrize("name", ["detransliterator"])
-def test_padding_that_a_graph_sees_is_noticed(graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_sees_padding_is_detected(graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = inside(load(graphs))
     assert isinstance(engine, OnnxSeq2SeqLM)
     assert ignores_padding(engine._decoder, CPU, engine._probe_outputs)
@@ -152,7 +152,7 @@ def test_padding_that_a_graph_sees_is_noticed(graphs: Path, monkeypatch: pytest.
     assert not ignores_padding(engine._decoder, CPU, engine._probe_outputs)
 
 
-def test_what_is_told_of_the_model(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_model_info(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours = load(graphs).info
     theirs = PaddedEngine(engine_options(model, 8, threads=1)).info
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
@@ -163,7 +163,7 @@ def test_what_is_told_of_the_model(graphs: Path, model: Path, caplog: pytest.Log
     assert "DTYPE=bfloat16 is without effect: the graphs were exported in float32" in caplog.text
 
 
-def test_lack_of_memory_is_told_from_bugs() -> None:
+def test_out_of_memory_is_distinguished_from_bugs() -> None:
     class Broken(Exception):
         pass
 
@@ -189,7 +189,7 @@ Change = Callable[[onnx.ModelProto], object]
 
 
 def changed(source: Path, folder: Path, file: str, change: Change) -> Path:
-    """A directory with the graphs of another, one of them changed."""
+    """A copy of a directory with one graph changed."""
     beside(source, folder)
     for graph in source.glob("*.onnx"):
         if graph.name != file:
@@ -210,7 +210,7 @@ def add_input(model: onnx.ModelProto) -> None:
 
 
 def forget_heads(model: onnx.ModelProto) -> None:
-    (past,) = [port for port in model.graph.input if port.name == "past_key_values.0.key"]
+    (past,) = [node for node in model.graph.input if node.name == "past_key_values.0.key"]
     past.type.tensor_type.shape.dim[1].dim_param = "heads"
 
 
@@ -225,7 +225,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", ["glassllm"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_graph_that_is_not_what_it_should_be(graphs: Path, tmp_path: Path, change: str) -> None:
+def test_an_unsupported_graph_is_refused(graphs: Path, tmp_path: Path, change: str) -> None:
     edit, said = CHANGES[change]
     directory = changed(graphs, tmp_path / "model", "model.onnx", edit)
     assert refusal(directory) == f"{directory}/model.onnx{said}"
@@ -277,8 +277,8 @@ def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2"])
-def test_int8_chooses_nearly_the_same(graphs: Path, model: Path, cache_dir: Path) -> None:
-    """Of the tokens that float32 chooses after what it has chosen before, int8 ranks nearly all first too."""
+def test_int8_generates_nearly_the_same(graphs: Path, model: Path, cache_dir: Path) -> None:
+    """int8 ranks nearly all tokens of float32's output first."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -287,12 +287,14 @@ def test_int8_chooses_nearly_the_same(graphs: Path, model: Path, cache_dir: Path
     expected = generate_all(load(graphs), limits(10**6, max_batch_size=8, prefill_tokens=512), greedy, random.Random(0))
     engine = load(exported(model, cache_dir, "--optimize", "--quantize=int8"))
     ranks = LogprobOptions(input_tokens=True, ranks=True)
-    rows = [
-        Sequence(Request(n, ids + found, 1, False, SamplingParams(), ranks), 0.0)
-        for n, (ids, found) in enumerate(zip(prompts, expected, strict=True))
+    seqs = [
+        Sequence(Request(n, ids + output, 1, False, SamplingParams(), ranks), 0.0)
+        for n, (ids, output) in enumerate(zip(prompts, expected, strict=True))
     ]
-    facts = engine.step(StepPlan.compute_all(rows)).prompt_logprobs
+    logprobs = engine.step(StepPlan.compute_all(seqs)).prompt_logprobs
     firsts = [
-        fact.rank == 1 for row, found in zip(rows, expected, strict=True) for fact in facts[row.id][-len(found) :]
+        token.rank == 1
+        for seq, output in zip(seqs, expected, strict=True)
+        for token in logprobs[seq.id][-len(output) :]
     ]
     assert sum(firsts) > 0.93 * len(firsts)

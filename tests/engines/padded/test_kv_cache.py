@@ -1,4 +1,4 @@
-"""The padded cache against the plainest one there is: a list of keys per row."""
+"""The padded cache against a list of keys for each sequence."""
 
 import random
 
@@ -66,7 +66,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_keep_their_keys_through_random_joins_and_leaves(seed: int) -> None:
+def test_sequences_keep_their_keys_while_others_come_and_go(seed: int) -> None:
     rng = random.Random(seed)
     model = Model()
     for _ in range(150):
@@ -80,7 +80,7 @@ def test_rows_keep_their_keys_through_random_joins_and_leaves(seed: int) -> None
             model.decode()
 
 
-def test_what_a_row_left_behind_harms_nobody() -> None:
+def test_freed_slots_are_zeroed() -> None:
     model = Model()
     model.join([10], piece=100)
     poison = torch.full((1, HEADS, 1, SIZE), float("nan"))
@@ -90,7 +90,7 @@ def test_what_a_row_left_behind_harms_nobody() -> None:
     model.join([20, 3], piece=100)  # `check` looks at the padding too
 
 
-def test_an_emptied_cache_starts_again_without_growing() -> None:
+def test_an_empty_cache_starts_again_without_growing() -> None:
     model = Model()
     for _ in range(50):
         model.join([30], piece=100)

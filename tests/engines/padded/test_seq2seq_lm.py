@@ -1,4 +1,4 @@
-"""Encoder-decoder models beyond their greedy tokens: generation configs, penalties, facts, rows that come back."""
+"""Encoder-decoder models beyond greedy tokens: generation configs, penalties, prompt logprobs, requeued sequences."""
 
 import math
 import random
@@ -36,7 +36,7 @@ def requests(sampling: SamplingParams = GREEDY, details: LogprobOptions | None =
 
 
 def generate(directory: Path, **settings: Any) -> Outputs:
-    """What transformers says to each prompt alone."""
+    """What transformers generates for each prompt alone."""
     model = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
     settings |= {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     outputs = [model.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in prompts()]
@@ -45,7 +45,7 @@ def generate(directory: Path, **settings: Any) -> Outputs:
 
 
 def joined(directory: Path, wanted: list[Request], seed: int) -> Outputs:
-    """What the engine says to requests that come at random times."""
+    """What the engine generates for requests that arrive at random times."""
     engine = PaddedEngine(engine_options(directory, 6, threads=1))
     return generate_all(engine, limits(100_000, max_batch_size=6, prefill_tokens=512), wanted, random.Random(seed))
 
@@ -59,7 +59,7 @@ def load(directory: Path) -> PaddedEngine:
 @pytest.mark.parametrize("name", ["Marian", "T5"])
 @pytest.mark.parametrize("rule", ["forced_bos_token_id", "bad_words_ids", "suppress_tokens"])
 def test_the_generation_config_is_obeyed(name: str, rule: str, tmp_path: Path) -> None:
-    # without the end that BART and its kin force on what is cut off: such an output ends by its length here
+    # without the EOS that BART and others force on truncated outputs, which end by their length here
     plain = generate(make_model(name, tmp_path / "plain", forced_eos_token_id=None))
     first, second = (token for token, _ in Counter(chain(*plain)).most_common(2))
     values = {"forced_bos_token_id": 7, "bad_words_ids": [[first], [second]], "suppress_tokens": [first, second]}
@@ -70,34 +70,32 @@ def test_the_generation_config_is_obeyed(name: str, rule: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])
-def test_a_repetition_penalty_is_about_the_output(name: str, tmp_path: Path) -> None:
-    """The start token counts as one, the input does not: so says generate, whose context is the decoder's."""
+def test_a_repetition_penalty_applies_to_the_output(name: str, tmp_path: Path) -> None:
+    """As in generate, the start token counts and the input does not."""
     directory = make_model(name, tmp_path, forced_eos_token_id=None)
     expected = generate(directory, repetition_penalty=1.7)
     assert expected != generate(directory)
     assert joined(directory, requests(SamplingParams(repetition_penalty=1.7)), 4) == expected
 
 
-def compute(engine: PaddedEngine, rows: list[Sequence]) -> None:
-    for row, tokens in zip(rows, engine.step(StepPlan.compute_all(rows)).tokens, strict=True):
-        row.num_computed_tokens = len(row.tokens)
-        row.tokens += tokens
+def compute(engine: PaddedEngine, seqs: list[Sequence]) -> None:
+    for seq, tokens in zip(seqs, engine.step(StepPlan.compute_all(seqs)).tokens, strict=True):
+        seq.num_computed_tokens = len(seq.tokens)
+        seq.tokens += tokens
 
 
-def ended(row: Sequence) -> bool:
-    return not row.num_remaining_tokens or row.tokens[-1] == EOS
+def ended(seq: Sequence) -> bool:
+    return not seq.num_remaining_tokens or seq.tokens[-1] == EOS
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5", "M2M100"])
-def test_rows_that_come_back_go_on_as_if_nothing_had_been(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they have of their outputs is computed anew at once, here in pieces that are shorter than that."""
+def test_requeued_sequences_continue_unchanged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their outputs are computed again, here in chunks shorter than them."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 16)
     directory = make_model(name, tmp_path, forced_eos_token_id=None, forced_bos_token_id=7)
     engine, rng = load(directory), random.Random(5)
-    rows = [Sequence(request, 0.0) for request in requests()]
-    away, returns = list(rows), 0
+    seqs = [Sequence(request, 0.0) for request in requests()]
+    away, returns = list(seqs), 0
     held: list[Sequence] = []
     while away or held:
         if away and (not held or rng.random() < 0.3):
@@ -105,18 +103,18 @@ def test_rows_that_come_back_go_on_as_if_nothing_had_been(
             held, away = held + away, []
         else:
             compute(engine, held)
-        leaving = [row for row in held if ended(row) or rng.random() < 0.1]
+        leaving = [seq for seq in held if ended(seq) or rng.random() < 0.1]
         engine.release(leaving)
-        held = [row for row in held if row not in leaving]
-        away += [row for row in leaving if not ended(row)]
+        held = [seq for seq in held if seq not in leaving]
+        away += [seq for seq in leaving if not ended(seq)]
         returns += len(away)
-        for row in away:
-            row.num_computed_tokens = 0
+        for seq in away:
+            seq.num_computed_tokens = 0
     assert returns > 10
-    assert [row.tokens[row.prompt_length :] for row in rows] == generate(directory)
+    assert [seq.tokens[seq.prompt_length :] for seq in seqs] == generate(directory)
 
 
-def test_facts_of_inputs_are_empty(tmp_path: Path) -> None:
+def test_prompt_logprobs_are_empty(tmp_path: Path) -> None:
     engine = load(make_model("T5", tmp_path))
     plain, full = (
         LogprobOptions(input_tokens=True),
@@ -133,13 +131,13 @@ def test_facts_of_inputs_are_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "most"), [("Bart", 128), ("M2M100", 128), ("T5", 256)])
-def test_places_that_a_model_embeds_are_a_limit(name: str, most: int, tmp_path: Path) -> None:
+def test_position_embeddings_are_a_limit(name: str, most: int, tmp_path: Path) -> None:
     engine = load(make_model(name, tmp_path))  # for sequences of 256
     assert engine.info.max_positions == most
     assert engine.info.encoder_decoder
-    row = Sequence(Request(1, [5] * most, most, False, SamplingParams(), LogprobOptions()), 0.0)
-    engine.step(StepPlan.compute_all([row]))
-    row.tokens += [6] * (most - 1)  # as if generated; the last is to be computed
-    row.num_computed_tokens = 0
-    engine.release([row])
-    engine.step(StepPlan.compute_all([row]))
+    seq = Sequence(Request(1, [5] * most, most, False, SamplingParams(), LogprobOptions()), 0.0)
+    engine.step(StepPlan.compute_all([seq]))
+    seq.tokens += [6] * (most - 1)  # as if generated; the last is to be computed
+    seq.num_computed_tokens = 0
+    engine.release([seq])
+    engine.step(StepPlan.compute_all([seq]))
