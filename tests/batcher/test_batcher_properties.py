@@ -130,7 +130,7 @@ class World:
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             self.held[seq.id] = seq.num_computed_tokens + count
             self._write(seq, count)
-        self._write_ahead(plan)
+        self._write_lookahead(plan)
         manager = batcher._block_manager
         context = manager.pool.num_used * manager.block_size if manager else self._context([*self.held.values()])
         lacking = context > self.memory
@@ -164,7 +164,7 @@ class World:
             self.slots.update(zip(places[seq.num_computed_tokens :], contents[seq.num_computed_tokens :], strict=True))
             assert [self.slots[place] for place in places] == contents
 
-    def _write_ahead(self, plan: StepPlan) -> None:
+    def _write_lookahead(self, plan: StepPlan) -> None:
         """Write the token after the next one, as async decoding does: it must be overwritten before it is read."""
         if size := self.bounds.block_size:
             for seq in plan.sampled:

@@ -391,11 +391,11 @@ def test_an_unfinished_prompt_gets_no_lookahead_block() -> None:
 def test_lookahead_preempts_nothing() -> None:
     """A lookahead block would have been allocated in the next step anyway; if none is free, none is allocated early."""
     lost = {}
-    for ahead in (0, 1):
-        one = batcher(6, lookahead=ahead, prefix_cache=False)
+    for lookahead in (0, 1):
+        one = batcher(6, lookahead=lookahead, prefix_cache=False)
         one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(2)], 0.0)
         plans = [step(one) for _ in range(10)]
-        lost[ahead] = [ids(preempted(plan)) for plan in plans]
+        lost[lookahead] = [ids(preempted(plan)) for plan in plans]
         assert pool_of(one).num_used <= 6
     assert lost[1] == lost[0]
     assert [1] in lost[0]
