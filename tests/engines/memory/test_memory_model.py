@@ -12,13 +12,13 @@ from batches import engine_options
 from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
 
 from tgis.engines.memory import available, profiler
-from tgis.engines.memory.profiler import DummyRunner, KvCacheCost, manual_capacity
+from tgis.engines.memory.profiler import DummyRunner, KVCacheCost, manual_capacity
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
 FREE = 8 << 30
 CPU = torch.device("cpu")
-COST = KvCacheCost(60_000.0, 10 * MiB)
+COST = KVCacheCost(60_000.0, 10 * MiB)
 FULL_BATCH = 30 * MiB + 64 * MiB  # of the synthetic engine
 
 Start = Callable[..., tuple[int, SyntheticEngine]]

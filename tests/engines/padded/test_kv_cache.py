@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tgis.engines.padded.kv_cache import PaddedCache
+from tgis.engines.padded.kv_cache import PaddedKVCache
 
 HEADS, SIZE, LAYERS = 2, 3, 2
 
@@ -14,7 +14,7 @@ class Model:
     """Feeds the cache as a model would, and keeps each row's keys in a list beside it."""
 
     def __init__(self, max_slots: int = 64) -> None:
-        self.cache = PaddedCache(max_slots)
+        self.cache = PaddedKVCache(max_slots)
         self.keys: list[torch.Tensor] = []  # per row: [tokens, HEADS, SIZE] of layer 0
         self.generator = torch.Generator().manual_seed(0)
 

@@ -34,21 +34,21 @@ _PLAIN = SamplingParams(temperature=1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class KvCacheCost:
+class KVCacheCost:
     """Bytes that a padded KV cache needs at most: per token of the batch, padding included, and in addition."""
 
     bytes_per_token: float
     fixed_bytes: int
 
-    def __add__(self, other: "KvCacheCost") -> "KvCacheCost":
-        return KvCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
+    def __add__(self, other: "KVCacheCost") -> "KVCacheCost":
+        return KVCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
 
 
 def padded_capacity(
     engine: Engine,
     options: EngineOptions,
     device: torch.device,
-    cost: KvCacheCost,
+    cost: KVCacheCost,
     kv_cache_bytes: Callable[[], int],
     peak: Callable[["DummyRunner"], int],
 ) -> int:
@@ -116,20 +116,20 @@ class DummyRunner:
         self._ids = count(-2, -1)
         self._baseline = meter.reset() - kv_cache_bytes()
 
-    def padded_peak(self, max_length: int, max_logits_tokens: int, *, chunked: bool) -> int:
-        """Peak of a padded engine whose passes give logits for so many tokens at most.
+    def padded_peak(self, max_length: int, max_logprob_tokens: int, *, chunked: bool) -> int:
+        """Peak of a padded engine, one pass of which computes prompt logprobs of at most `max_logprob_tokens`.
 
-        `chunked` tells whether it computes long inputs in several passes, which two of them show.
+        Where prefill is `chunked`, two chunks are enough; otherwise the longest input is one pass.
         """
         info = self._engine.info
-        peak = self._full_batch_peak(max_logits_tokens)
-        if info.encoder_decoder:  # all output of a preempted sequence is computed anew
-            peak = max(peak, self._batch_peak(1, 1, max_logits_tokens, min(max_length, info.max_prefill_tokens) - 1))
+        peak = self._full_batch_peak(max_logprob_tokens)
+        if info.encoder_decoder:  # a requeued sequence computes all of its output again
+            peak = max(peak, self._batch_peak(1, 1, max_logprob_tokens, min(max_length, info.max_prefill_tokens) - 1))
         else:
-            peak = max(peak, self._batch_peak(1, min(max_length, info.max_prefill_tokens), max_logits_tokens))
+            peak = max(peak, self._batch_peak(1, min(max_length, info.max_prefill_tokens), max_logprob_tokens))
         if chunked:
             return max(peak, self._batch_peak(1, min(max_length, 2 * info.max_prefill_tokens)))
-        return max(peak, self._whole_input_peak(max_length, max_logits_tokens))
+        return max(peak, self._whole_input_peak(max_length, max_logprob_tokens))
 
     def paged_peak(self, max_length: int, num_blocks: int) -> int:
         """Peak of the fullest step of a paged engine: prompts up to the longest, with logprobs, and decodes.
@@ -152,41 +152,41 @@ class DummyRunner:
         self._engine.release(seqs)
         return peak
 
-    def _full_batch_peak(self, max_logits_tokens: int) -> int:
+    def _full_batch_peak(self, max_logprob_tokens: int) -> int:
         """Peak of as many sequences as there may be, after fewer, which tell whether all will fit."""
         info = self._engine.info
         length = max(1, min(_SHORT_LENGTH, info.max_prefill_tokens // info.max_batch_size))
-        one = self._batch_peak(1, length, max_logits_tokens)
-        quarter = self._batch_peak(-(-info.max_batch_size // 4), length, max_logits_tokens)
+        one = self._batch_peak(1, length, max_logprob_tokens)
+        quarter = self._batch_peak(-(-info.max_batch_size // 4), length, max_logprob_tokens)
         if quarter + 4 * (quarter - one) > self._available_bytes:
             raise self._refusal()
-        return self._batch_peak(info.max_batch_size, length, max_logits_tokens)
+        return self._batch_peak(info.max_batch_size, length, max_logprob_tokens)
 
-    def _whole_input_peak(self, max_length: int, max_logits_tokens: int) -> int:
+    def _whole_input_peak(self, max_length: int, max_logprob_tokens: int) -> int:
         """Peak of the longest input in one pass, after shorter ones, since attention may need their square."""
         length = min(max_length, _WHOLE_LENGTH)
-        peak = self._batch_peak(1, length, max_logits_tokens)
+        peak = self._batch_peak(1, length, max_logprob_tokens)
         while length < max_length:
             if 4 * peak > self._available_bytes:
                 raise self._refusal()
             length = min(2 * length, max_length)
-            peak = self._batch_peak(1, length, max_logits_tokens)
+            peak = self._batch_peak(1, length, max_logprob_tokens)
         return peak
 
-    def _batch_peak(self, num_seqs: int, prompt_length: int, logits_tokens: int = 0, output_length: int = 0) -> int:
+    def _batch_peak(self, num_seqs: int, prompt_length: int, logprob_tokens: int = 0, output_length: int = 0) -> int:
         """Peak of prefills until a padded engine has so many sequences, and of a decode of all.
 
-        They ask for prompt logprobs if passes give logits for more than the last tokens.
+        They ask for prompt logprobs if one pass may compute some.
         """
         seqs = [
-            self._sequence(prompt_length, output_length, index=index, logprobs=logits_tokens > 0)
+            self._sequence(prompt_length, output_length, index=index, logprobs=logprob_tokens > 0)
             for index in range(num_seqs)
         ]
         together = max(1, self._engine.info.max_prefill_tokens // (prompt_length + output_length))
         peaks = []
         for start in range(0, num_seqs, together):
             joining = seqs[start : start + together]
-            peaks.append(self._peak(StepPlan.compute_all(joining), logits_tokens))
+            peaks.append(self._peak(StepPlan.compute_all(joining), logprob_tokens))
             for seq in joining:
                 seq.num_computed_tokens = len(seq.tokens)
                 seq.tokens.append(0)
@@ -194,14 +194,14 @@ class DummyRunner:
         self._engine.release(seqs)
         return max(peaks)
 
-    def _peak(self, plan: StepPlan, max_logits_tokens: int = 0) -> int:
+    def _peak(self, plan: StepPlan, max_logprob_tokens: int = 0) -> int:
         self._meter.reset()
         try:
             self._engine.step(plan)
         except OutOfMemory:
             raise self._refusal() from None
         measured = self._meter.peak() - self._baseline - self._kv_cache_bytes()
-        peak = max(measured, self._logits_bytes(min(sum(plan.num_scheduled_tokens), max_logits_tokens)))
+        peak = max(measured, self._logits_bytes(min(sum(plan.num_scheduled_tokens), max_logprob_tokens)))
         length = max(len(seq.tokens) for seq in plan.seqs)
         log.info("  %d sequences of %d tokens: %s beside the KV cache", len(plan.seqs), length, format_bytes(peak))
         return peak

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import ModelInfo
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.memory.profiler import KvCacheCost
+from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, ignores_padding
 from tgis.engines.onnx.files import find_graphs
 from tgis.engines.onnx.kv_cache import PastKeyValues, SubBatch, SubBatches, group_by_length
@@ -46,8 +46,8 @@ class OnnxCausalLM:
         self.clear()
 
     @property
-    def kv_cache_cost(self) -> KvCacheCost:
-        return KvCacheCost(_BUFFERS * self._decoder.bytes_per_token(self._decoder.self_attention_names), 0)
+    def kv_cache_cost(self) -> KVCacheCost:
+        return KVCacheCost(_BUFFERS * self._decoder.bytes_per_token(self._decoder.self_attention_names), 0)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -117,13 +117,13 @@ class OnnxSeq2SeqLM:
         self.clear()
 
     @property
-    def kv_cache_cost(self) -> KvCacheCost:
+    def kv_cache_cost(self) -> KVCacheCost:
         """The longest input and the longest output may be of different sequences."""
         decoder = self._decoder
         each = decoder.bytes_per_token(decoder.self_attention_names) + decoder.bytes_per_token(
             decoder.cross_attention_names
         )
-        return KvCacheCost(_BUFFERS * each, 0)
+        return KVCacheCost(_BUFFERS * each, 0)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -6,9 +6,9 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import load_causal_lm, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, padded_spans
-from tgis.engines.memory.profiler import KvCacheCost
+from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
-from tgis.engines.padded.kv_cache import PaddedCache
+from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import (
     MAX_PREFILL_TOKENS,
     chunked_prefill,
@@ -36,10 +36,10 @@ class CausalLM:
         self.max_logprob_tokens = max_logprob_tokens(device)
         self._device = device
         self._max_batch_size = max_batch_size
-        self._cache = PaddedCache(max_batch_size)
+        self._cache = PaddedKVCache(max_batch_size)
 
     @property
-    def kv_cache_cost(self) -> KvCacheCost:
+    def kv_cache_cost(self) -> KVCacheCost:
         return self._cache.cost
 
     @property
@@ -51,7 +51,7 @@ class CausalLM:
         return seq.tokens[seq.request.soft_prompt_length :]
 
     def clear(self) -> None:
-        self._cache = PaddedCache(self._max_batch_size)
+        self._cache = PaddedKVCache(self._max_batch_size)
 
     def remove(self, row: int) -> None:
         self._cache.remove(row)

@@ -5,7 +5,7 @@ layers on the CPU, and sampling over the whole batch. Nothing is downloaded, and
 """
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seqs
+from collections.abc import Sequence as Sequences
 from contextlib import contextmanager
 
 import torch
@@ -92,7 +92,7 @@ class PaddedEngine:
         with device_errors(f"a step of {len(plan.seqs)} rows"):
             return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
-    def release(self, seqs: Seqs[Sequence]) -> None:
+    def release(self, seqs: Sequences[Sequence]) -> None:
         """The last sequence moves to the row of each that leaves; an empty batch holds no memory."""
         held = [seq for seq in seqs if seq in self._seqs]
         for seq in held:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from tgis.engines.memory.profiler import KvCacheCost
+from tgis.engines.memory.profiler import KVCacheCost
 
 _SPARE = 4  # over-allocate slots and columns by one in so many
 _COLUMN_STEP = 64
@@ -123,7 +123,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return new
 
 
-class PaddedCache:
+class PaddedKVCache:
     """The slot and columns of each sequence. Rows 0 to n-1 are the first slots, without gaps."""
 
     def __init__(self, max_slots: int) -> None:
@@ -148,10 +148,10 @@ class PaddedCache:
         return self._view.slots * self._view.columns * self.bytes_per_token
 
     @property
-    def cost(self) -> KvCacheCost:
+    def cost(self) -> KVCacheCost:
         """Known after the first pass; attention and reallocation may copy one layer's keys and values twice."""
         each = self.bytes_per_token * (1 + 2 / len(self.past_key_values.layers))
-        return KvCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
+        return KVCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
 
     def append(self, seq_lens: list[int]) -> None:
         """Make room for new sequences of these lengths (tokens about to be computed)."""

@@ -12,7 +12,7 @@ import torch
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import ModelInfo
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.memory.profiler import KvCacheCost
+from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.ipc.request import TokenLogprobs
 
@@ -32,7 +32,7 @@ class PaddedModel(Protocol):
     max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
 
     @property
-    def kv_cache_cost(self) -> KvCacheCost:
+    def kv_cache_cost(self) -> KVCacheCost:
         """What the caches need at most; known after the first pass."""
 
     @property

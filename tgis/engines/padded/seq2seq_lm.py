@@ -18,9 +18,9 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import load_seq2seq_lm, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, decoder_prompt, embed_with_prompts, encoder_prompt, padded_spans
-from tgis.engines.memory.profiler import KvCacheCost
+from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
-from tgis.engines.padded.kv_cache import PaddedCache
+from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, wanting_prompt_logprobs
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
@@ -79,7 +79,7 @@ class Seq2SeqLM:
         self.clear()
 
     @property
-    def kv_cache_cost(self) -> KvCacheCost:
+    def kv_cache_cost(self) -> KVCacheCost:
         """The longest input and the longest output may be of different sequences."""
         return self._cross_attention_cache.cost + self._self_attention_cache.cost
 
@@ -97,8 +97,8 @@ class Seq2SeqLM:
         return [0] * virtual + self.token_history(seq)
 
     def clear(self) -> None:
-        self._cross_attention_cache = PaddedCache(self._max_batch_size)
-        self._self_attention_cache = PaddedCache(self._max_batch_size)
+        self._cross_attention_cache = PaddedKVCache(self._max_batch_size)
+        self._self_attention_cache = PaddedKVCache(self._max_batch_size)
         self._past_key_values = EncoderDecoderCache(
             self._self_attention_cache.past_key_values, self._cross_attention_cache.past_key_values
         )
