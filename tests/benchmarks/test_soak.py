@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import REPOSITORY
 
 from benchmarks.soak import reconcile
 from benchmarks.soak.cases import Answer, assemble_answer, difference
@@ -177,7 +178,7 @@ def test_growing_memory_is_a_problem() -> None:
 
 def soak(cache: Path, *options: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.soak", "--cache", str(cache), *options]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, check=False, stdout=subprocess.PIPE, text=True)
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
