@@ -33,7 +33,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines/kernels": "errors utils",
     "engines/memory": "batcher engines errors ipc",
     "engines/loading": "engines/kernels engines/memory errors ipc utils",
-    "engines/lora": "batcher engines/kernels engines/loading prompts",
+    "engines/lora": "batcher engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels ipc",
     "engines/padded": "batcher engines engines/loading engines/lora engines/memory engines/sampling errors ipc",
     "engines/onnx": ("batcher engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"),
