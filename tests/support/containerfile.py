@@ -88,6 +88,8 @@ def replay(text: str, context: Path, root: Path) -> Image:
             case "WORKDIR":
                 image.workdir = Path(argument)
                 image.local(".").mkdir(parents=True, exist_ok=True)
+            case "COPY" if argument.startswith("--from="):
+                pass  # all stages share a root
             case "COPY":
                 *sources, target = argument.split()
                 for source in sources:
