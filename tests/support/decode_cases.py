@@ -28,7 +28,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    num_sms: int = 2  # the more, the more work items a sequence is split into
+    num_sms: int = 2  # the more, the more splits of a sequence
 
 
 def _random_cases() -> dict[str, Case]:
@@ -51,17 +51,17 @@ def _random_cases() -> dict[str, Case]:
 CASES = {
     "one token": Case([1]),
     "of every length around a block and a tile": Case([15, 16, 17, 127, 128, 129]),
-    "empty rows": Case([0, 33, 0, 200, 0], sinks=True),
-    "nothing but empty rows": Case([0, 0]),
-    "one row in many items": Case([2300], num_sms=12),
-    "a long row among short ones": Case([3, 900, 5, 1, 40], num_sms=3),
-    "many rows": Case([5] * 21, heads=1, kv_heads=1),
+    "empty sequences": Case([0, 33, 0, 200, 0], sinks=True),
+    "only empty sequences": Case([0, 0]),
+    "one sequence in many splits": Case([2300], num_sms=12),
+    "a long sequence among short ones": Case([3, 900, 5, 1, 40], num_sms=3),
+    "many sequences": Case([5] * 21, heads=1, kv_heads=1),
     "one KV head for all, in parts": Case([70, 9], heads=35, kv_heads=1),
     "a KV head for each": Case([70, 9], heads=3, kv_heads=3, k_size=80, v_size=80),
-    "window, in items": Case([1000, 41, 40, 39, 1], window=700, num_sms=5),
+    "window, in splits": Case([1000, 41, 40, 39, 1], window=700, num_sms=5),
     "window of one token": Case([100, 1], window=1),
-    "soft cap, in items": Case([600, 20], softcap=3.0, num_sms=4),
-    "sinks, in items": Case([600, 20], sinks=True, num_sms=4),
+    "soft cap, in splits": Case([600, 20], softcap=3.0, num_sms=4),
+    "sinks, in splits": Case([600, 20], sinks=True, num_sms=4),
     "all at once": Case([600, 20, 0], softcap=3.0, sinks=True, window=500, num_sms=4),
     "head size 96, int32, float16": Case([70, 17], k_size=96, v_size=96, dtype=torch.float16, index=torch.int32),
     "keys wider than values": Case([70], k_size=192, v_size=128),
@@ -82,7 +82,7 @@ BFLOAT16 = {  # Triton cannot interpret bfloat16
 
 
 def inputs(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
-    """The tensors for `decode_attention`, and the rules; what no row may read is NaN, or outside of the cache."""
+    """The tensors and parameters of `paged_decode`; what no sequence may read is NaN, or outside of the cache."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-length // case.block) for length in case.lengths]
     blocks = torch.randperm(sum(widths) + 2, generator=generator)[: sum(widths)].split(widths)
@@ -100,27 +100,27 @@ def inputs(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
                 slot.copy_(torch.randn(slot.shape, generator=generator))
     q = torch.randn(case.heads, len(widths), case.k_size, generator=generator).transpose(0, 1)
     sinks = torch.randn(case.heads, generator=generator).to(device, case.dtype) if case.sinks else None
-    rules = {"scale": 2 * case.k_size**-0.5, "window": case.window, "softcap": case.softcap, "sinks": sinks}
+    params = {"scale": 2 * case.k_size**-0.5, "window": case.window, "softcap": case.softcap, "sinks": sinks}
     lengths = torch.tensor(case.lengths, dtype=case.index)
-    return [*(t.to(device, case.dtype) for t in (q, *layer)), tables.to(device), lengths.to(device)], rules
+    return [*(t.to(device, case.dtype) for t in (q, *layer)), tables.to(device), lengths.to(device)], params
 
 
-def expected(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **rules: Any) -> Tensor:
+def expected(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **params: Any) -> Tensor:
     """The oracle's [B, H, E], in float64."""
     output = torch.zeros(*q.shape[:2], values.shape[-1], dtype=torch.float64, device=q.device)
     for row, length in enumerate(lengths.tolist()):
         if length:
             blocks = tables[row, : -(-length // keys.shape[1])].long()
             k, v = (states[blocks].flatten(0, 1)[:length] for states in (keys, values))
-            output[row] = reference_attention(q[row : row + 1], k, v, **rules)[0]
+            output[row] = reference_attention(q[row : row + 1], k, v, **params)[0]
     return output
 
 
 def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments: int) -> float:
     """The largest difference from the oracle; infinity for NaN."""
-    tensors, rules = inputs(case, device)
-    output = attention(*tensors, **rules, **arguments)
-    difference = (output.double() - expected(*tensors, **rules)).abs().max().item()
+    tensors, params = inputs(case, device)
+    output = attention(*tensors, **params, **arguments)
+    difference = (output.double() - expected(*tensors, **params)).abs().max().item()
     return float("inf") if difference != difference else difference
 
 
