@@ -245,7 +245,7 @@ def test_the_ports_differ() -> None:
 ANY_NAME = st.sampled_from([name for row in (*declared_options(Config), *UNSUPPORTED, *IGNORED) for name in row.names])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(ANY_NAME, st.text(max_size=100)), st.dictionaries(ANY_NAME, st.text(max_size=100)))
 def test_any_text_is_a_config_or_a_printable_error(flags: dict[str, str], variables: dict[str, str]) -> None:
     argv = [f"{flag_name(name)}={text}" for name, text in flags.items()]

@@ -237,7 +237,7 @@ BOUNDS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ARRIVALS, BOUNDS, st.sampled_from([1, 4]))
 def test_every_request_ends_once_and_memory_is_never_promised_twice(
     arrivals: list[Arrival], bounds: BatchLimits, max_new_tokens: int
@@ -256,7 +256,7 @@ def test_every_request_ends_once_and_memory_is_never_promised_twice(
             assert end is not StopReason.CANCELLED or arrival.cancelled_at
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ARRIVALS, BOUNDS, st.integers(20, 120), st.frozensets(st.integers(0, 200), max_size=20))
 def test_out_of_memory_and_failed_steps_lose_no_request(
     arrivals: list[Arrival], bounds: BatchLimits, memory: int, accidents: frozenset[int]
@@ -268,7 +268,7 @@ def test_out_of_memory_and_failed_steps_lose_no_request(
         assert arrivals[number].length + arrivals[number].new - 1 + bounds.block_size > memory
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ARRIVALS, BOUNDS, st.integers(20, 120))
 def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: BatchLimits, memory: int) -> None:
     first, second = World(bounds, arrivals, memory), World(bounds, arrivals, memory)
@@ -277,7 +277,7 @@ def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: Ba
     assert first.trace == second.trace
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(BOUNDS, st.integers(1, 12), st.integers(1, 3), st.integers(0, 3))
 def test_the_oldest_request_is_not_starved_by_small_ones(
     bounds: BatchLimits, small: int, per_step: int, wait: int

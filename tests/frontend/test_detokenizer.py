@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizer_families as zoo
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -93,7 +93,6 @@ def test_incremental_text_equals_whole_decoding(families: Families, family: str,
 @pytest.mark.parametrize("encoder_decoder", [False, True])
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 @given(data=st.data())
-@settings(deadline=None)
 def test_incremental_text_of_any_ids_equals_whole_decoding(
     families: Families, family: str, encoder_decoder: bool, data: st.DataObject
 ) -> None:
@@ -157,7 +156,6 @@ def test_invalid_bytes_at_the_end_are_not_text(families: Families, family: str) 
 
 @pytest.mark.parametrize("family", ["byte_fallback", "mistral"])
 @given(data=st.data())
-@settings(deadline=None)
 def test_invalid_bytes_are_replaced_one_by_one(families: Families, family: str, data: st.DataObject) -> None:
     backend, tokenizer = families(family)
     values = data.draw(st.binary(max_size=30))

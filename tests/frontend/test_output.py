@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tgis.frontend.detokenizer import TokenDecoder
@@ -80,7 +80,6 @@ def spread_ids(draw: st.DrawFn, decoder: TokenDecoder) -> tuple[list[int], Steps
 
 @pytest.mark.parametrize("tokens", [False, True])
 @given(data=st.data())
-@settings(deadline=None)
 def test_steps_and_streaming_do_not_change_an_output(decoder: TokenDecoder, tokens: bool, data: st.DataObject) -> None:
     whole, steps = data.draw(spread_ids(decoder))
     stops = data.draw(st.lists(st.text(ALPHABET, min_size=1, max_size=3), max_size=2))

@@ -2,7 +2,7 @@
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_families import SAMPLES
 
@@ -54,7 +54,6 @@ def partial_match(output: str, stops: list[str]) -> int:
 
 
 @given(pieces_and_minimum, stop_sequences, st.booleans(), st.booleans())
-@settings(deadline=None)
 def test_equals_naive_search(output: tuple[list[str], int], stops: list[str], include: bool, hold: bool) -> None:
     pieces, minimum = output
     deltas, matched = assemble(pieces, stops, include, hold, minimum)
@@ -62,14 +61,12 @@ def test_equals_naive_search(output: tuple[list[str], int], stops: list[str], in
 
 
 @given(wild_tokens, wild_stop_sequences, st.booleans())
-@settings(deadline=None)
 def test_equals_naive_search_in_any_script(pieces: list[str], stops: list[str], include: bool) -> None:
     deltas, matched = assemble(pieces, stops, include, hold=True)
     assert ("".join(deltas), matched) == naive(pieces, stops, include)
 
 
 @given(wild_tokens, wild_stop_sequences, st.booleans(), st.booleans())
-@settings(deadline=None)
 def test_releases_all_text_that_is_final(pieces: list[str], stops: list[str], include: bool, hold: bool) -> None:
     assembler = StopStringMatcher(stops, include_stop_sequence=include, hold_last_grapheme=hold)
     output = emitted = ""
@@ -82,7 +79,6 @@ def test_releases_all_text_that_is_final(pieces: list[str], stops: list[str], in
 
 
 @given(wild_tokens, st.booleans())
-@settings(deadline=None)
 def test_never_splits_a_grapheme_cluster(pieces: list[str], include: bool) -> None:
     deltas, _ = assemble(pieces, ["😀Z", "\u0301Z", "bZ"], include, hold=True)
     text = "".join(deltas)

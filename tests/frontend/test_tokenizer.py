@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizer_families as zoo
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
@@ -53,7 +53,6 @@ def test_samples(families: Families, family: str) -> None:
 
 @pytest.mark.parametrize("family", [*zoo.TRAINED, "mistral"])
 @given(text=st.text(max_size=40))
-@settings(deadline=None)
 def test_any_text(families: Families, family: str, text: str) -> None:
     backend, tokenizer = families(family)
     (plain,), (placed,) = encode(tokenizer, text), encode(tokenizer, text, offsets=True)

@@ -207,7 +207,7 @@ class TestCut:
         with pytest.raises(StartError, match=f"^{hub.endpoint} answers 503$"):
             bring()
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(size=st.integers(0, 300), cuts=st.lists(st.integers(0, 120), max_size=4), earlier=st.integers(0, 400))
     def test_any_interruptions(
         self, stand_in: FakeHub, tmp_path_factory: pytest.TempPathFactory, size: int, cuts: list[int], earlier: int

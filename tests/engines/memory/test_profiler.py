@@ -35,7 +35,7 @@ def runner(engine: SyntheticEngine, available_bytes: int = 64 * GiB) -> DummyRun
     return DummyRunner(engine, meter, engine.held, available_bytes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(formula=CHUNKED, num_seqs=st.integers(1, 64))
 def test_no_step_of_chunks_needs_more_than_the_dummies(formula: MemoryFormula, num_seqs: int) -> None:
     peak = runner(SyntheticEngine(formula)).padded_peak(MAX_LENGTH, PASS_TOKENS, chunked=True)
@@ -47,7 +47,7 @@ def test_no_step_of_chunks_needs_more_than_the_dummies(formula: MemoryFormula, n
     assert peak <= max(formula.prefill(64, 8, True, PASS_TOKENS), formula.prefill(1, PASS_TOKENS, True, PASS_TOKENS))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(formula=WHOLE, max_length=st.integers(100, 6000))
 def test_inputs_that_are_computed_whole_need_the_square_of_the_longest(formula: MemoryFormula, max_length: int) -> None:
     peak = runner(SyntheticEngine(formula, encoder_decoder=True), 10**15).padded_peak(max_length, 0, chunked=False)
