@@ -11,7 +11,7 @@ WORKERS ?= logical
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-venv: .venv/installed ## make .venv with the pinned dependencies, again only when they change
+venv: .venv/installed ## create .venv with the pinned dependencies; again only when they change
 
 .venv/installed: $(PACKAGE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -22,7 +22,7 @@ venv: .venv/installed ## make .venv with the pinned dependencies, again only whe
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,bench,onnx]'
 	@touch $@
 
-proto: venv ## make the stubs in tgis/pb from proto/generation.proto
+proto: venv ## generate the stubs in tgis/pb from proto/generation.proto
 	$(BIN)/python proto/generate.py
 
 demo-model: venv ## fetch and convert the demo model, once
@@ -39,7 +39,7 @@ test: venv ## run the tests, except the slow ones, on every core; ARGS goes to p
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
 
-soak: venv ## fifteen minutes of everything that clients do; ARGS goes to benchmarks.soak
+soak: venv ## test a server for fifteen minutes under everything that clients do; ARGS goes to benchmarks.soak
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 check: venv ## lint, formatting, types, stubs
@@ -48,7 +48,7 @@ check: venv ## lint, formatting, types, stubs
 	$(BIN)/mypy
 	$(BIN)/python proto/generate.py --check
 
-format: venv ## format the code and repair what the linter can
+format: venv ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
@@ -58,6 +58,6 @@ bench: venv ## measure this machine; ARGS goes to benchmarks.suite
 bench-gpu: venv ## measure tgis_native on this machine's GPU; ARGS goes to benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-clean: ## remove everything that make made, but for the demo models in .cache
+clean: ## remove everything that make created, except the demo models in .cache
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tgis benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +
