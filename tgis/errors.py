@@ -46,13 +46,26 @@ class AdapterError(TgisError):
 class RequestError(TgisError):
     """A call ends with a status other than OK; the text is the status message."""
 
+    @property
+    def detail(self) -> str:
+        """What logs and status details say: the message and what it leaves out because TGIS does."""
+        return str(self)
+
 
 class InvalidRequest(RequestError):
-    """The request breaks a rule; `field` is a parameter of `RawParams` or a path that the face has given."""
+    """The request breaks a rule; `field` is a parameter of `RawParams` or a path that the face has given.
 
-    def __init__(self, field: str, message: str) -> None:
+    `value` is the offending value, unless the message has it.
+    """
+
+    def __init__(self, field: str, message: str, value: str = "") -> None:
         super().__init__(message)
         self.field = field
+        self.value = value
+
+    @property
+    def detail(self) -> str:
+        return f"{self}, got {self.value}" if self.value else str(self)
 
 
 class Unimplemented(RequestError):
@@ -60,11 +73,16 @@ class Unimplemented(RequestError):
 
 
 class Overloaded(RequestError):
-    """Too many requests in flight; `retry_after` is a hint in seconds."""
+    """Too many requests in flight: `reason` says which limit was reached; `retry_after` is a hint in seconds."""
 
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(self, reason: str, retry_after: float = 1.0) -> None:
+        super().__init__("Model is overloaded")
+        self.reason = reason
         self.retry_after = retry_after
+
+    @property
+    def detail(self) -> str:
+        return f"{self}: {self.reason}"
 
 
 class OutOfMemory(RequestError):

@@ -199,56 +199,86 @@ sampling, stopping, decoding, response = (
     pb.ResponseOptions,
 )
 nan, inf = math.nan, math.inf
+STOPS = "can specify at most 6 non-empty stop sequences, each not more than 240 UTF8 bytes"
+DECAY = "length_penalty must be >= 1.0 and <= 10.0"
+LOW = decoding.LengthPenalty(start_index=3)
+# parameters, field, the whole message (TGIS's, if TGIS refuses them too), what the status details add to it
 BAD = {
-    "temperature-low": (params(sampling=sampling(temperature=0.02)), "sampling.temperature", "0.05"),
-    "temperature-negative": (params(sampling=sampling(temperature=-1)), "sampling.temperature", "-1"),
-    "temperature-nan": (params(sampling=sampling(temperature=nan)), "sampling.temperature", "finite"),
-    "temperature-inf": (params(sampling=sampling(temperature=inf)), "sampling.temperature", "finite"),
-    "top-p-high": (params(sampling=sampling(top_p=1.5)), "sampling.top_p", "<= 1.0"),
-    "top-p-negative": (params(sampling=sampling(top_p=-0.5)), "sampling.top_p", "> 0.0"),
-    "top-p-nan": (params(sampling=sampling(top_p=nan)), "sampling.top_p", "finite"),
-    "typical-p-high": (params(sampling=sampling(typical_p=1.25)), "sampling.typical_p", "1.25"),
-    "typical-p-negative": (params(sampling=sampling(typical_p=-0.25)), "sampling.typical_p", "-0.25"),
-    "typical-p-nan": (params(sampling=sampling(typical_p=nan)), "sampling.typical_p", "finite"),
-    "top-k-high": (params(sampling=sampling(top_k=2**31)), "sampling.top_k", "2147483648"),
-    "max-new": (params(stopping=stopping(max_new_tokens=170)), "stopping.max_new_tokens", "<= 169, got 170"),
-    "min-above-max": (params(stopping=stopping(min_new_tokens=30)), "stopping.min_new_tokens", "max_new_tokens"),
-    "repetition-negative": (params(decoding=decoding(repetition_penalty=-2)), "decoding.repetition_penalty", "> 0"),
-    "repetition-nan": (params(decoding=decoding(repetition_penalty=nan)), "decoding.repetition_penalty", "finite"),
-    "repetition-inf": (params(decoding=decoding(repetition_penalty=inf)), "decoding.repetition_penalty", "finite"),
-    "length-penalty-unset": (
-        params(decoding=decoding(length_penalty=decoding.LengthPenalty(start_index=3))),
-        "decoding.length_penalty.decay_factor",
-        ">= 1.0 and <= 10.0",
+    "temperature-low": (sampling(temperature=0.02), "temperature", "temperature must be >= 0.05", ", got 0.02"),
+    "temperature-negative": (sampling(temperature=-1), "temperature", "temperature must be >= 0.05", ", got -1"),
+    "temperature-nan": (sampling(temperature=nan), "temperature", "temperature must be finite", ", got nan"),
+    "temperature-inf": (sampling(temperature=inf), "temperature", "temperature must be finite", ", got inf"),
+    "top-p-high": (sampling(top_p=1.5), "top_p", "top_p must be > 0.0 and <= 1.0", ", got 1.5"),
+    "top-p-negative": (sampling(top_p=-0.5), "top_p", "top_p must be > 0.0 and <= 1.0", ", got -0.5"),
+    "top-p-inf": (sampling(top_p=inf), "top_p", "top_p must be > 0.0 and <= 1.0", ", got inf"),
+    "top-p-nan": (sampling(top_p=nan), "top_p", "top_p must be finite", ", got nan"),
+    "typical-p-high": (sampling(typical_p=1.25), "typical_p", "typical_p must be <= 1.0", ", got 1.25"),
+    "typical-p-negative": (sampling(typical_p=-0.25), "typical_p", "typical_p must be >= 0.0", ", got -0.25"),
+    "typical-p-nan": (sampling(typical_p=nan), "typical_p", "typical_p must be finite", ", got nan"),
+    "top-k-high": (sampling(top_k=2**31), "top_k", "top_k must be strictly positive", ", got 2147483648"),
+    "max-new": (stopping(max_new_tokens=170), "max_new_tokens", "max_new_tokens must be <= 169", ", got 170"),
+    "min-above-max": (
+        stopping(min_new_tokens=30),
+        "min_new_tokens",
+        "min_new_tokens must be <= max_new_tokens",
+        ", got 30 and 20",
     ),
+    "repetition-negative": (
+        decoding(repetition_penalty=-2),
+        "repetition_penalty",
+        "repetition_penalty must be > 0.0",
+        ", got -2",
+    ),
+    "repetition-nan": (
+        decoding(repetition_penalty=nan),
+        "repetition_penalty",
+        "repetition_penalty must be finite",
+        ", got nan",
+    ),
+    "repetition-inf": (
+        decoding(repetition_penalty=inf),
+        "repetition_penalty",
+        "repetition_penalty must be finite",
+        ", got inf",
+    ),
+    "length-penalty-unset": (decoding(length_penalty=LOW), "length_penalty.decay_factor", DECAY, ", got 0"),
     "length-penalty-nan": (
-        params(decoding=decoding(length_penalty=decoding.LengthPenalty(decay_factor=nan))),
-        "decoding.length_penalty.decay_factor",
-        "finite",
+        decoding(length_penalty=decoding.LengthPenalty(decay_factor=nan)),
+        "length_penalty.decay_factor",
+        DECAY,
+        ", got nan",
     ),
-    "seven-stops": (params(stopping=stopping(stop_sequences="abcdefg")), "stopping.stop_sequences", "at most 6"),
-    "empty-stop": (params(stopping=stopping(stop_sequences=["a", ""])), "stopping.stop_sequences", "non-empty"),
-    "long-stop": (params(stopping=stopping(stop_sequences=["é" * 121])), "stopping.stop_sequences", "240 UTF8"),
-    "details-without-lists": (params(response=response(token_ranks=True)), "response", "input and/or generated"),
+    "seven-stops": (stopping(stop_sequences="abcdefg"), "stop_sequences", STOPS, ""),
+    "empty-stop": (stopping(stop_sequences=["a", ""]), "stop_sequences", STOPS, ""),
+    "long-stop": (stopping(stop_sequences=["é" * 121]), "stop_sequences", STOPS, ""),
+    "details-without-lists": (
+        response(token_ranks=True),
+        "",
+        "must request input and/or generated tokens to request extra token detail",
+        "",
+    ),
     "top-n-high": (
-        params(response=response(generated_tokens=True, top_n_tokens=11)),
-        "response.top_n_tokens",
-        "<= 10, got 11",
+        response(generated_tokens=True, top_n_tokens=11),
+        "top_n_tokens",
+        "top_n_tokens must be <= 10",
+        ", got 11",
     ),
 }
+SECTIONS = {sampling: "sampling", stopping: "stopping", decoding: "decoding", response: "response"}
 
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_bad_parameters_name_their_field(stub: Stub, name: str, streamed: bool) -> None:
-    parameters, field, text = BAD[name]
-    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")], params=parameters)
+def test_bad_parameters_have_an_exact_message_and_name_their_field(stub: Stub, name: str, streamed: bool) -> None:
+    part, field, message, added = BAD[name]
+    section = SECTIONS[type(part)]
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")], params=params(**{section: part}))
     error = failure(
         lambda: list(stub.GenerateStream(as_stream_request(request))) if streamed else stub.Generate(request)
     )
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert text in error.details()
-    assert violation(error) == f"params.{field}"
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    (only,) = violations(error)
+    assert (only.field, only.description) == (f"params.{section}.{field}".rstrip("."), message + added)
 
 
 BAD_INPUTS = {
@@ -330,10 +360,13 @@ def test_overload_is_checked_before_validation_and_says_when_to_retry(stub: Stub
     request.params.stopping.max_new_tokens = 9999
     error = failure(lambda: stub.Generate(request))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "overloaded" in error.details()
-    retry = error_details_pb2.RetryInfo()
-    assert rpc_status.from_call(error).details[0].Unpack(retry)
+    assert error.details() == "Model is overloaded"
+    retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
+    first, second = rpc_status.from_call(error).details
+    assert first.Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() > 0
+    assert second.Unpack(quota)
+    assert f"at most {MAX_INPUTS} allowed" in quota.violations[0].description
 
 
 def test_a_poisoned_request_fails_alone(stub: Stub) -> None:
@@ -424,10 +457,14 @@ def failure(action: Callable[[], object]) -> Any:
 
 def violation(error: Any) -> str:
     """The field named in the status details."""
+    (only,) = violations(error)
+    return str(only.field)
+
+
+def violations(error: Any) -> list[error_details_pb2.BadRequest.FieldViolation]:
     bad = error_details_pb2.BadRequest()
     assert rpc_status.from_call(error).details[0].Unpack(bad)
-    (only,) = bad.field_violations
-    return str(only.field)
+    return list(bad.field_violations)
 
 
 def gauge(server: Server, name: str) -> float:

@@ -59,23 +59,24 @@ def first_violated(p: RawParams) -> str | None:
     temperature = 1.0 if p.temperature is None else p.temperature
     table: list[tuple[str, bool]] = [
         ("guided", p.guided != ""),
-        ("sampling.temperature", p.do_sample and not finite(temperature)),
-        ("sampling.top_p", p.do_sample and not finite(p.top_p)),
-        ("sampling.typical_p", p.do_sample and not finite(p.typical_p)),
-        ("decoding.repetition_penalty", not finite(p.repetition_penalty)),
-        ("decoding.length_penalty.decay_factor", not finite(decay)),
         ("sampling.temperature", p.do_sample and temperature != 0 and temperature < 0.05),
         ("sampling.top_p", p.do_sample and p.top_p != 0 and (p.top_p < 0 or p.top_p > 1)),
-        ("sampling.typical_p", p.do_sample and (p.typical_p < 0 or p.typical_p > 1)),
+        ("sampling.typical_p", p.do_sample and p.typical_p > 1),
         ("sampling.top_k", p.do_sample and p.top_k >= 2**31),
         ("stopping.max_new_tokens", max_new > 169),
         ("stopping.min_new_tokens", p.min_new_tokens > max_new),
         ("decoding.repetition_penalty", p.repetition_penalty < 0),
-        ("decoding.length_penalty.decay_factor", decay < 1 or decay > 10),
+        ("decoding.length_penalty.decay_factor", math.isnan(decay) or decay < 1 or decay > 10),
         ("stopping.stop_sequences", len(stops) > 6),
         ("response", wants_detail and not p.logprob_options.generated_tokens and not p.logprob_options.input_tokens),
-        ("response.top_n_tokens", p.logprob_options.top_n_tokens > 10),
         ("stopping.stop_sequences", any(s == "" or len(s.encode("utf-8")) > 240 for s in stops)),
+        # not of the specification: what TGIS lets through
+        ("sampling.typical_p", p.do_sample and p.typical_p < 0),
+        ("response.top_n_tokens", p.logprob_options.top_n_tokens > 10),
+        ("sampling.temperature", p.do_sample and not finite(temperature)),
+        ("sampling.top_p", p.do_sample and not finite(p.top_p)),
+        ("sampling.typical_p", p.do_sample and not finite(p.typical_p)),
+        ("decoding.repetition_penalty", not finite(p.repetition_penalty)),
     ]
     return next((field for field, violated in table if violated), None)
 

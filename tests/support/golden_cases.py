@@ -51,6 +51,11 @@ class Error:
     code: str
     message: str
     field: str | None = None  # of the one field violation
+    value: str | None = None  # the offending value that its description adds to the message
+
+    @property
+    def description(self) -> str:
+        return self.message if self.value is None else f"{self.message}, got {self.value}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,10 @@ def _error_problems(wanted: Error | None, error: grpc.aio.AioRpcError, streamed:
     pairs = {
         "code": (wanted.code, error.code().name),
         "message": (_said(wanted.message, streamed), error.details()),
-        "fields": ([_said(wanted.field, streamed)] if wanted.field else [], list(_fields(error))),
+        "violations": (
+            [(_said(wanted.field, streamed), _said(wanted.description, streamed))] if wanted.field else [],
+            list(_violations(error)),
+        ),
     }
     return [f".{name}: expected {one!r}, got {other!r}" for name, (one, other) in pairs.items() if one != other]
 
@@ -135,8 +138,8 @@ def _said(text: str, streamed: bool) -> str:
     return text.replace("requests[0]", "request") if streamed else text
 
 
-def _fields(error: grpc.aio.AioRpcError) -> Iterator[str]:
-    """Fields of the violations in the status details, whose code and message must be those of the call."""
+def _violations(error: grpc.aio.AioRpcError) -> Iterator[tuple[str, str]]:
+    """Field and description of each violation; code and message of the status details must be those of the call."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == "grpc-status-details-bin":
@@ -145,4 +148,4 @@ def _fields(error: grpc.aio.AioRpcError) -> Iterator[str]:
             for detail in status.details:
                 bad = error_details_pb2.BadRequest()
                 assert detail.Unpack(bad), detail
-                yield from (violation.field for violation in bad.field_violations)
+                yield from ((violation.field, violation.description) for violation in bad.field_violations)

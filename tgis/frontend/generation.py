@@ -117,7 +117,7 @@ class Generator:
         if not self._accepting:
             raise Unavailable("the server is shutting down")
         if self._num_inputs + num_inputs > limit:
-            raise Overloaded(f"Model is overloaded: {self._num_inputs} inputs in flight, at most {limit} allowed")
+            raise Overloaded(f"{self._num_inputs} inputs in flight, at most {limit} allowed")
         self._num_inputs += num_inputs
         try:
             yield
@@ -165,7 +165,7 @@ class Generator:
                 raise InvalidRequest(field, f"{text} must each be <= {max_positions} for this model")
         limit, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
         if limit and queued and queued + sum(len(request.tokens) for request in requests) > limit:
-            raise Overloaded(f"Model is overloaded: {queued} input tokens are waiting, at most {limit} may")
+            raise Overloaded(f"{queued} input tokens are waiting, at most {limit} may")
 
 
 async def _all_or_first_error(work: list[Coroutine[None, None, None]]) -> None:

@@ -40,7 +40,7 @@ class RequestLog:
         if isinstance(error, RequestError):
             self._metrics.request_failed(_failure_reason(error))
             level = logging.INFO if isinstance(error, InvalidRequest | Unimplemented) else logging.ERROR
-            log.log(level, "%s call failed: %s", self._kind, error)
+            log.log(level, "%s call failed: %s", self._kind, error.detail)
         elif error is not None and self._num_unsubmitted:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._num_unsubmitted)
         for output in list(self._outputs):

@@ -66,7 +66,7 @@ class Tokenizer:
         try:
             encodings = encode(texts)
         except BaseException as error:  # panics of the library are not Exceptions
-            raise InvalidRequest("text", f"cannot tokenize: {error}") from error
+            raise InvalidRequest("text", f"tokenizer error {error}") from error
         if not offsets:
             return [Encoding(encoding.ids, []) for encoding in encodings]
         pairs = zip(texts, encodings, strict=True)

@@ -1,7 +1,8 @@
 """Rules for the parameters and inputs of a call. Pure functions.
 
-The rules stand in one table and are checked from top to bottom; the first violation fails the call. Fields have
-neutral names here: a face maps them to its own paths.
+The rules stand in one table and are checked from top to bottom; the first violation fails the call. TGIS's rules come
+first, with its texts, so that what it refuses is refused with the same message. Fields have neutral names here: a face
+maps them to its own paths.
 """
 
 import math
@@ -34,6 +35,7 @@ class _Rule:
     field: str
     violated: Callable[[RawParams, RequestLimits], bool]
     message: str  # a format string over `p` and `limits`
+    value: str = ""  # likewise: the offending value
 
 
 def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
@@ -41,12 +43,13 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     if raw.guided:
         raise Unimplemented(f"{raw.guided}: guided decoding is not supported yet")
     params = raw.with_defaults()
-    for name, value in _float_fields(params):
-        if not math.isfinite(value):
-            raise InvalidRequest(name, f"{name} must be finite, got {value}")
     for rule in _RULES:
         if rule.violated(params, limits):
-            raise InvalidRequest(rule.field, rule.message.format(p=params, limits=limits))
+            message, value = (text.format(p=params, limits=limits) for text in (rule.message, rule.value))
+            raise InvalidRequest(rule.field, message, value)
+    for name, number in _float_fields(params):
+        if not math.isfinite(number):
+            raise InvalidRequest(name, f"{name} must be finite", f"{number:g}")
     return params.resolve(include_stop_sequence=limits.include_stop_sequence)
 
 
@@ -89,8 +92,6 @@ def _float_fields(p: RawParams) -> Iterator[tuple[str, float]]:
     yield "top_p", p.top_p
     yield "typical_p", p.typical_p
     yield "repetition_penalty", p.repetition_penalty
-    if p.length_penalty:
-        yield "decay_factor", p.length_penalty[1]
 
 
 def _details_without_tokens(p: RawParams, _: RequestLimits) -> bool:
@@ -112,57 +113,54 @@ _RULES = (
     _Rule(
         "temperature",
         lambda p, _: p.temperature != 0.0 and p.temperature < 0.05,  # type: ignore[operator]
-        "temperature must be >= 0.05, got {p.temperature:g}",
+        "temperature must be >= 0.05",
+        "{p.temperature:g}",
     ),
     _Rule(
         "top_p",
-        lambda p, _: not 0.0 < p.top_p <= 1.0,
-        "top_p must be > 0.0 and <= 1.0, got {p.top_p:g}",
+        lambda p, _: p.top_p <= 0.0 or p.top_p > 1.0,
+        "top_p must be > 0.0 and <= 1.0",
+        "{p.top_p:g}",
     ),
-    _Rule(
-        "typical_p",
-        lambda p, _: not 0.0 <= p.typical_p <= 1.0,
-        "typical_p must be >= 0.0 and <= 1.0, got {p.typical_p:g}",
-    ),
-    _Rule(
-        "top_k",
-        lambda p, _: p.top_k > _INT32_MAX,
-        f"top_k must be <= {_INT32_MAX}, got {{p.top_k}}",
-    ),
+    _Rule("typical_p", lambda p, _: p.typical_p > 1.0, "typical_p must be <= 1.0", "{p.typical_p:g}"),
+    _Rule("top_k", lambda p, _: p.top_k > _INT32_MAX, "top_k must be strictly positive", "{p.top_k}"),
     _Rule(
         "max_new_tokens",
         lambda p, limits: p.max_new_tokens > limits.max_new_tokens,
-        "max_new_tokens must be <= {limits.max_new_tokens}, got {p.max_new_tokens}",
+        "max_new_tokens must be <= {limits.max_new_tokens}",
+        "{p.max_new_tokens}",
     ),
     _Rule(
         "min_new_tokens",
         lambda p, _: p.min_new_tokens > p.max_new_tokens,
-        "min_new_tokens must be <= max_new_tokens, got {p.min_new_tokens} and {p.max_new_tokens}",
+        "min_new_tokens must be <= max_new_tokens",
+        "{p.min_new_tokens} and {p.max_new_tokens}",
     ),
     _Rule(
         "repetition_penalty",
         lambda p, _: p.repetition_penalty <= 0.0,
-        "repetition_penalty must be > 0.0, got {p.repetition_penalty:g}",
+        "repetition_penalty must be > 0.0",
+        "{p.repetition_penalty:g}",
     ),
     _Rule(
         "decay_factor",
         lambda p, _: p.length_penalty is not None and not 1.0 <= p.length_penalty[1] <= 10.0,
-        "length_penalty must be >= 1.0 and <= 10.0, got {p.length_penalty[1]:g}",
+        "length_penalty must be >= 1.0 and <= 10.0",
+        "{p.length_penalty[1]:g}",
     ),
-    _Rule(
-        "stop_sequences",
-        lambda p, _: len(p.stop_sequences) > MAX_STOP_SEQUENCES,
-        _STOP_SEQUENCES_MESSAGE,
-    ),
+    _Rule("stop_sequences", lambda p, _: len(p.stop_sequences) > MAX_STOP_SEQUENCES, _STOP_SEQUENCES_MESSAGE),
     _Rule(
         "logprob_options",
         _details_without_tokens,
         "must request input and/or generated tokens to request extra token detail",
     ),
+    _Rule("stop_sequences", _has_invalid_stop_sequence, _STOP_SEQUENCES_MESSAGE),
+    # What follows passes TGIS's front end.
+    _Rule("typical_p", lambda p, _: p.typical_p < 0.0, "typical_p must be >= 0.0", "{p.typical_p:g}"),
     _Rule(
         "top_n_tokens",
         lambda p, _: p.logprob_options.top_n_tokens > MAX_TOP_N_TOKENS,
-        f"top_n_tokens must be <= {MAX_TOP_N_TOKENS}, got {{p.logprob_options.top_n_tokens}}",
+        f"top_n_tokens must be <= {MAX_TOP_N_TOKENS}",
+        "{p.logprob_options.top_n_tokens}",
     ),
-    _Rule("stop_sequences", _has_invalid_stop_sequence, _STOP_SEQUENCES_MESSAGE),
 )

@@ -1,7 +1,7 @@
 """fmaas.GenerationService: converts messages, delegates to the Generator, maps exceptions to status codes."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -121,26 +121,26 @@ async def _error_boundary(context: Context) -> AsyncIterator[None]:
 async def _abort(context: Context, error: RequestError, metadata: tuple[tuple[str, str], ...]) -> None:
     code = _STATUS_CODES[type(error)]
     status = status_pb2.Status(code=code.value[0], message=str(error))
-    if (detail := _error_detail(error)) is not None:
+    for detail in _error_details(error):
         status.details.add().Pack(detail)
     rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
     await context.abort(code, str(error), (*metadata, *rich))
 
 
-def _error_detail(error: RequestError) -> Message | None:
-    """A machine-readable detail for the error, if there is one."""
+def _error_details(error: RequestError) -> Iterator[Message]:
+    """The machine-readable details of the error; values that TGIS's message leaves out are only here."""
     match error:
         case InvalidRequest(field=field):
             bad = error_details_pb2.BadRequest()
-            bad.field_violations.add(field=convert.field_path(field), description=str(error))
-            detail: Message = bad
+            bad.field_violations.add(field=convert.field_path(field), description=error.detail)
+            yield bad
         case Overloaded(retry_after=seconds):
             retry = error_details_pb2.RetryInfo()
             retry.retry_delay.FromMilliseconds(int(seconds * 1000))
-            detail = retry
-        case _:
-            return None
-    return detail
+            yield retry
+            quota = error_details_pb2.QuotaFailure()
+            quota.violations.add(description=error.detail)
+            yield quota
 
 
 def _deserializer(request_type: type[Message]) -> Callable[[bytes], Message | None]:
