@@ -37,13 +37,13 @@ def check_model_fits(
         return
     try:
         with torch.device("meta"):
-            network = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+            model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except (ValueError, RuntimeError):
         return  # loading raises a better error, if any
-    weights = sum(parameter.nbytes for parameter in network.parameters())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
     converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
-    for place, together in _needed_bytes(network, weights, converted, device).items():
+    for place, together in _needed_bytes(model, weights, converted, device).items():
         needed, free = together // options.num_shards, max(available_memory(place), 0)
         if needed > free:
             raise StartError(
@@ -53,13 +53,13 @@ def check_model_fits(
             )
 
 
-def _needed_bytes(network: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
+def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
     """Least bytes by device, of all ranks together; weights that are not converted stay mapped files."""
     if device.type != "cpu":
         return {device: weights, _CPU: converted}
-    linears = [module for module in network.modules() if type(module) is nn.Linear]
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
     packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKABLE_DTYPES)
-    others = (module for module in network.modules() if type(module) is not nn.Linear)  # such as tied embeddings
+    others = (module for module in model.modules() if type(module) is not nn.Linear)  # such as tied embeddings
     stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
     return {device: max(weights, packed + min(converted, sum(stay.values())))}
 
