@@ -167,6 +167,16 @@ def test_the_time_limit_cuts_with_partial_text(stub: Stub, streamed: bool) -> No
     assert 0.2 <= took < 2.0
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_shortest_time_limit_gives_a_token_on_an_idle_server(stub: Stub, streamed: bool) -> None:
+    request = unary_request("abcdefgh", MAX_NEW, min_new_tokens=MAX_NEW, time_limit_millis=1)
+    if streamed:
+        *_, last = stub.GenerateStream(as_stream_request(request))
+    else:
+        (last,) = stub.Generate(request).responses
+    assert (last.stop_reason, last.generated_token_count) == (pb.TIME_LIMIT, 1)
+
+
 def test_tokenize(stub: Stub) -> None:
     request = pb.BatchedTokenizeRequest(
         requests=[pb.TokenizeRequest(text="aé"), pb.TokenizeRequest(text="")], return_tokens=True, return_offsets=True

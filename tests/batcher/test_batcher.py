@@ -88,6 +88,15 @@ def test_a_request_expires_in_the_queue_without_a_token() -> None:
     assert batcher.num_waiting == 0
 
 
+@pytest.mark.parametrize("block_size", [0, 4])
+def test_a_request_whose_deadline_passes_before_its_first_step_gets_one_token(block_size: int) -> None:
+    batcher = Batcher(limits(padded=not block_size, block_size=block_size), {EOS})
+    (seq,) = batcher.submit([request(1, deadline=1.0, min_new=4)], 0.0)
+    assert batcher.expire(2.0) == []
+    assert ids(run_step(batcher, now=2.0)[1]) == [1]
+    assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
+
+
 def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1, max_new=2)], 0.0)

@@ -53,6 +53,7 @@ class World:
     ends: dict[int, list[StopReason]] = field(default_factory=dict)
     out_of_memory: set[int] = field(default_factory=set)  # failed because of it
     tried: set[int] = field(default_factory=set)  # in a step that failed
+    passed_over: set[int] = field(default_factory=set)  # waited while a step ran
     rolled_back: set[int] = field(default_factory=set)  # in the last step, if it failed
     generated: dict[int, int] = field(default_factory=dict)
     slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # KV slot -> the salt and the token there
@@ -73,6 +74,7 @@ class World:
                     break
                 continue
             self._check(plan, batcher, queue)
+            self.passed_over |= {seq.id for seq in batcher.snapshot(now, 1000).waiting_requests}
             self._step(batcher, plan, step, now)
         assert batcher.idle
         assert self.held == {}
@@ -253,6 +255,7 @@ def test_every_request_ends_once_and_memory_is_never_promised_twice(
         else:
             assert end is not StopReason.ERROR or arrival.poisoned
             assert end is not StopReason.TIME_LIMIT or arrival.deadline
+            assert end is not StopReason.TIME_LIMIT or world.generated[number] or number in world.passed_over
             assert end is not StopReason.CANCELLED or arrival.cancelled_at
 
 

@@ -139,10 +139,10 @@ def test_prompts_with_prompt_logprobs_are_computed() -> None:
     assert computed(one, 3) == 4
 
 
-def started(prompt_length: int = 24, deadline: float | None = None) -> tuple[Batcher, StepPlan]:
+def started(prompt_length: int = 24) -> tuple[Batcher, StepPlan]:
     """A request in the middle of its prefill, and one that waits for its blocks."""
     one = batcher()
-    one.submit([ask(1, prompt(prompt_length), deadline=deadline)], 0.0)
+    one.submit([ask(1, prompt(prompt_length))], 0.0)
     step(one)
     one.submit([ask(2, [*prompt(prompt_length), 5])], 0.0)
     plan = next_plan(one)
@@ -170,13 +170,12 @@ def test_a_prompt_waits_only_for_the_shared_part() -> None:
     "end",
     [
         lambda one, _plan: one.cancel([1]),
-        lambda one, _plan: one.expire(2.0),
         lambda one, plan: one.drop(plan.seqs),
     ],
-    ids=["cancelled", "expired", "failed"],
+    ids=["cancelled", "failed"],
 )
 def test_a_prompt_goes_on_where_the_inflight_prefix_ended(end: Callable[[Batcher, StepPlan], object]) -> None:
-    one, plan = started(deadline=1.0)
+    one, plan = started()
     end(one, plan)
     assert [counts.get(2) for counts in work(one)] == [8, 8, 1]  # of 25 tokens, 8 were done
     assert pool_of(one).num_used == 0

@@ -56,15 +56,17 @@ def test_chunked_prefill_does_not_stall_streams() -> None:
     assert longest_gap(chunked=False) > 20 * NORMAL_STEP  # without chunking
 
 
-def test_a_prompt_expires_half_way_through_its_prefill() -> None:
+def test_a_prompt_past_its_deadline_finishes_its_prefill_and_gets_one_token() -> None:
     batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
-    batcher.submit([request(1, 10, deadline=5.0)], 0.0)
-    plan = batcher.plan(0.0)
-    assert plan.seqs
-    assert (plan.num_scheduled_tokens, plan.sampled, plan.has_prefill) == ([4], [], True)
-    assert batcher.commit(plan, [], 6.0) == []
-    assert [seq.stop_reason for seq in batcher.expire(6.0)] == [StopReason.TIME_LIMIT]
-    assert not busy(batcher)
+    (seq,) = batcher.submit([request(1, 10, deadline=5.0)], 0.0)
+    chunks = []
+    while busy(batcher):
+        assert batcher.expire(6.0) == []
+        plan = batcher.plan(6.0)
+        chunks += plan.num_scheduled_tokens
+        batcher.commit(plan, [[7, 8]] * len(plan.sampled), 6.0)
+    assert chunks == [4, 4, 2]
+    assert (seq.tokens[10:], seq.stop_reason) == ([7], StopReason.TIME_LIMIT)
 
 
 def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:

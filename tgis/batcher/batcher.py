@@ -31,6 +31,7 @@ class Batcher:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # the oldest first
         self._to_release: list[Sequence] = []  # by the next plan
+        self._num_steps = 0  # that have succeeded
         self._capacity = CapacityLimits(limits)
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
@@ -75,7 +76,7 @@ class Batcher:
 
     def submit(self, requests: Iterable[Request], arrival_time: float) -> list[Sequence]:
         """Queue the inputs of one call, in order; they arrived no earlier than those before them."""
-        seqs = [Sequence(request, arrival_time) for request in requests]
+        seqs = [Sequence(request, arrival_time, self._num_steps) for request in requests]
         self._waiting.append(seqs)
         return seqs
 
@@ -89,12 +90,13 @@ class Batcher:
             seq.stop_reason = StopReason.CANCELLED
 
     def expire(self, now: float) -> list[Sequence]:
-        """End with TIME_LIMIT, and no further token, what is past its deadline and waits or is being prefilled."""
-        expired = self._waiting.expire(now)
+        """End with TIME_LIMIT, and no further token, what is past its deadline and has waited through a step.
+
+        The first step may have what has just arrived, and a prefill under way goes on: both end with a token.
+        """
+        expired = self._waiting.expire(now, self._num_steps)
         if expired:
             self._wait_reason = None  # it may have been one of theirs
-        if self._block_manager:
-            expired += self._remove_running(lambda seq: not seq.decoding and seq.expired(now))
         for seq in expired:
             seq.stop_reason = StopReason.TIME_LIMIT
         return expired
@@ -115,6 +117,7 @@ class Batcher:
 
         Only scheduled tokens count as computed: of several new tokens the next step computes all.
         """
+        self._num_steps += 1
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             seq.num_computed_tokens += count
             if self._block_manager:

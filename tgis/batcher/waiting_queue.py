@@ -53,11 +53,11 @@ class WaitingQueue:
             self._seqs = [seq for seq in self._seqs if seq.id not in ids]
         return removed
 
-    def expire(self, now: float) -> list[Sequence]:
-        """Take out the sequences whose deadline has passed."""
+    def expire(self, now: float, num_steps: int) -> list[Sequence]:
+        """Take out the sequences whose deadline has passed, if one of so many steps has run since they arrived."""
         if now <= self._earliest_deadline:
             return []
-        expired = self.remove({seq.id for seq in self._seqs if seq.expired(now)})
+        expired = self.remove({seq.id for seq in self._seqs if seq.expired(now) and seq.arrival_step < num_steps})
         self._earliest_deadline = min(map(_deadline, self._seqs), default=math.inf)
         return expired
 
