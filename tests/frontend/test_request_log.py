@@ -51,6 +51,7 @@ def test_each_input_has_one_line(server: Server) -> None:
         stub.Generate(request, metadata=metadata("two-inputs"))
     found = lines(server, "two-inputs", 2)
     assert [(line["input_tokens"], line["generated_tokens"]) for line in found] == [(3, 4), (2, 4)]
+    assert [line["request_id"] for line in found] == ["two-inputs-0", "two-inputs-1"]
     assert all("MAX_TOKENS" in line["message"] and line["level"] == "INFO" for line in found)
     assert all("max_new_tokens=4" in line["parameters"] for line in found)
     assert all(0 <= line["queue_seconds"] <= line["total_seconds"] for line in found)
@@ -78,6 +79,7 @@ def test_a_cancelled_stream_has_its_line_too(server: Server) -> None:
         stream.cancel()
         (line,) = lines(server, "cancelled-id", 1)
     assert "CANCELLED" in line["message"]
+    assert line["request_id"] == "cancelled-id"
     assert line["level"] == "WARNING"
 
 

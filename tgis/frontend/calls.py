@@ -24,6 +24,7 @@ class GenerateCall:
     params: RawParams
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
+    correlation_id: str | None = None  # for logs
 
 
 @dataclass(frozen=True, slots=True)

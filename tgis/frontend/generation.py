@@ -93,7 +93,13 @@ class Generator:
         return await tokenize(call, self._tokenizer, self._adapters, self._metrics)
 
     def _request_log(self, call: GenerateCall) -> RequestLog:
-        return RequestLog(call.kind, len(call.fields), self._metrics, log_text=self.server_info.log_text)
+        return RequestLog(
+            call.kind,
+            len(call.fields),
+            self._metrics,
+            log_text=self.server_info.log_text,
+            correlation_id=call.correlation_id,
+        )
 
     def _output_builders(
         self, queues: list[OutputQueue], call: GenerateCall, params: ResolvedParams

@@ -22,12 +22,16 @@ _DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {"stop_sequences": 0, "ti
 class RequestLog:
     """Records one call to generate; a context manager around its life."""
 
-    def __init__(self, kind: CallKind, num_inputs: int, metrics: Metrics, *, log_text: bool) -> None:
+    def __init__(
+        self, kind: CallKind, num_inputs: int, metrics: Metrics, *, log_text: bool, correlation_id: str | None = None
+    ) -> None:
         self._kind = kind
         self._metrics = metrics
         self._started = time.monotonic()
         self._log_text = log_text
+        self._correlation_id = correlation_id
         self._outputs: list[OutputBuilder] = []  # still open
+        self._index: dict[int, int] = {}  # of an input in the call, by the engine's request id
         self._num_unsubmitted = num_inputs
         metrics.request_started(kind, num_inputs)
 
@@ -58,6 +62,7 @@ class RequestLog:
     def track(self, outputs: list[OutputBuilder]) -> list[OutputBuilder]:
         """Take note of the outputs of submitted inputs, and return them."""
         self._outputs = list(outputs)
+        self._index = {output.queue.request.id: index for index, output in enumerate(outputs)}
         self._num_unsubmitted = 0
         return outputs
 
@@ -98,12 +103,19 @@ class RequestLog:
             extra=self._fields(output),
         )
 
+    def _request_id(self, request: Request) -> str | int:
+        """As in vllm-tgis-adapter: the correlation id, in unary calls with the index; without one, the engine's id."""
+        if self._correlation_id is None:
+            return request.id
+        index = "" if self._kind is CallKind.STREAM else f"-{self._index[request.id]}"
+        return self._correlation_id + index
+
     def _fields(self, output: OutputBuilder) -> dict[str, Any]:
         timings, now, request = output.queue.timings, time.monotonic(), output.queue.request
         scheduled = timings.scheduled or now
         inference = timings.last_token - scheduled if timings.last_token else 0.0
         return {
-            "request_id": request.id,
+            "request_id": self._request_id(request),
             "input_tokens": request.input_length,
             "prefix_id": request.adapter.id if request.adapter else None,
             "generated_tokens": output.num_generated,

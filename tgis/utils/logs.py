@@ -58,6 +58,11 @@ def correlation_scope(correlation_id: str | None) -> Iterator[None]:
         _correlation_id.reset(token)
 
 
+def correlation_id() -> str | None:
+    """The id that lines logged here have."""
+    return _correlation_id.get()
+
+
 def write_termination_message(path: Path, reason: str) -> None:
     """Write the reason of a fatal error to the termination log, if Kubernetes has created one."""
     with contextlib.suppress(OSError), path.open("r+") as file:  # does not create it

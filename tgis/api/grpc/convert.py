@@ -28,7 +28,7 @@ _FIELD_PATHS = {
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 
-def generate_call(message: pb.BatchedGenerationRequest, identity: bytes) -> GenerateCall:
+def generate_call(message: pb.BatchedGenerationRequest, identity: bytes, correlation_id: str | None) -> GenerateCall:
     texts = [request.text for request in message.requests]
     return GenerateCall(
         kind=CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH,
@@ -37,10 +37,13 @@ def generate_call(message: pb.BatchedGenerationRequest, identity: bytes) -> Gene
         params=raw_params(message.params),
         identity=identity,
         adapter=_adapter(message),
+        correlation_id=correlation_id,
     )
 
 
-def generate_stream_call(message: pb.SingleGenerationRequest, identity: bytes) -> GenerateCall:
+def generate_stream_call(
+    message: pb.SingleGenerationRequest, identity: bytes, correlation_id: str | None
+) -> GenerateCall:
     return GenerateCall(
         kind=CallKind.STREAM,
         texts=[message.request.text] if message.HasField("request") else [],
@@ -48,6 +51,7 @@ def generate_stream_call(message: pb.SingleGenerationRequest, identity: bytes) -
         params=raw_params(message.params),
         identity=identity,
         adapter=_adapter(message),
+        correlation_id=correlation_id,
     )
 
 

@@ -62,12 +62,15 @@ class GenerationServicer:
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
     async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
-        replies = await self._require_generator().generate(convert.generate_call(request, self._identity(context)))
+        call = convert.generate_call(request, self._identity(context), logs.correlation_id())
+        replies = await self._require_generator().generate(call)
         return pb.BatchedGenerationResponse(responses=[convert.generation_response(reply) for reply in replies])
 
     async def _generate_stream(self, request: pb.SingleGenerationRequest | None, context: Context) -> None:
         async with _error_boundary(context):
-            call = convert.generate_stream_call(_require_decoded(request), self._identity(context))
+            call = convert.generate_stream_call(
+                _require_decoded(request), self._identity(context), logs.correlation_id()
+            )
             async with aclosing(self._require_generator().stream(call)) as replies:
                 async for reply in replies:
                     await context.write(convert.generation_response(reply))
