@@ -97,6 +97,19 @@ def test_a_request_whose_deadline_passes_before_its_first_step_gets_one_token(bl
     assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
 
 
+def test_a_failed_step_takes_no_request_its_only_token() -> None:
+    """Its own prefill was under way: it has not waited through anybody's step."""
+    batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
+    (seq,) = batcher.submit([request(1, length=6, deadline=1.0)], 0.0)
+    plan, _ = run_step(batcher, now=0.5)
+    assert plan.num_scheduled_tokens == [4]
+    assert batcher.rollback(next_plan(batcher, 0.6), out_of_memory=False) == []
+    assert batcher.expire(2.0) == []
+    while not seq.finished:
+        run_step(batcher, now=2.0)
+    assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
+
+
 def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(1, max_new=2)], 0.0)

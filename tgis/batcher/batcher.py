@@ -152,7 +152,7 @@ class Batcher:
         requeued = [seq for seq in plan.seqs if not seq.finished]
         self._remove_running(set(requeued).__contains__)
         for seq in requeued:
-            seq.num_computed_tokens = 0
+            seq.num_computed_tokens, seq.queued_at_step = 0, self._num_steps
         self._waiting.requeue_front(requeued)
         self._wait_reason = None  # it was of those behind them
         return failed
@@ -241,6 +241,7 @@ class Batcher:
         seq = self._running[-1]
         self._counters.preemptions += 1
         self._remove_running(lambda other: other is seq)
+        seq.queued_at_step = self._num_steps
         self._waiting.requeue_in_order(seq)
         if self._waiting.first is seq:
             self._wait_reason = WaitReason.MEMORY

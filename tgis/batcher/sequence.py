@@ -17,7 +17,7 @@ class Sequence:
 
     request: Request
     arrival_time: float
-    arrival_step: int = 0  # steps that had succeeded when it arrived
+    queued_at_step: int = 0  # steps that had succeeded when it was queued last
     tokens: list[int] = field(init=False)  # prompt, then generated
     prompt_length: int = field(init=False)
     max_length: int = field(init=False)  # tokens, prompt included

@@ -54,10 +54,14 @@ class WaitingQueue:
         return removed
 
     def expire(self, now: float, num_steps: int) -> list[Sequence]:
-        """Take out the sequences whose deadline has passed, if one of so many steps has run since they arrived."""
+        """Take out what is past its deadline, but not what has no token yet and has not waited through a step.
+
+        `num_steps`: that have succeeded by now.
+        """
         if now <= self._earliest_deadline:
             return []
-        expired = self.remove({seq.id for seq in self._seqs if seq.expired(now) and seq.arrival_step < num_steps})
+        late = [seq for seq in self._seqs if seq.expired(now)]
+        expired = self.remove({seq.id for seq in late if seq.num_generated_tokens or seq.queued_at_step < num_steps})
         self._earliest_deadline = min(map(_deadline, self._seqs), default=math.inf)
         return expired
 
