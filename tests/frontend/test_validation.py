@@ -70,7 +70,7 @@ def first_violated(p: RawParams) -> str | None:
         ("stopping.stop_sequences", len(stops) > 6),
         ("response", wants_detail and not p.logprob_options.generated_tokens and not p.logprob_options.input_tokens),
         ("stopping.stop_sequences", any(s == "" or len(s.encode("utf-8")) > 240 for s in stops)),
-        # not of the specification: what TGIS lets through
+        # not in the specification: TGIS lets these through
         ("sampling.typical_p", p.do_sample and p.typical_p < 0),
         ("response.top_n_tokens", p.logprob_options.top_n_tokens > 10),
         ("sampling.temperature", p.do_sample and not finite(temperature)),

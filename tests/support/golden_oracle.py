@@ -35,7 +35,7 @@ _Dumper.add_representer(
 
 
 def answer(model: OracleModel, case: Case) -> Json:
-    """The answer in protobuf JSON; UnsettledError if rounding or a draw decides it."""
+    """The answer in protobuf JSON; AmbiguousError if rounding or a draw decides it."""
     message: Any = case.message()
     match message:
         case pb.BatchedGenerationRequest(requests=inputs, params=params):
@@ -94,11 +94,11 @@ def main() -> None:
                 spec.model_directory(fetch.ensure(spec.model, TEST_CACHE), Path(scratch)), spec.options, spec.prompts
             )
         for _, file in files:
-            wrong += _settle(file, expectations(file, model), arguments.check)
+            wrong += _write_or_compare(file, expectations(file, model), arguments.check)
     sys.exit(1 if wrong else 0)
 
 
-def _settle(file: str, answers: Json, check: bool) -> int:
+def _write_or_compare(file: str, answers: Json, check: bool) -> int:
     """Write or compare; the number of differences."""
     if check:
         problems = differences(expected_answers(file), answers, file)

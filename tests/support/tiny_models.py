@@ -102,6 +102,7 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "BitNet": LLAMA_LIKE,
     "Cohere2": LLAMA_LIKE | SMALL_WINDOW,
     "DeepseekV2": ARCHITECTURES["DeepseekV3"],
+    "Doge": LLAMA_LIKE,
     "DiffLlama": LLAMA_LIKE,
     "Ernie4_5": HEAD,
     "Exaone4": LLAMA_LIKE | SMALL_WINDOW,
@@ -216,7 +217,7 @@ def make_model_from_config(config: PreTrainedConfig, directory: Path, **generati
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config, dtype=torch.float32)
     for path, weight in model.named_parameters():
-        if weight.dim() > 1:
+        if weight.dim() > 1 or path.endswith(".A"):  # which is zero in a new Doge: its mask would do nothing
             torch.nn.init.normal_(weight, std=0.2)
         assert torch.isfinite(weight).all(), path
     model.generation_config.update(_from_model_config=False, **generation)

@@ -155,7 +155,7 @@ _RULES = (
         "must request input and/or generated tokens to request extra token detail",
     ),
     _Rule("stop_sequences", _has_invalid_stop_sequence, _STOP_SEQUENCES_MESSAGE),
-    # What follows passes TGIS's front end.
+    # TGIS lets the following through.
     _Rule("typical_p", lambda p, _: p.typical_p < 0.0, "typical_p must be >= 0.0", "{p.typical_p:g}"),
     _Rule(
         "top_n_tokens",

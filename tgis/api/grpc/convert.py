@@ -10,7 +10,7 @@ from tgis.frontend.tokenize import TokenizeResult
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
 
-# Paths of the parameters, by the names that validation uses.
+# Validation's name of a parameter -> its path in the message.
 _FIELD_PATHS = {
     "temperature": "params.sampling.temperature",
     "top_k": "params.sampling.top_k",

@@ -57,7 +57,7 @@ class PagedAttention:
         query: Tensor,  # [1, H, T, D]
         key: Tensor,  # [1, K, T, D]
         value: Tensor,  # [1, K, T, E]
-        _attention_mask: Tensor | None,
+        attention_mask: Tensor | None,  # noqa: ARG002 - some models pass it by keyword
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,

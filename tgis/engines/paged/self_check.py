@@ -76,4 +76,4 @@ def _verify_windows(model: PreTrainedModel, attention: PagedAttention, max_seque
         window = getattr(config, name, None)
         is_local = window is not None and window < max_sequence_length and layer_type in layer_types
         if is_local and window not in attention.windows:
-            raise Unsupported(f"layers with {name} {window} do not tell of it when they attend")
+            raise Unsupported(f"layers with {name} {window} do not pass it to their attention function")

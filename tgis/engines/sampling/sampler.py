@@ -40,7 +40,7 @@ from tgis.engines.sampling.logprobs import (
 )
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
-_TOP_P_CANDIDATES = 116  # often hold all that top_p or typical_p alone keep
+_TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k
 _DRAW_BLOCK = 256  # tokens
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -99,7 +99,7 @@ class SamplingGroup:
     penalties: Penalties
     filters: Filters
     logprob_request: LogprobRequest
-    needs_stats: bool  # whether a row has no top_k
+    needs_stats: bool  # whether a row has no top_k: its filters need the mass of the whole vocabulary
     num_candidates: int
 
     @classmethod
