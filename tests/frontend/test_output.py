@@ -1,5 +1,6 @@
 """tgis.frontend.output: unary calls and streams give the same output, however tokens are grouped into steps."""
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 
@@ -87,6 +88,10 @@ def test_steps_and_streaming_do_not_change_an_output(decoder: TokenDecoder, toke
     expected = unary(decoder, wanted, [[token] for token in whole])
     assert unary(decoder, wanted, steps) == expected
     chunks = streamed(decoder, wanted, steps)
+    if not tokens:  # as if each token were a step, and those without text left out
+        single = streamed(decoder, wanted, [[token] for token in whole])
+        assert chunks == single
+        assert all(chunk.text or chunk.stop_reason for chunk in chunks)
     last = chunks[-1]
     assert "".join(chunk.text for chunk in chunks) == expected.text
     assert list(itertools.chain.from_iterable(chunk.tokens for chunk in chunks)) == list(expected.tokens)
@@ -103,9 +108,25 @@ def test_a_message_per_token_if_tokens_are_requested(decoder: TokenDecoder) -> N
     assert [chunk.tokens[0].logprob for chunk in chunks] == [-float(i) for i in ids(decoder, "abcde")]
 
 
-def test_a_message_per_step_otherwise(decoder: TokenDecoder) -> None:
-    chunks = streamed(decoder, params([], tokens=False), [ids(decoder, "abc"), ids(decoder, "de")])
-    assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("ab", 3), ("cde", 5)]
+def test_a_message_per_token_with_text_otherwise(decoder: TokenDecoder) -> None:
+    chunks = streamed(decoder, params([], tokens=False), [ids(decoder, "abé"), ids(decoder, "de")])
+    assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("a", 2), ("b", 4), ("é", 5), ("de", 6)]
+
+
+def test_one_message_for_all_steps_that_a_slow_reader_has_not_taken(decoder: TokenDecoder) -> None:
+    output = builder(decoder, params([], tokens=False))
+    for new in deliveries([ids(decoder, "ab"), ids(decoder, "cd"), ids(decoder, "é")], logprobs=False):
+        output.queue.put(new.token_ids, new.logprobs, new.stop_reason)
+    (chunk,) = output.chunks(asyncio.run(output.queue.get()))
+    assert (chunk.text, chunk.generated_token_count, chunk.stop_reason) == ("abcdé", 6, StopReason.MAX_TOKENS)
+
+
+def test_a_slow_reader_that_wants_tokens_gets_a_message_for_each(decoder: TokenDecoder) -> None:
+    output = builder(decoder, params([], tokens=True))
+    for new in deliveries([ids(decoder, "ab"), ids(decoder, "c")], logprobs=True):
+        output.queue.put(new.token_ids, new.logprobs, new.stop_reason)
+    chunks = list(output.chunks(asyncio.run(output.queue.get())))
+    assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("", 1), ("a", 2), ("bc", 3)]
 
 
 def test_tokens_after_a_stop_sequence_are_dropped(decoder: TokenDecoder) -> None:

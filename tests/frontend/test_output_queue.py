@@ -25,16 +25,17 @@ async def test_steps_that_nobody_has_taken_are_merged() -> None:
     queue = OutputQueue(request(1), eager=True)
     queue.put([1, 2], [TokenLogprobs(-1.0), TokenLogprobs(-2.0)], NOT_FINISHED)
     queue.put([3], [TokenLogprobs(-3.0)], MAX_TOKENS)
-    assert await queue.get() == NewTokens([1, 2, 3], [TokenLogprobs(-float(n)) for n in (1, 2, 3)], MAX_TOKENS)
+    logprobs = [TokenLogprobs(-float(n)) for n in (1, 2, 3)]
+    assert await queue.get() == NewTokens([1, 2, 3], logprobs, MAX_TOKENS, merged=True)
 
 
 @run_async
 async def test_an_eager_consumer_wakes_at_every_step() -> None:
     queue = OutputQueue(request(1), eager=True)
-    for token in (1, 2):
+    for tokens in ([1], [2, 3]):
         consumer = await pending(queue)
-        queue.put([token], [], NOT_FINISHED)
-        assert await consumer == NewTokens([token])
+        queue.put(tokens, [], NOT_FINISHED)
+        assert await consumer == NewTokens(tokens, merged=False)
 
 
 @run_async
@@ -45,7 +46,7 @@ async def test_any_other_consumer_wakes_at_the_end() -> None:
     await asyncio.sleep(0)
     assert not consumer.done()
     queue.put([2], [], MAX_TOKENS)
-    assert await consumer == NewTokens([1, 2], [], MAX_TOKENS)
+    assert await consumer == NewTokens([1, 2], [], MAX_TOKENS, merged=True)
 
 
 @pytest.mark.parametrize("eager", [False, True])

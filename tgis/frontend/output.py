@@ -73,15 +73,19 @@ class OutputBuilder:
         return RequestOutput(text=echoed, input_token_count=request.input_length, seed=request.sampling_params.seed)
 
     def chunks(self, new: NewTokens) -> Iterator[RequestOutput]:
-        """The next messages of a stream: one per token if tokens are wanted, else one for all of them."""
+        """The next messages of a stream: one per token, but none without text or token before the end.
+
+        A reader that is behind and wants no tokens gets one message for all of them.
+        """
         if self._wants_input_tokens and (input_tokens := self._input_tokens()):
             self._wants_input_tokens = False
             yield RequestOutput(input_tokens=input_tokens, input_token_count=self.queue.request.input_length)
-        if self.params.logprob_options.generated_tokens:
-            for text, tokens in self._append(new):
+        appended = self._append(new)
+        if new.merged and not self.params.logprob_options.generated_tokens:
+            appended = iter([("".join([text for text, _ in appended]), [])])
+        for text, tokens in appended:
+            if text or tokens or self.stop_reason:
                 yield self._chunk(text, tokens)
-        elif (text := "".join([text for text, _ in self._append(new)])) or self.stop_reason:
-            yield self._chunk(text, [])
 
     def add(self, new: NewTokens) -> None:
         """Collect tokens for `final`."""

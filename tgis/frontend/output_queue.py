@@ -15,8 +15,10 @@ class NewTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, or none at all
     stop_reason: StopReason = StopReason.NOT_FINISHED  # after the last token
+    merged: bool = False  # several steps, because the consumer was behind
 
     def extend(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> None:
+        self.merged = bool(self.token_ids)
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.stop_reason = stop_reason
