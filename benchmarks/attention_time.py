@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
 
 BLOCK, REPEATS = 16, 20
@@ -96,10 +97,7 @@ def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
             *layers[layer],
             tables,
             counts,
-            scale=shape.size**-0.5,
-            window=shape.window,
-            softcap=None,
-            sinks=None,
+            params=AttentionParams(shape.size**-0.5, shape.window),
             num_sms=processors,
         )
 
@@ -116,7 +114,7 @@ def prefill(rows: int, before: int, count: int) -> dict[str, float]:
     q, k, v = (_random(rows * count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
 
     def run(layer: int) -> list[Tensor]:
-        return varlen_prefill(q, k, v, layers[layer], batches, scale=shape.size**-0.5, window=None)
+        return varlen_prefill(q, k, v, layers[layer], batches, AttentionParams(shape.size**-0.5))
 
     taken = seconds(run, len(layers))
     pairs = rows * sum(range(before + 1, before + count + 1))

@@ -3,29 +3,22 @@
 import torch
 from torch import Tensor
 
+from tgis.engines.kernels.attention_params import AttentionParams
 
-def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
     """Queries [n, H, D] of the last n tokens of a row, over keys [W, K, D] and values [W, K, E] of all: [n, H, E]."""
     group, before = q.shape[1] // k.shape[1], k.shape[0] - q.shape[0]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     output = q.new_zeros(*q.shape[:2], v.shape[-1])
     for n, query in enumerate(q):
         end = before + n + 1
-        start = 0 if window is None else max(0, end - window)
-        scores = torch.einsum("hd,whd->hw", query, k[start:end]) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None]], 1)
+        start = 0 if params.window is None else max(0, end - params.window)
+        scores = torch.einsum("hd,whd->hw", query, k[start:end]) * params.scale
+        if params.softcap is not None:
+            scores = torch.tanh(scores / params.softcap) * params.softcap
+        if params.sinks is not None:
+            scores = torch.cat([scores, params.sinks.double()[:, None]], 1)
         weights = scores.softmax(1)[:, : end - start]
         output[n] = torch.einsum("hw,whe->he", weights, v[start:end])
     return output

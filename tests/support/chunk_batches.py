@@ -6,7 +6,7 @@ import torch
 from attention_oracle import reference_attention
 from torch import Tensor
 
-from tgis.engines.paged.attention import AttentionParams
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 
 BLOCK = 16
@@ -26,7 +26,7 @@ class ChunkedBatch:
         assert rules.softcap is rules.sinks is None
         return torch.cat(
             [
-                reference_attention(self.q[chunk.tokens], k, v, scale=rules.scale, window=rules.window)
+                reference_attention(self.q[chunk.tokens], k, v, rules)
                 for chunk, (k, v) in zip(self.batch.chunks, self.contexts, strict=True)
             ]
         )

@@ -8,11 +8,12 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from attention_oracle import reference_attention
 from torch import Tensor
+
+from tgis.engines.kernels.attention_params import AttentionParams
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ BFLOAT16 = {  # Triton cannot interpret bfloat16
 }
 
 
-def inputs(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
+def inputs(case: Case, device: str) -> tuple[list[Tensor], AttentionParams]:
     """The tensors and parameters of `paged_decode`; what no sequence may read is NaN, or outside of the cache."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-length // case.block) for length in case.lengths]
@@ -100,27 +101,29 @@ def inputs(case: Case, device: str) -> tuple[list[Tensor], dict[str, Any]]:
                 slot.copy_(torch.randn(slot.shape, generator=generator))
     q = torch.randn(case.heads, len(widths), case.k_size, generator=generator).transpose(0, 1)
     sinks = torch.randn(case.heads, generator=generator).to(device, case.dtype) if case.sinks else None
-    params = {"scale": 2 * case.k_size**-0.5, "window": case.window, "softcap": case.softcap, "sinks": sinks}
+    params = AttentionParams(2 * case.k_size**-0.5, case.window, case.softcap, sinks)
     lengths = torch.tensor(case.lengths, dtype=case.index)
     return [*(t.to(device, case.dtype) for t in (q, *layer)), tables.to(device), lengths.to(device)], params
 
 
-def expected(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **params: Any) -> Tensor:
+def expected(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, *, params: AttentionParams
+) -> Tensor:
     """The oracle's [B, H, E], in float64."""
     output = torch.zeros(*q.shape[:2], values.shape[-1], dtype=torch.float64, device=q.device)
     for row, length in enumerate(lengths.tolist()):
         if length:
             blocks = tables[row, : -(-length // keys.shape[1])].long()
             k, v = (states[blocks].flatten(0, 1)[:length] for states in (keys, values))
-            output[row] = reference_attention(q[row : row + 1], k, v, **params)[0]
+            output[row] = reference_attention(q[row : row + 1], k, v, params)[0]
     return output
 
 
 def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments: int) -> float:
     """The largest difference from the oracle; infinity for NaN."""
     tensors, params = inputs(case, device)
-    output = attention(*tensors, **params, **arguments)
-    difference = (output.double() - expected(*tensors, **params)).abs().max().item()
+    output = attention(*tensors, params=params, **arguments)
+    difference = (output.double() - expected(*tensors, params=params)).abs().max().item()
     return float("inf") if difference != difference else difference
 
 

@@ -49,7 +49,7 @@ def build(case: Case, capability: int) -> tuple[int, int, int]:
     kernels = module._split_attention, module._combine_splits
     module._split_attention, module._combine_splits = attend, _ = [CompileOnlyKernel(kernel) for kernel in kernels]
     tensors, rules = inputs(case, "cpu")
-    module.paged_decode(*tensors, **rules, num_sms=case.num_sms)
+    module.paged_decode(*tensors, params=rules, num_sms=case.num_sms)
     module._split_attention, module._combine_splits = kernels
     code = attend.binary.asm["ptx"]
     copies, products = (len(re.findall(word, code)) for word in ("cp.async.cg.shared", "mma.*sync"))

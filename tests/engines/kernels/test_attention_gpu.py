@@ -6,8 +6,8 @@ from chunk_batches import chunk_batch
 from decode_cases import BFLOAT16, CASES, error, expected
 from torch import Tensor
 
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.paged import attention
-from tgis.engines.paged.attention import AttentionParams
 from tgis.engines.paged.batch import FlatBatch
 
 pytestmark = [
@@ -49,7 +49,7 @@ def test_a_captured_decode_reads_new_block_tables_and_lengths() -> None:
         batch.block_tables.copy_(torch.randperm(12)[:12].view(3, 4))
         q.normal_()
         graph.replay()
-        oracle = expected(q, keys, values, batch.block_tables, batch.seq_lens, scale=0.1)
+        oracle = expected(q, keys, values, batch.block_tables, batch.seq_lens, params=params)
         torch.testing.assert_close(output.double(), oracle, atol=3e-2, rtol=0)
 
 

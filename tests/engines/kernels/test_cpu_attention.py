@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from cpu_kernels import kernels_of
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
-from tgis.engines.paged.attention import AttentionParams, cpu_sequences
 from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 
 FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}
@@ -47,29 +46,32 @@ def kernels() -> list[CpuAttention]:
 
 
 def decode_by(
-    kernel: CpuAttention, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **params: Any
+    kernel: CpuAttention,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    params: AttentionParams,
 ) -> Tensor:
     """Attention of rows with one token each."""
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [], NOTHING, [])
     assert kernel.supports(q, keys, values)
-    return kernel.attend(q, keys, values, cpu_sequences(batch), **params)
-
-
-def arguments(params: AttentionParams) -> dict[str, Any]:
-    return {"scale": params.scale, "window": params.window, "softcap": params.softcap, "sinks": params.sinks}
+    return kernel.attend(q, keys, values, batch.cpu_sequences, params)
 
 
 def prefill_by(kernel: CpuAttention, chunks: ChunkedBatch, params: AttentionParams) -> Tensor:
     """Attention of the chunks of a batch."""
     assert kernel.supports(chunks.q, *chunks.layer)
-    output = kernel.attend(chunks.q, *chunks.layer, cpu_sequences(chunks.batch), **arguments(params))
+    output = kernel.attend(chunks.q, *chunks.layer, chunks.batch.cpu_sequences, params)
     return output[chunks.batch.num_decodes :]
 
 
 def prefill_error(kernels: list[CpuAttention], chunks: ChunkedBatch, params: AttentionParams) -> float:
     """The largest difference from the oracle."""
     parts = [
-        reference_attention(chunks.q[chunk.tokens], k, v, **arguments(params))
+        reference_attention(chunks.q[chunk.tokens], k, v, params)
         for chunk, (k, v) in zip(chunks.batch.chunks, chunks.contexts, strict=True)
     ]
     expected = torch.cat(parts)
@@ -158,7 +160,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
             start = 2 + before
             rows = [[0, 1, 1, blocks.data_ptr()], [start, size, before + size, blocks.data_ptr()]][before % 2 :]
             with threads(count):
-                output = kernel.attend(chunks.q, *chunks.layer, torch.tensor(rows), **arguments(rules))
+                output = kernel.attend(chunks.q, *chunks.layer, torch.tensor(rows), rules)
             parts.append(output[start : start + size])
             before += size
         assert torch.equal(torch.cat(parts), expected)
@@ -168,7 +170,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
 def test_nan_stays_visible(kernel: CpuAttention, dtype: torch.dtype) -> None:
     tensors, rules = inputs(Case([40, 40], dtype=dtype), "cpu")
     tensors[0][1, 0] = float("nan")
-    output = decode_by(kernel, *tensors, **rules)
+    output = decode_by(kernel, *tensors, params=rules)
     assert output[1, 0].isnan().all()
     assert output[0].isfinite().all()
     assert output[1, 1:].isfinite().all()
@@ -201,7 +203,7 @@ def test_nothing_unwritten_is_read(kernel: CpuAttention, dtype: torch.dtype) -> 
 def test_large_scores_do_not_overflow(kernel: CpuAttention, dtype: torch.dtype) -> None:
     tensors, rules = inputs(Case([50], dtype=dtype), "cpu")
     tensors[0] *= 1e4
-    assert decode_by(kernel, *tensors, **rules).isfinite().all()
+    assert decode_by(kernel, *tensors, params=rules).isfinite().all()
     chunks = chunk_batch([(600, 20)], 4, 2, 16, dtype)
     chunks.q *= 1e4
     assert prefill_by(kernel, chunks, AttentionParams(0.3)).isfinite().all()
@@ -218,7 +220,7 @@ def test_queries_of_any_strides(kernel: CpuAttention) -> None:
 def test_sequences_point_to_their_block_tables() -> None:
     tables, lengths, blocks = torch.zeros(2, 5, dtype=torch.int64), torch.tensor([70, 3]), torch.arange(4)
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [PrefillChunk(slice(2, 9), 50, blocks)], NOTHING, [])
-    assert cpu_sequences(batch).tolist() == [
+    assert batch.cpu_sequences.tolist() == [
         [0, 1, 70, tables.data_ptr()],
         [1, 1, 3, tables[1].data_ptr()],
         [2, 7, 57, blocks.data_ptr()],

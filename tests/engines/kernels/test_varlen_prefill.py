@@ -9,10 +9,10 @@ from attention_oracle import reference_attention
 from chunk_batches import chunk_batch
 from torch import Tensor
 
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.kernels.cuda import varlen_prefill
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches
 from tgis.engines.paged import attention
-from tgis.engines.paged.attention import AttentionParams
 
 NEW = [(0, 40), (0, 2), (0, 16), (0, 17)]
 MIXED = [(7, 30), (0, 5), (16, 2), (100, 33), (31, 17)]
@@ -48,9 +48,9 @@ class OldVarlen:
         left, right = window_size
         assert right == 0
         assert scale is not None
-        params: dict[str, Any] = {"scale": scale, "window": None if left < 0 else left + 1}
+        params = AttentionParams(scale, None if left < 0 else left + 1)
         rows = zip(*(ends.tolist() for ends in (cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])), strict=True)
-        return torch.cat([reference_attention(query[a:b], key[c:d], value[c:d], **params) for a, b, c, d in rows])
+        return torch.cat([reference_attention(query[a:b], key[c:d], value[c:d], params) for a, b, c, d in rows])
 
 
 class NewVarlen(OldVarlen):
@@ -148,7 +148,7 @@ def test_unsupported_inputs_use_the_torch_backends(
     q = torch.empty(3, 4, inputs["k_size"], dtype=inputs["dtype"])
     keys, values = (torch.empty(1, 16, 2, inputs[n], dtype=inputs["cache"] or q.dtype) for n in ("k_size", "v_size"))
     params = AttentionParams(1.0, None, inputs["softcap"], inputs["sinks"])
-    assert is_supported(q, keys, values, params.softcap, params.sinks) == supported
+    assert is_supported(q, keys, values, params) == supported
     assert attention._select_backends(q, (keys, values), params) == (attention._torch_decode, attention._torch_prefill)
     monkeypatch.setattr(attention, "_has_cuda_kernels", lambda _device: True)
     decode, prefill = attention._select_backends(q, (keys, values), params)

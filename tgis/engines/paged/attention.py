@@ -6,7 +6,6 @@ model passes unknown arguments on. The backends here are plain PyTorch and run e
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
@@ -22,16 +22,6 @@ from tgis.engines.paged.batch import FlatBatch, PrefillChunk
 from tgis.engines.paged.kv_cache import PagedKVCache
 
 _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
-    """How one layer attends."""
-
-    scale: float
-    window: int | None = None  # tokens that a token sees, itself included
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
 
 
 _KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D]
@@ -87,7 +77,7 @@ class PagedAttention:
         params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
         if self._cpu_attention and self._cpu_attention.supports(q, *kv_cache):
             self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
-            return _cpu_kernel_attention(self._cpu_attention, batch, q, kv_cache, params)[None]
+            return self._cpu_attention.attend(q, *kv_cache, batch.cpu_sequences, params)[None]
         for stored, new in zip(kv_cache, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
         decode, prefill = _select_backends(q, kv_cache, params)
@@ -96,42 +86,12 @@ class PagedAttention:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
-def _cpu_kernel_attention(
-    kernel: CpuAttention, batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams
-) -> Tensor:
-    """Decodes and chunks in one call."""
-    if batch.cpu_sequences is None:
-        batch.cpu_sequences = cpu_sequences(batch)
-    return kernel.attend(
-        q,
-        *kv_cache,
-        batch.cpu_sequences,
-        scale=params.scale,
-        window=params.window,
-        softcap=params.softcap,
-        sinks=params.sinks,
-    )
-
-
-def cpu_sequences(batch: FlatBatch) -> Tensor:
-    """The sequences of a batch as the CPU kernel takes them, int64 [sequences, 4]: first token, number of tokens,
-    sequence length, and the address of the block table, which is valid as long as the batch exists.
-    """
-    tables, indices = batch.block_tables, torch.arange(batch.num_decodes)
-    assert tables.is_contiguous()
-    assert tables.dtype == torch.int64
-    addresses = tables.data_ptr() + indices * tables.shape[1] * tables.itemsize
-    decodes = torch.stack([indices, torch.ones_like(indices), batch.seq_lens, addresses], 1)
-    chunks = [[c.tokens.start, c.num_tokens, c.seq_len, c.block_table.data_ptr()] for c in batch.chunks]
-    return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
-
-
 def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> tuple[_Decode, _Prefill]:
     """The fastest for the device, the dtypes and the parameters."""
     if not _has_cuda_kernels(q.device):
         return _torch_decode, _torch_prefill
     decode = _triton_decode if q.dtype == kv_cache[0].dtype != torch.float64 else _torch_decode
-    return decode, _varlen_prefill if is_supported(q, *kv_cache, params.softcap, params.sinks) else _torch_prefill
+    return decode, _varlen_prefill if is_supported(q, *kv_cache, params) else _torch_prefill
 
 
 @cache
@@ -147,10 +107,7 @@ def _triton_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: Atte
         *kv_cache,
         batch.block_tables,
         batch.seq_lens,
-        scale=params.scale,
-        window=params.window,
-        softcap=params.softcap,
-        sinks=params.sinks,
+        params=params,
         num_sms=torch.cuda.get_device_properties(q.device).multi_processor_count,
     )
 
@@ -166,7 +123,7 @@ def _varlen_prefill(
             [chunk.block_table for chunk in batch.chunks],
             block_size=kv_cache[0].shape[1],
         )
-    return varlen_prefill(q, k, v, kv_cache, batch.varlen_batches, scale=params.scale, window=params.window)
+    return varlen_prefill(q, k, v, kv_cache, batch.varlen_batches, params)
 
 
 def _torch_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:

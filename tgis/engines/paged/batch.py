@@ -1,6 +1,7 @@
 """The model inputs of one step of the paged engine: a flat batch without padding, uploaded in one copy."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class PrefillChunk:
         return self.num_computed_tokens + self.num_tokens
 
 
-@dataclass(slots=True)
+@dataclass
 class FlatBatch:
     """The tokens of a step side by side: first the decodes, of one token each, then the prefill chunks."""
 
@@ -54,12 +55,24 @@ class FlatBatch:
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # float64, of the sampler, in the same copy
     decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
-    cpu_sequences: Tensor | None = None  # of all sequences, likewise
 
     @property
     def num_decodes(self) -> int:
         """Sequences with one token."""
         return len(self.seq_lens)
+
+    @cached_property
+    def cpu_sequences(self) -> Tensor:
+        """The sequences as the CPU kernel takes them, int64 [sequences, 4]: first token, number of tokens, sequence
+        length, and the address of the block table, which is valid as long as the batch exists.
+        """
+        tables, indices = self.block_tables, torch.arange(self.num_decodes)
+        assert tables.is_contiguous()
+        assert tables.dtype == torch.int64
+        addresses = tables.data_ptr() + indices * tables.shape[1] * tables.itemsize
+        decodes = torch.stack([indices, torch.ones_like(indices), self.seq_lens, addresses], 1)
+        chunks = [[c.tokens.start, c.num_tokens, c.seq_len, c.block_table.data_ptr()] for c in self.chunks]
+        return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
 
 
 def prepare_inputs(

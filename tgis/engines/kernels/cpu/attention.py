@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.kernels.cpu.library import CpuKernels
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -57,40 +58,22 @@ class CpuAttention:
         strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
         self._write[k.dtype](*(t.data_ptr() for t in tensors), *k.shape, v.shape[2], *strides)
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        sequences: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: Tensor, params: AttentionParams) -> Tensor:
         """The output [T, H, E] of queries [T, H, D], whose keys and values are in the cache.
 
         `sequences` is int64 [sequences, 4]: the first query, the number of queries, which are the last tokens of the
         sequence, its length, and the address of its block table, int64.
         """
-        q, sinks = q if q.stride(2) == 1 else q.contiguous(), None if sinks is None else sinks.float().contiguous()
+        q = q if q.stride(2) == 1 else q.contiguous()
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
         output = q.new_empty(*q.shape[:2], v_cache.shape[3])
         tensors = q, k_cache, v_cache, output, sequences, sinks
         _, block_size, kv_heads, k_size = k_cache.shape
         args = _AttentionArgs(
             *(None if t is None else t.data_ptr() for t in tensors),
-            len(sequences),
-            q.stride(0),
-            q.stride(1),
-            k_size,
-            v_cache.shape[3],
-            kv_heads,
-            q.shape[1] // kv_heads,
-            block_size,
-            window or _NO_WINDOW,
-            scale,
-            softcap or 0.0,
+            *(len(sequences), q.stride(0), q.stride(1), k_size, v_cache.shape[3]),
+            *(kv_heads, q.shape[1] // kv_heads, block_size, params.window or _NO_WINDOW),
+            *(params.scale, params.softcap or 0.0),
             torch.get_num_threads(),
         )
         if self._attend[q.dtype](args):

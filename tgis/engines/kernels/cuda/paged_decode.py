@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgis.engines.kernels.attention_params import AttentionParams
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 2**31 - 1
 _MIN_DOT = 16  # smallest dimension of tl.dot
@@ -28,10 +30,7 @@ def paged_decode(
     block_tables: Tensor,
     seq_lens: Tensor,
     *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    params: AttentionParams,
     num_sms: int,
 ) -> Tensor:
     """The output [B, H, E] of queries [B, H, D], each the last of its sequence's `seq_lens` [B] tokens.
@@ -54,20 +53,20 @@ def paged_decode(
     output = torch.empty(num_seqs, num_heads, v_size, dtype=q.dtype, device=q.device)
     split_outputs = torch.empty(num_splits, num_heads, v_size, dtype=torch.float32, device=q.device)
     split_lse = torch.empty(num_splits, num_heads, dtype=torch.float32, device=q.device)
-    results = seq_lens, sinks, output, split_outputs, split_lse
-    partition = num_seqs, num_splits, _NO_WINDOW if window is None else window
+    results = seq_lens, params.sinks, output, split_outputs, split_lse
+    partition = num_seqs, num_splits, _NO_WINDOW if params.window is None else params.window
     padded_seqs = max(triton.next_power_of_2(num_seqs), _MIN_PADDED_SEQS)
     sizes = {"padded_seqs": padded_seqs, "tile": tile, "v_size": v_size, "block_v": block_v}
     _split_attention[programs_per_split, num_splits](
         *results,
         *partition,
-        *(q, key_cache, value_cache, block_tables, q.stride(0), q.stride(1), block_tables.stride(0), scale),
+        *(q, key_cache, value_cache, block_tables, q.stride(0), q.stride(1), block_tables.stride(0), params.scale),
         **sizes,
         num_heads=num_heads,
         group_size=group_size,
         k_size=k_size,
         block_size=block_size,
-        softcap=softcap,
+        softcap=params.softcap,
         block_m=block_m,
         block_k=block_k,
         num_warps=8 if block_m * block_v > 8192 else 4,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from tgis.engines.kernels.attention_params import AttentionParams
 from tgis.engines.kernels.transfers import to_device
 
 MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied per call, unless a single sequence has more
@@ -31,17 +32,15 @@ class VarlenBatch:
     context_slots: Tensor | None  # int64 [keys]: slots of the KV cache; None: no chunk has context
 
 
-def is_supported(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, softcap: float | None, sinks: Tensor | None
-) -> bool:
+def is_supported(q: Tensor, key_cache: Tensor, value_cache: Tensor, params: AttentionParams) -> bool:
     """Whether `varlen_prefill` can compute this, on a device of compute capability 8.0 or newer."""
     return (
         q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == key_cache.dtype == value_cache.dtype
         and q.shape[-1] == value_cache.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
-        and softcap is None
-        and sinks is None
+        and params.softcap is None
+        and params.sinks is None
     )
 
 
@@ -74,21 +73,19 @@ def varlen_prefill(
     v: Tensor,
     kv_cache: tuple[Tensor, Tensor],
     batches: list[VarlenBatch],
-    *,
-    scale: float,
-    window: int | None,
+    params: AttentionParams,
 ) -> list[Tensor]:
     """The outputs [tokens, H, D] by batch, of flat queries [T, H, D] and new keys and values [T, K, D]. The caches of
     the layer, [blocks, block size, K, D], already hold the new ones.
     """
-    window_size = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if params.window is None else params.window - 1, 0)
     outputs = []
     for batch in batches:
         keys, values = k[batch.tokens], v[batch.tokens]
         if batch.context_slots is not None:
             keys, values = (states.flatten(0, 1).index_select(0, batch.context_slots) for states in kv_cache)
         lengths = *batch.cu_seqlens, *batch.max_seqlens
-        arguments = {"scale": scale, "window_size": window_size, **_gqa_arguments()}
+        arguments = {"scale": params.scale, "window_size": window_size, **_gqa_arguments()}
         outputs.append(varlen_attn(q[batch.tokens], keys, values, *lengths, **arguments))
     return outputs
 
