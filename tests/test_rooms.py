@@ -45,7 +45,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engine_core": "batcher engines errors ipc prompts utils",
     # the command line
     "bench": "batcher engines errors ipc pb",
-    "cli": "batcher bench config engines errors models pb prompts server utils",
+    "cli": "batcher bench config engines errors ipc models pb prompts server utils",
     "__main__": "errors",
 }
 

@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from tgis.errors import StartError
+from tgis.models import child_process
 from tgis.models.convert import weights, weights_child
 from tgis.models.files import find_weights
-from tgis.utils import child_process
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "tied": GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, bos_token_id=0, eos_token_id=0),

@@ -8,9 +8,9 @@ from model_directories import write_model
 from tokenizers import Tokenizer
 
 from tgis.errors import StartError
+from tgis.models import child_process
 from tgis.models.convert.fast_tokenizer import add_tokenizer, ensure_tokenizer
 from tgis.models.files import ModelFiles, eos_token_ids, find_model
-from tgis.utils import child_process
 
 
 class TestOfAServer:

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from model_directories import write_model
 
 from tgis.errors import StartError
-from tgis.models import files
+from tgis.models import child_process, files
 from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights
-from tgis.utils import child_process
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SAFETENSORS = struct.pack("<Q", 2) + b"{}"

@@ -54,7 +54,7 @@ def _parser(prog: str) -> Parser:
 
 
 def _check_store(options: Namespace) -> Iterable[Any]:
-    from tgis.prompts.store_check import check_store  # noqa: PLC0415 - torch; not needed for --help
+    from tgis.cli.store_check import check_store  # noqa: PLC0415 - torch; not needed for --help
 
     model_config = find_model(options.model, None, None).config if options.model else None
     return check_store(options.path, model_config, options.dtype, options.max_length, options.cache_mb << 20)

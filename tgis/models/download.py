@@ -22,8 +22,8 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from tgis.errors import StartError
 from tgis.models import hub
 from tgis.models.hub import HubFile, Listing
+from tgis.models.progress_bar import ProgressBar, format_bytes
 from tgis.utils.file_lock import locked
-from tgis.utils.progress_bar import ProgressBar, format_bytes
 
 THREADS = 8
 MAX_ATTEMPTS = 6  # in a row without progress

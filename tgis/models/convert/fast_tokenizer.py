@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tgis.errors import StartError
+from tgis.models import child_process
 from tgis.models.files import ModelFiles, read_json
-from tgis.utils import child_process
-from tgis.utils.staging import staging_directory
+from tgis.models.staging import staging_directory
 
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 26  # larger files are weights

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from tgis.errors import StartError
+from tgis.models import child_process
 from tgis.models.files import shard_files
-from tgis.utils import child_process
+from tgis.models.progress_bar import format_bytes
+from tgis.models.staging import staging_directory
 from tgis.utils.file_lock import locked
-from tgis.utils.progress_bar import format_bytes
-from tgis.utils.staging import staging_directory
 
 INDEX_SUFFIX = ".index.json"
 STAGING_PREFIX = ".safetensors-"  # of the directory where they are written

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tgis.errors import StartError
 from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
-from tgis.utils.progress_bar import ProgressBar
+from tgis.models.progress_bar import ProgressBar
 
 Tensors = dict[str, torch.Tensor]
 

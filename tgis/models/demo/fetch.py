@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import StartError
+from tgis.models import child_process
 from tgis.models.files import read_json
-from tgis.utils import child_process
+from tgis.models.progress_bar import timed
 from tgis.utils.file_lock import locked
-from tgis.utils.progress_bar import timed
 
 MANIFEST = "manifest.json"
 DOWNLOAD_SECONDS = 1800

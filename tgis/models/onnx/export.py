@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import StartError
+from tgis.models import child_process
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
 from tgis.models.hub import CONFIG_EXTENSIONS
 from tgis.models.onnx.optimum_packages import ensure_packages
-from tgis.utils import child_process
-from tgis.utils.progress_bar import timed
-from tgis.utils.staging import staging_directory
+from tgis.models.progress_bar import timed
+from tgis.models.staging import staging_directory
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
 EXPORT_SECONDS = 3 * 3600

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from tgis.errors import StartError
-from tgis.utils import child_process
+from tgis.models import child_process
+from tgis.models.staging import staging_directory
 from tgis.utils.file_lock import locked
-from tgis.utils.staging import staging_directory
 
 REQUIREMENTS = Path(__file__).with_name("optimum.txt")
 INSTALL_SECONDS = 1800
