@@ -38,7 +38,7 @@ class OptionError(StartError):
 class AdapterError(TgisError):
     """An adapter is missing or unusable: the text is the reason, `problem` an ipc.adapters.AdapterProblem."""
 
-    def __init__(self, problem: str, reason: str) -> None:
+    def __init__(self, reason: str, problem: str = "broken") -> None:
         super().__init__(reason)
         self.problem = problem
 

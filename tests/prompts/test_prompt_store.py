@@ -280,7 +280,7 @@ class SlowStore:
         if prompt_id == "bug":
             raise ZeroDivisionError
         if prompt_id == "none":
-            raise AdapterError(AdapterProblem.NOT_FOUND, "directory does not exist")
+            raise AdapterError("directory does not exist", AdapterProblem.NOT_FOUND)
         loaded, self.loaded = not self.loaded, True
         return StoreResult(SoftPrompt(1, matrix()), loaded)
 

@@ -12,7 +12,7 @@ from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem
 from tgis.models.files import embedding_size, is_encoder_decoder, max_sequence_length
 from tgis.prompts.files import FILES, AdapterDirectory
-from tgis.prompts.loader import fit_adapter, read_adapter
+from tgis.prompts.loader import read_adapter
 from tgis.prompts.lora import RawLora
 from tgis.prompts.soft_prompt import RawSoftPrompt
 from tgis.prompts.tensor_file import FileTensor, TargetModel
@@ -74,7 +74,7 @@ def _entry(root: str, adapter_id: str, target: TargetModel, limit: int) -> Store
         return StoreEntry(adapter_id, problem=_problem(error))
     layout = "LORA" if isinstance(raw, RawLora) else raw.layout
     try:
-        size = fit_adapter(raw, target, version=0).size
+        size = raw.fit(target, version=0).size
     except AdapterError as error:
         return StoreEntry(adapter_id, layout, problem=_problem(error))
     if isinstance(raw, RawLora):

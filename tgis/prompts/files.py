@@ -29,12 +29,12 @@ class AdapterDirectory:
         """The directory of an id; AdapterError if the id is invalid, leads out of the store or does not exist."""
         if not _ID.fullmatch(adapter_id):
             text = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
-            raise AdapterError(AdapterProblem.BAD_ID, text)
+            raise AdapterError(text, AdapterProblem.BAD_ID)
         path = os.path.realpath(os.path.join(store, adapter_id))
         if not _is_inside(path, store):
-            raise AdapterError(AdapterProblem.BAD_ID, "the id leads out of the store")
+            raise AdapterError("the id leads out of the store", AdapterProblem.BAD_ID)
         if not os.path.isdir(path):
-            raise AdapterError(AdapterProblem.NOT_FOUND, "directory does not exist")
+            raise AdapterError("directory does not exist", AdapterProblem.NOT_FOUND)
         return cls(store, path)
 
     def has(self, name: str) -> bool:
@@ -49,18 +49,17 @@ class AdapterDirectory:
         """The bytes of a file; AdapterError unless it is regular, inside the store and of at most `limit` bytes."""
         path = os.path.realpath(self._join(name))
         if not _is_inside(path, self.store):
-            raise AdapterError(AdapterProblem.BROKEN, f"{name} leads out of the store")
+            raise AdapterError(f"{name} leads out of the store")
         try:
             with open(path, "rb", opener=_open_nonblocking) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    raise AdapterError(AdapterProblem.BROKEN, f"{name} is not a regular file")
+                    raise AdapterError(f"{name} is not a regular file")
                 if status.st_size > limit:
-                    text = f"{name} has {status.st_size} bytes, at most {limit} are allowed"
-                    raise AdapterError(AdapterProblem.BROKEN, text)
+                    raise AdapterError(f"{name} has {status.st_size} bytes, at most {limit} are allowed")
                 return file.read(status.st_size)
         except OSError as error:
-            raise AdapterError(AdapterProblem.BROKEN, f"{name} cannot be read: {error.strerror}") from error
+            raise AdapterError(f"{name} cannot be read: {error.strerror}") from error
 
     def _join(self, name: str) -> str:
         return os.path.join(self.path, name)

@@ -3,9 +3,9 @@
 import msgspec
 
 from tgis.prompts.files import CONFIG, AdapterDirectory
-from tgis.prompts.lora import LoraAdapter, RawLora, fit_lora, read_lora
-from tgis.prompts.soft_prompt import RawSoftPrompt, SoftPrompt, fit_soft_prompt, read_soft_prompt
-from tgis.prompts.tensor_file import TargetModel, read_config
+from tgis.prompts.lora import LoraAdapter, RawLora, read_lora
+from tgis.prompts.soft_prompt import RawSoftPrompt, SoftPrompt, read_soft_prompt
+from tgis.prompts.tensor_file import read_config
 
 LoadedAdapter = SoftPrompt | LoraAdapter
 
@@ -19,8 +19,3 @@ def read_adapter(directory: AdapterDirectory, limit: int) -> RawSoftPrompt | Raw
     if directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA":
         return read_lora(directory, limit)
     return read_soft_prompt(directory, limit)
-
-
-def fit_adapter(raw: RawSoftPrompt | RawLora, target: TargetModel, version: int) -> LoadedAdapter:
-    """The adapter for the model; AdapterError if it does not fit."""
-    return fit_lora(raw, target, version) if isinstance(raw, RawLora) else fit_soft_prompt(raw, target, version)

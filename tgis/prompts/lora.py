@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem
 from tgis.prompts.files import CONFIG, AdapterDirectory
 from tgis.prompts.tensor_file import (
     FileTensor,
@@ -81,6 +80,20 @@ class RawLora:
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for layer in self.layers.values() for tensor in layer.values()]
 
+    def fit(self, target: TargetModel, version: int) -> "LoraAdapter":
+        """The adapter for the model; AdapterError if it does not fit."""
+        if target.lora_targets is not None and not target.lora_targets:
+            raise AdapterError("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
+        layers = {}
+        for layer, pair in sorted(self.layers.items()):
+            label = f"{self.file}: {layer}"
+            if target.lora_targets is not None:
+                _check_shape(label, pair, target.lora_targets.get(layer))
+            down = convert_tensor(f"{label}.lora_A", pair["A"], target)
+            up = convert_tensor(f"{label}.lora_B", pair["B"].T, target, _scaling(self.config, layer))
+            layers[layer] = LoraLayerWeights(down, up)
+        return LoraAdapter(version, layers)
+
 
 @dataclass(frozen=True, slots=True)
 class LoraLayerWeights:
@@ -97,15 +110,7 @@ class LoraAdapter:
     version: int  # unique among all adapters loaded
     layers: dict[str, LoraLayerWeights]  # by module name
 
-    @property
-    def length(self) -> int:
-        """Virtual tokens."""
-        return 0
-
-    @property
-    def decoder_length(self) -> int:
-        """Virtual tokens prepended to the output of an encoder-decoder."""
-        return 0
+    length = decoder_length = 0  # virtual tokens
 
     @property
     def rank(self) -> int:
@@ -124,68 +129,53 @@ def read_lora(directory: AdapterDirectory, limit: int) -> RawLora:
     _check_config(config)
     name, content = load_peft_tensors(directory, limit)
     if not isinstance(content, dict) or not content:
-        raise _broken(f"{name} holds no tensors by name")
+        raise AdapterError(f"{name} holds no tensors by name")
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in content.items():
         match = _TENSOR_NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:
-            raise _broken(f"{name} holds {repr(key)[:100]}, which is no matrix of LoRA for a linear layer")
+            raise AdapterError(f"{name} holds {repr(key)[:100]}, which is no matrix of LoRA for a linear layer")
         layer, side = match.groups()
         layers.setdefault(layer, {})[side] = check_tensor(FileTensor(f"{name}: {layer}.lora_{side}", tensor))
     for layer, pair in sorted(layers.items()):
         _check_ranks(f"{name}: {layer}", pair, _pattern_value(config.rank_pattern, layer, config.r))
         if isinstance(config.target_modules, list) and not any(_ends_with(layer, one) for one in config.target_modules):
-            raise _broken(f"{name}: {layer} is not among the target_modules of {CONFIG}")
+            raise AdapterError(f"{name}: {layer} is not among the target_modules of {CONFIG}")
     return RawLora(name, config, layers)
-
-
-def fit_lora(lora: RawLora, target: TargetModel, version: int) -> LoraAdapter:
-    """The adapter for the model; AdapterError if it does not fit."""
-    if target.lora_targets is not None and not target.lora_targets:
-        raise _broken("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
-    layers = {}
-    for layer, pair in sorted(lora.layers.items()):
-        label = f"{lora.file}: {layer}"
-        if target.lora_targets is not None:
-            _check_shape(label, pair, target.lora_targets.get(layer))
-        down = convert_tensor(f"{label}.lora_A", pair["A"], target)
-        up = convert_tensor(f"{label}.lora_B", pair["B"].T, target, _scaling(lora.config, layer))
-        layers[layer] = LoraLayerWeights(down, up)
-    return LoraAdapter(version, layers)
 
 
 def _check_config(config: _LoraConfig) -> None:
     for name in _UnsupportedFields.__struct_fields__:
         if getattr(config, name):
-            raise _broken(f"{CONFIG} has {name}, which is not supported")
+            raise AdapterError(f"{CONFIG} has {name}, which is not supported")
     if config.bias != "none":
-        raise _broken(f"{CONFIG} has bias {config.bias[:20]!r}, only 'none' is supported")
+        raise AdapterError(f"{CONFIG} has bias {config.bias[:20]!r}, only 'none' is supported")
     if config.init_lora_weights not in _SUPPORTED_INITS:
         text = f"{CONFIG} has init_lora_weights {repr(config.init_lora_weights)[:20]}, which is not supported"
-        raise _broken(f"{text}: it changes the model's own weights")
+        raise AdapterError(f"{text}: it changes the model's own weights")
     for name, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for key in pattern or ():
             if not _MODULE_NAME.fullmatch(key):
-                raise _broken(f"{CONFIG} has {key[:40]!r} in its {name}, only names are supported")
+                raise AdapterError(f"{CONFIG} has {key[:40]!r} in its {name}, only names are supported")
 
 
 def _check_ranks(label: str, pair: Mapping[str, torch.Tensor], rank: int) -> None:
     if len(pair) < 2:
-        raise _broken(f"{label} has lora_{min(pair)} alone")
+        raise AdapterError(f"{label} has lora_{min(pair)} alone")
     found = (pair["A"].shape[0], pair["B"].shape[1])
     if found != (rank, rank):
-        raise _broken(f"{label} has matrices of rank {found[0]} and {found[1]}, {CONFIG} says {rank}")
+        raise AdapterError(f"{label} has matrices of rank {found[0]} and {found[1]}, {CONFIG} says {rank}")
     if not 1 <= rank <= MAX_RANK:
-        raise _broken(f"{label} has rank {rank}, from 1 to {MAX_RANK} are allowed")
+        raise AdapterError(f"{label} has rank {rank}, from 1 to {MAX_RANK} are allowed")
 
 
 def _check_shape(label: str, pair: Mapping[str, torch.Tensor], expected: tuple[int, int] | None) -> None:
     found = (pair["A"].shape[1], pair["B"].shape[0])
     if expected is None:
-        raise _broken(f"{label} is no linear layer of this model that can be adapted")
+        raise AdapterError(f"{label} is no linear layer of this model that can be adapted")
     if found != expected:
         text = f"{label} is for {found[0]} inputs and {found[1]} outputs"
-        raise _broken(f"{text}, the model's layer has {expected[0]} and {expected[1]}")
+        raise AdapterError(f"{text}, the model's layer has {expected[0]} and {expected[1]}")
 
 
 def _scaling(config: _LoraConfig, layer: str) -> float:
@@ -201,7 +191,3 @@ def _pattern_value(pattern: Mapping[str, Any] | None, layer: str, default: Any) 
 
 def _ends_with(layer: str, name: str) -> bool:
     return layer == name or layer.endswith(f".{name}")
-
-
-def _broken(text: str) -> AdapterError:
-    return AdapterError(AdapterProblem.BROKEN, text)

@@ -112,6 +112,5 @@ def _message_of(lookup_id: int, done: "Future[StoreResult]") -> AdapterResolved:
             return AdapterResolved(lookup_id, problem=AdapterProblem(error.problem), reason=str(error))
         case error:
             log.error("failed to load an adapter", exc_info=error)
-            return AdapterResolved(
-                lookup_id, problem=AdapterProblem.BROKEN, reason=f"internal error: {type(error).__name__}"
-            )
+            reason = f"internal error: {type(error).__name__}"
+            return AdapterResolved(lookup_id, problem=AdapterProblem.BROKEN, reason=reason)

@@ -32,6 +32,19 @@ class RawSoftPrompt:
     encoder: FileTensor | None
     peft: bool = False
 
+    def fit(self, target: TargetModel, version: int) -> "SoftPrompt":
+        """The soft prompt for the model; AdapterError if it does not fit."""
+        if target.embedding_size == 0:
+            raise AdapterError("it is a soft prompt, which this model does not take")
+        if target.encoder_decoder is False:
+            if self.decoder is None:
+                raise AdapterError("it is for encoder-decoder models, this one is decoder-only")
+            return SoftPrompt(version, _fit_tensor(self.decoder, target))
+        if target.encoder_decoder and self.peft and self.encoder is None:
+            raise AdapterError(f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model")
+        decoder, encoder = (_fit_tensor(part, target) if part else None for part in (self.decoder, self.encoder))
+        return SoftPrompt(version, decoder, encoder, encoder_decoder=target.encoder_decoder is True)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SoftPrompt:
@@ -87,44 +100,23 @@ def read_soft_prompt(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
         for name in (DECODER, ENCODER)
     )
     if decoder is None and encoder is None:
-        raise AdapterError(AdapterProblem.NOT_FOUND, f"invalid adapter: no {CONFIG} found")
+        raise AdapterError(f"invalid adapter: no {CONFIG} found", AdapterProblem.NOT_FOUND)
     return RawSoftPrompt("TGIS", decoder, encoder)
-
-
-def fit_soft_prompt(parts: RawSoftPrompt, target: TargetModel, version: int) -> SoftPrompt:
-    """The soft prompt for the model; AdapterError if it does not fit."""
-    decoder, encoder = parts.decoder, parts.encoder
-    if target.embedding_size == 0:
-        raise AdapterError(AdapterProblem.BROKEN, "it is a soft prompt, which this model does not take")
-    if target.encoder_decoder is False:
-        if decoder is None:
-            raise AdapterError(AdapterProblem.BROKEN, "it is for encoder-decoder models, this one is decoder-only")
-        return SoftPrompt(version, _fit_tensor(decoder, target))
-    if target.encoder_decoder and parts.peft and encoder is None:
-        text = f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model"
-        raise AdapterError(AdapterProblem.BROKEN, text)
-    return SoftPrompt(
-        version,
-        decoder=_fit_tensor(decoder, target) if decoder else None,
-        encoder=_fit_tensor(encoder, target) if encoder else None,
-        encoder_decoder=target.encoder_decoder is True,
-    )
 
 
 def _read_peft(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
     config = read_config(directory, _PeftConfig) if directory.has(CONFIG) else None
     if config is not None and config.peft_type not in _PEFT_TYPES:
-        raise AdapterError(AdapterProblem.UNSUPPORTED, config.peft_type[:40])
+        raise AdapterError(config.peft_type[:40], AdapterProblem.UNSUPPORTED)
     name, content = load_peft_tensors(directory, limit)
     if not isinstance(content, dict) or _PROMPT_EMBEDDINGS not in content:
-        raise AdapterError(AdapterProblem.BROKEN, f"{name} holds no {_PROMPT_EMBEDDINGS}")
+        raise AdapterError(f"{name} holds no {_PROMPT_EMBEDDINGS}")
     part = FileTensor(name, content[_PROMPT_EMBEDDINGS])
     if config is None:
         return RawSoftPrompt("PEFT", part, None, peft=True)
     tensor = check_tensor(part)
     if config.num_rows != len(tensor) and (config.encoder_decoder or config.num_rows is not None):
-        text = f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.num_rows}"
-        raise AdapterError(AdapterProblem.BROKEN, text)
+        raise AdapterError(f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.num_rows}")
     if config.encoder_decoder:  # PEFT itself ignores the other rows
         part = FileTensor(name, tensor[: config.num_virtual_tokens])
         return RawSoftPrompt(config.peft_type, None, part, peft=True)
@@ -136,11 +128,9 @@ def _fit_tensor(part: FileTensor, target: TargetModel) -> torch.Tensor:
     name, tensor = part.file, check_tensor(part)
     rows, width = tensor.shape
     if not 1 <= rows <= target.max_length:
-        text = f"{name} has {rows} virtual tokens, from 1 to {target.max_length} are allowed"
-        raise AdapterError(AdapterProblem.BROKEN, text)
+        raise AdapterError(f"{name} has {rows} virtual tokens, from 1 to {target.max_length} are allowed")
     if target.encoder_decoder and rows % 2 and part.file in (DECODER, ENCODER):
-        raise AdapterError(AdapterProblem.BROKEN, f"{name} has {rows} virtual tokens, it must be an even number")
+        raise AdapterError(f"{name} has {rows} virtual tokens, it must be an even number")
     if target.embedding_size not in (None, width):
-        text = f"{name} has rows of {width} numbers, the model's embeddings have {target.embedding_size}"
-        raise AdapterError(AdapterProblem.BROKEN, text)
+        raise AdapterError(f"{name} has rows of {width} numbers, the model's embeddings have {target.embedding_size}")
     return convert_tensor(name, tensor, target)

@@ -6,11 +6,11 @@ import os
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem, AdapterStoreOptions
+from tgis.ipc.adapters import AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.cache import AdapterCache
 from tgis.prompts.files import AdapterDirectory
-from tgis.prompts.loader import LoadedAdapter, fit_adapter, read_adapter
+from tgis.prompts.loader import LoadedAdapter, read_adapter
 from tgis.prompts.resolver import StoreResult
 from tgis.prompts.tensor_file import TargetModel
 
@@ -41,8 +41,7 @@ class AdapterStore:
         if cached is not None:
             return StoreResult(cached, loaded=False)
         raw = read_adapter(directory, self._cache.capacity)
-        adapter = fit_adapter(raw, self._target, next(self._versions))
+        adapter = raw.fit(self._target, next(self._versions))
         if adapter.size > self._cache.capacity:
-            text = f"it takes {adapter.size} bytes, the cache has {self._cache.capacity}"
-            raise AdapterError(AdapterProblem.BROKEN, text)
+            raise AdapterError(f"it takes {adapter.size} bytes, the cache has {self._cache.capacity}")
         return StoreResult(self._cache.put(directory.path, signature, adapter, adapter.size), loaded=True)

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem
 from tgis.prompts.files import CONFIG, PICKLE, SAFETENSORS, AdapterDirectory
 
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,14 +49,14 @@ def read_config(directory: AdapterDirectory, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise AdapterError(AdapterProblem.BROKEN, f"{CONFIG} is not valid: {error}") from error
+        raise AdapterError(f"{CONFIG} is not valid: {error}") from error
 
 
 def load_peft_tensors(directory: AdapterDirectory, limit: int) -> tuple[str, Any]:
     """The name of PEFT's tensor file, safetensors or pickle, and its content."""
     name = SAFETENSORS if directory.has(SAFETENSORS) else PICKLE
     if not directory.has(name):
-        raise AdapterError(AdapterProblem.BROKEN, f"neither {SAFETENSORS} nor {PICKLE} is there")
+        raise AdapterError(f"neither {SAFETENSORS} nor {PICKLE} is there")
     return name, load_tensors(directory, name, limit)
 
 
@@ -68,14 +67,14 @@ def load_tensors(directory: AdapterDirectory, name: str, limit: int) -> Any:
         if name == SAFETENSORS:
             return safetensors.torch.load(data)
         if (size := _uncompressed_size(data)) > limit:
-            raise AdapterError(AdapterProblem.BROKEN, f"{name} unpacks to {size} bytes, at most {limit} are allowed")
+            raise AdapterError(f"{name} unpacks to {size} bytes, at most {limit} are allowed")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except AdapterError:
         raise
     except pickle.UnpicklingError as error:
-        raise AdapterError(AdapterProblem.BROKEN, f"{name} holds something other than tensors") from error
+        raise AdapterError(f"{name} holds something other than tensors") from error
     except Exception as error:  # on hostile bytes the libraries raise anything
-        raise AdapterError(AdapterProblem.BROKEN, f"{name} is damaged, or not of this format") from error
+        raise AdapterError(f"{name} is damaged, or not of this format") from error
 
 
 def _uncompressed_size(data: bytes) -> int:
@@ -88,27 +87,25 @@ def check_tensor(part: FileTensor) -> torch.Tensor:
     """The tensor if it is dense, 2-dimensional and of floats, else AdapterError."""
     tensor = part.tensor
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise AdapterError(AdapterProblem.BROKEN, f"{part.file} holds a {type(tensor).__name__}, not a tensor")
+        raise AdapterError(f"{part.file} holds a {type(tensor).__name__}, not a tensor")
     if tensor.dim() != 2:
-        raise AdapterError(AdapterProblem.BROKEN, f"{part.file} holds a tensor of {tensor.dim()} dimensions, not 2")
+        raise AdapterError(f"{part.file} holds a tensor of {tensor.dim()} dimensions, not 2")
     if tensor.dtype not in _SUPPORTED_DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-        raise AdapterError(AdapterProblem.BROKEN, f"{part.file} holds a tensor that is no dense one of floats ({kind})")
+        raise AdapterError(f"{part.file} holds a tensor that is no dense one of floats ({kind})")
     if tensor.nbytes > tensor.untyped_storage().nbytes():  # an expanded view, which may claim any size
-        raise AdapterError(
-            AdapterProblem.BROKEN, f"{part.file} holds a tensor that is larger than what is stored of it"
-        )
+        raise AdapterError(f"{part.file} holds a tensor that is larger than what is stored of it")
     return tensor.detach()
 
 
 def convert_tensor(name: str, tensor: torch.Tensor, target: TargetModel, scale: float = 1.0) -> torch.Tensor:
     """A copy of the tensor times `scale` in the model's dtype and on its device; AdapterError unless all is finite."""
     if not tensor.isfinite().all():
-        raise AdapterError(AdapterProblem.BROKEN, f"{name} has numbers that are not finite")
+        raise AdapterError(f"{name} has numbers that are not finite")
     result = torch.empty(tensor.shape, dtype=target.dtype).copy_(tensor.double() * scale)
     if not result.isfinite().all():
         text = f"{name} has numbers that are not finite when converted from {tensor.dtype} to {result.dtype}"
-        raise AdapterError(AdapterProblem.BROKEN, text)
+        raise AdapterError(text)
     moved = result.to(target.device)
     if target.device.type == "cuda":
         torch.cuda.current_stream(target.device).synchronize()  # the engine's steps run on another stream
