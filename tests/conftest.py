@@ -1,5 +1,6 @@
 """Fixtures that several test files need."""
 
+import gc
 import json
 import os
 import signal
@@ -27,6 +28,13 @@ hypothesis.settings.register_profile("no-clock", deadline=None, suppress_health_
 hypothesis.settings.load_profile("no-clock")
 
 pytest.register_assert_rewrite("equality", "sampling_oracle")
+
+gc.disable()  # until everything is imported: nearly all that torch and transformers make stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
