@@ -31,6 +31,7 @@ from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.ipc.messages import EngineOptions
 from tgis.models.demo.fetch import ensure
+from tgis.utils.cpus import usable_cpus
 
 MAX_SEQUENCE_LENGTH = 2048
 SEED = 1
@@ -77,7 +78,7 @@ def engine_options(name: str, model: Path, dtype: str, size: int, cache: Path = 
         max_waiting_tokens=24,
         batch_safety_margin=20,
         cuda_memory_fraction=1.0,
-        num_threads=None,
+        num_threads=usable_cpus(),
         log_level="warning",
         json_output=False,
         prefix_cache=False,

@@ -41,7 +41,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "cuda_process_memory_fraction": (("0.5", 0.5), ("1e-3", 0.001)),
     "kv_cache_size_mb": (("1", 1), ("4096", 4096)),
     "prefix_cache": (("false", False), ("0", False)),
-    "num_threads": (("1", 1), ("8", 8)),
+    "num_threads": (("4095", 4095), ("4096", 4096)),
     "cpu_isa": (("none", "none"), ("avx2", "avx2")),
     "prefix_store_path": (("/", Path("/")), ("/tmp", Path("/tmp"))),
     "prompt_cache_size_mb": (("1", 1), ("2048", 2048)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tgis.errors import OptionError, StartError
+from tgis.utils.cpus import usable_cpus
 from tgis.utils.options import (
     ADDRESS,
     BOOLEAN,
@@ -47,6 +48,7 @@ CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "am
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
+MAX_THREADS = 4096
 
 LIBRARY_ENVIRONMENT = {  # for libraries in the engine process, unless already set
     # OpenMP threads meet at thousands of barriers per step. Spinning forever, the default, makes steps ten times as
@@ -57,8 +59,14 @@ LIBRARY_ENVIRONMENT = {  # for libraries in the engine process, unless already s
 }
 
 
+def _num_threads(environ: Mapping[str, str]) -> int:
+    """As many as OpenMP would start, but no more than the CPU quota of a container pays for."""
+    first = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others are for nested parallel regions
+    return int(first) if first.isdecimal() and 0 < int(first) <= MAX_THREADS else usable_cpus()
+
+
 def _tokenization_workers(_environ: Mapping[str, str]) -> int:
-    return min(max(len(os.sched_getaffinity(0)) - 1, 1), 8)
+    return min(max(usable_cpus() - 1, 1), 8)
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
@@ -123,8 +131,9 @@ class Config:
         shown_default="enough for a full batch, if free")
     prefix_cache: bool = option(
         BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True)
-    num_threads: int | None = option(
-        BATCHES, integer(1, 4096), "number of CPU threads of the engine", None, shown_default="all cores")
+    num_threads: int = computed_option(
+        BATCHES, integer(1, MAX_THREADS), "number of CPU threads of the engine", _num_threads,
+        shown_default="OMP_NUM_THREADS, else CPUs in the affinity mask and quota")
     cpu_isa: str = option(
         BATCHES, CPU_ISA, "CPU kernels: none, generic, avx2, avx512, avx512_bf16, or amx (oneDNN)", "auto",
         shown_default="the CPU's best")
@@ -141,7 +150,7 @@ class Config:
         TEXTS, BOOLEAN, "keep stop sequences in outputs unless the request says otherwise", True)
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in the output", False)
     tokenization_workers: int = computed_option(
-        TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, shown_default="CPU count - 1, 1 to 8")
+        TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, shown_default="usable CPUs - 1, 1 to 8")
 
     bind_address: str = option(NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0")  # noqa: S104 - a server
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")

@@ -26,7 +26,7 @@ def limits(weight: int = 1000, **changes: Any) -> BatchLimits:
     return BatchLimits(**(values | changes))
 
 
-def engine_options(model: Path, max_batch_size: int, threads: int | None) -> EngineOptions:
+def engine_options(model: Path, max_batch_size: int, threads: int) -> EngineOptions:
     """The padded engine in float32, with limits that no test reaches."""
     return EngineOptions(
         engine="hf_transformers",

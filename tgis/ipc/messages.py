@@ -26,7 +26,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     max_waiting_tokens: int
     batch_safety_margin: int  # percent of memory kept free
     cuda_memory_fraction: float
-    num_threads: int | None  # of all shards together
+    num_threads: int  # of all shards together
     log_level: str
     json_output: bool
     prefix_cache: bool = True

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(model: Path) -> EngineOptions:
     # float64, for which there are no CPU kernels
     changes = {"engine": "tgis_native", "compile": True, "dtype": "float64"}
-    return msgspec.structs.replace(engine_options(model, 4, None), **changes)
+    return msgspec.structs.replace(engine_options(model, 4, threads=1), **changes)
 
 
 def requests(count: int) -> list[Request]:

@@ -39,7 +39,8 @@ class ShardedEngine:
     def __init__(self, options: EngineOptions, fail: Callable[[str], NoReturn]) -> None:
         """StartError if the model cannot be sharded; later failures of any rank go to `fail`."""
         ranks.check_shardable(load_config(options), options.num_shards)
-        options = msgspec.structs.replace(options, num_threads=_threads_per_rank(options))
+        threads_per_rank = max(options.num_threads // options.num_shards, 1)
+        options = msgspec.structs.replace(options, num_threads=threads_per_rank)
         self._fail = fail
         store = os.memfd_create("tgis-ranks")  # never closed: torch opens it by its number until the end
         self._followers = [RankProcess(rank, options, store, fail) for rank in range(1, options.num_shards)]
@@ -146,7 +147,3 @@ class RankProcess:
 
 def _describe_exit(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def _threads_per_rank(options: EngineOptions) -> int:
-    return max((options.num_threads or len(os.sched_getaffinity(0))) // options.num_shards, 1)

@@ -51,8 +51,7 @@ def select_device(options: EngineOptions) -> torch.device:
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(options.cuda_memory_fraction)
         return torch.device("cuda", torch.cuda.current_device())
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
+    torch.set_num_threads(options.num_threads)
     return torch.device("cpu")
 
 

@@ -48,7 +48,7 @@ class Decoder:
     cross_attention_names: tuple[str, ...]
 
     @classmethod
-    def load(cls, files: GraphFiles, device: torch.device, threads: int | None) -> Self:
+    def load(cls, files: GraphFiles, device: torch.device, threads: int) -> Self:
         """StartError if a graph is not supported."""
         with_past = Session(files.decoder_with_past, device, threads)
         same = files.decoder == files.decoder_with_past

@@ -44,7 +44,7 @@ class NodeArg:
 class Session:
     """A graph, ready to run on a device."""
 
-    def __init__(self, file: Path, device: torch.device, threads: int | None) -> None:
+    def __init__(self, file: Path, device: torch.device, threads: int) -> None:
         self.file = file
         self._device = device
         self._session = _create_session(file, device, threads)
@@ -113,11 +113,11 @@ def _onnxruntime_errors() -> tuple[type[Exception], ...]:
     return tuple(each for each in found if isinstance(each, type) and issubclass(each, Exception))
 
 
-def _create_session(file: Path, device: torch.device, threads: int | None) -> Any:
+def _create_session(file: Path, device: torch.device, threads: int) -> Any:
     runtime = _onnxruntime()
     options = runtime.SessionOptions()
     options.log_severity_level = _LOG_ERRORS_ONLY
-    options.intra_op_num_threads = threads or 0
+    options.intra_op_num_threads = threads
     # Between runs the cores belong to the sampler.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     provider = _PROVIDERS[device.type]

@@ -1,0 +1,55 @@
+"""How many CPUs this process may use: libraries count those of the machine, whatever a container is granted."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+_ROOT = Path("/")
+
+
+def usable_cpus(root: Path = _ROOT) -> int:
+    """The CPUs of the affinity mask, or as many as use up the quota if those are fewer."""
+    available, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    return available if quota is None else min(available, math.ceil(quota))
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """The CPU time per second that the control groups of this process allow it; None for no limit."""
+    return min((quota for group in _control_groups(root) if (quota := _quota(group)) is not None), default=None)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The directories of this process's control groups, version 1 and 2, and of the groups that contain them."""
+    memberships = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
+    paths = {controller: path for _, controllers, path in memberships for controller in controllers.split(",")}
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mount, _, file_system = line.partition(" - ")
+        path = paths.get({"cgroup": "cpu", "cgroup2": ""}.get(file_system.split()[0], "none"))
+        if path is not None:
+            mounted, mount_point = mount.split()[3:5]
+            yield from _groups_of_mount(root / mount_point.lstrip("/"), PurePath(mounted), PurePath(path))
+
+
+def _groups_of_mount(mount_point: Path, mounted: PurePath, path: PurePath) -> Iterator[Path]:
+    """From the group `mounted` at the mount point down to `path`; a container may see only its own."""
+    yield (group := mount_point)
+    if path.is_relative_to(mounted):
+        for name in path.relative_to(mounted).parts:
+            yield (group := group / name)
+
+
+def _quota(group: Path) -> float | None:
+    version_1 = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+    match (_read(group / "cpu.max") or version_1).split():
+        case [quota, period] if quota not in ("max", "-1"):
+            return int(quota) / int(period)
+    return None
+
+
+def _read(path: Path) -> str:
+    """The content of a file; nothing if it does not exist."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
