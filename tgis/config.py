@@ -181,6 +181,8 @@ class Config:
     # fmt: on
 
     warnings: tuple[str, ...] = field(default=())  # found while parsing; logged at startup
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # of options that are set: by what
+    check: bool = field(default=False)  # only say what the server would do
 
     @property
     def engine(self) -> str:
@@ -215,10 +217,11 @@ IGNORED = tuple(
 def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
     """The configuration given by flags and environment; OptionError if it is invalid. --help exits."""
     flags = vars(_parser(prog).parse_args(argv))
-    values, warnings = {}, []
+    values, sources, warnings = {}, {}, []
     for opt in declared_options(Config):
         if found := find_raw_values(opt, flags, environ):
             values[opt.name] = parse_option(opt, found)
+            sources[opt.name] = ", ".join(raw.source for raw in found)
             warnings += [f"{raw} is now {opt.old_values[raw.text]}" for raw in found if raw.text in opt.old_values]
         elif opt.required:
             raise OptionError(f"{opt.name.upper()} is required (or pass {flag_name(opt.name)})")
@@ -229,7 +232,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
             parse_option(opt, found)
     if ignored := [raw.source for opt in IGNORED for raw in find_raw_values(opt, flags, environ)]:
         warnings.append(f"ignored options: {', '.join(ignored)}")
-    config = Config(**values, warnings=tuple(warnings))
+    config = Config(**values, warnings=tuple(warnings), sources=sources, check=bool(flags.get("check")))
     _validate(config)
     return config
 
@@ -274,7 +277,7 @@ def make_private_dir(directory: Path) -> None:
 
 
 def _parser(prog: str) -> Parser:
-    return build_parser(
+    parser = build_parser(
         declared_options(Config),
         UNSUPPORTED + IGNORED,
         prog,
@@ -282,6 +285,9 @@ def _parser(prog: str) -> Parser:
         epilog=_option_names("TGIS options that are not supported yet:", UNSUPPORTED)
         + _option_names("Accepted, but ignored:", IGNORED),
     )
+    help_text = "show every option and what would be refused; start nothing"
+    parser.add_argument("--check", action="store_true", help=help_text)
+    return parser
 
 
 def _option_names(title: str, options: tuple[Option, ...]) -> str:

@@ -48,6 +48,11 @@ _MONITOR_SECONDS = 0.25
 
 def run(config: Config) -> int:
     """Serve until a signal, then return 0; StartError if the server cannot start or the engine fails."""
+    return asyncio.run(prepare(config).serve())
+
+
+def prepare(config: Config) -> "Server":
+    """A server that can start; StartError if something is refused before the engine process looks at the weights."""
     for warning in config.warnings:
         log.warning("%s", warning)
     certificates, tokens = load_credentials(config)
@@ -56,7 +61,7 @@ def run(config: Config) -> int:
     if config.engine not in ("fake", "hf_optimum_ort"):  # these two have weights in other formats, or none
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)
-    return asyncio.run(Server(config, model, tokenizer, certificates, tokens).serve())
+    return Server(config, model, tokenizer, certificates, tokens)
 
 
 def load_credentials(config: Config) -> tuple[Certificates | None, TokenFile | None]:

@@ -87,7 +87,7 @@ def option(
         aliases=aliases,
         short=short,
         old_values=old_values or {},
-        shown_default=shown_default or _format_default(default),
+        shown_default=shown_default or format_value(default),
     )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: opt})
 
@@ -107,10 +107,11 @@ def computed_option(
     return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: opt})
 
 
-def _format_default(default: object) -> str:
-    if isinstance(default, float):
-        return f"{default:g}"
-    return str(default).lower() if default is None or isinstance(default, bool) else str(default)
+def format_value(value: object) -> str:
+    """As a user would write it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def declared_options(table: type) -> tuple[Option, ...]:
