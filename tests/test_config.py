@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis import __main__, config
-from tgis.config import IGNORED, UNSUPPORTED, Config, parse
+from tgis.config import IGNORED, WITHOUT_EFFECT, Config, parse
 from tgis.errors import OptionError
 from tgis.utils.options import declared_options, flag_name
 
@@ -60,6 +60,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "grpc_max_message_bytes": (("1024", 1024), ("16777216", 16777216)),
     "grpc_max_concurrent_streams": (("1", 1), ("100", 100)),
     "grpc_keepalive_seconds": (("1", 1), ("300", 300)),
+    "strict_options": (("true", True), ("1", True)),
     "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
     "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),
     "termination_log": (("/a", Path("/a")), ("b", Path("b"))),
@@ -151,9 +152,7 @@ def test_booleans(text: str) -> None:
         ("STEP_TIMEOUT_SECONDS", "0", "must be a number above 0, at most 86400"),
         ("JSON_OUTPUT", "yes", "must be true or false"),
         ("BIND_ADDRESS", "localhost", "must be an IP address"),
-        ("DTYPE", "float8", "must be one of float32, float16, bfloat16"),
-        ("DTYPE", "int8", "is not supported yet"),
-        ("DEPLOYMENT_FRAMEWORK", "ibm_fms", "is not supported yet"),
+        ("DTYPE", "float8", "must be one of auto, float32, float16, bfloat16"),
         ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of auto, tgis_native, hf_transformers, hf_optimum_ort, fake"),
         ("MODEL_NAME", "a\x00b", "must be printable text"),
         ("NUM_SHARD", "0", "must be a whole number from 1 to 64"),
@@ -172,24 +171,79 @@ def test_an_empty_flag_is_an_error() -> None:
 
 
 def test_unknown_and_incomplete_flags_are_one_line() -> None:
-    assert refusal("--max-batch", "1") == "unrecognized arguments: --max-batch 1 (see tgis serve --help)"
+    assert refusal("--zzz", "1") == "unrecognized arguments: --zzz 1 (see tgis serve --help)"
     assert refusal("--port") == "argument -p/--port: expected one argument (see tgis serve --help)"
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--max-tokens=3", "--max-new-tokens"), ("--max-batch", "--max-batch-size"), ("--model_name", "--model-name")],
+)
+def test_a_misspelt_flag_gets_a_suggestion(flag: str, meant: str) -> None:
+    assert refusal(flag) == f"unrecognized arguments: {flag}, did you mean {meant}? (see tgis serve --help)"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MAX_BATCHSIZE", "MAX_BATCH_SIZE"),
+        ("MAX_SEQ_LENGTH", "MAX_SEQUENCE_LENGTH"),
+        ("NUM_GPU", "NUM_GPUS"),
+        ("MODELNAME", "MODEL_NAME"),
+    ],
+)
+def test_a_misspelt_variable_is_a_warning(name: str, meant: str) -> None:
+    assert read(**{name: "1"}).warnings == (f"{name} is no option: did you mean {meant}?",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("OMP_NUM_THREADS", "PIP_CACHE_DIR", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_TOKEN", "HF_XET_CACHE"),
+        *("TGIS_GRPC_PORT", "HTTP_PORT", "HOSTNAME", "TORCH_HOME", "XDG_CACHE_HOME", "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_options_of_others_are_no_misspelt_ones(name: str) -> None:
+    assert not read(**{name: "1"}).warnings
 
 
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("QUANTIZE", [], "gptq"),
-        ("TRUST_REMOTE_CODE", ["false", "0"], "true"),
+        ("QUANTIZE", ["none"], "gptq"),
+        ("TRUST_REMOTE_CODE", ["false", "0", "False"], "true"),
         ("SPECULATOR_NAME", [], "m"),
         ("OTLP_ENDPOINT", [], "collector:4317"),
     ],
 )
-def test_unsupported_options_are_rejected(name: str, neutral: list[str], asking: str) -> None:
-    assert refusal(**{name: asking}) == f"{name}={asking!r} is not supported yet"
-    assert refusal(flag_name(name.lower()), asking) == f"{flag_name(name.lower())}={asking!r} is not supported yet"
+def test_options_without_effect_are_warnings(name: str, neutral: list[str], asking: str) -> None:
+    flag = flag_name(name.lower())
+    for got, said in ((read(**{name: asking}), name), (read(flag, asking), flag)):
+        (warning,) = got.warnings
+        assert warning.startswith(f"{said}={asking!r} has no effect: ")
     for text in ["", *neutral]:
         assert read(**{name: text}) == read()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TRUST_REMOTE_CODE": "true"},
+        {"SPECULATOR_REVISION": "main"},
+        {"DEPLOYMENT_FRAMEWORK": "ds_inference"},
+        {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort", "FLASH_ATTENTION": "true"},
+        {"MAX_BATCHSIZE": "8"},
+    ],
+)
+def test_strict_options_refuse_what_is_a_warning_otherwise(environ: dict[str, str]) -> None:
+    (warning,) = read(**environ).warnings
+    assert refusal(**environ, STRICT_OPTIONS="true") == f"STRICT_OPTIONS: {warning}"
+
+
+def test_strict_options_name_everything_at_once() -> None:
+    said = refusal("--strict-options", "--quantize=gptq", "--dtype", "int8", RANK="0")
+    assert said == "STRICT_OPTIONS: " + "; ".join(read("--quantize=gptq", "--dtype", "int8", RANK="0").warnings)
+    assert all(part in said for part in ("--quantize='gptq'", "--dtype='int8'", "RANK"))
 
 
 def test_visible_devices_do_not_set_the_number_of_shards() -> None:
@@ -202,9 +256,45 @@ def test_ignored_options_are_one_warning() -> None:
     assert not read(MAX_BATCH_WEIGHT=" ", MAX_PREFILL_WEIGHT="").warnings
 
 
-def test_an_old_engine_name_is_a_warning() -> None:
-    got = read(DEPLOYMENT_FRAMEWORK="hf_accelerate")
-    assert got.warnings == ("DEPLOYMENT_FRAMEWORK='hf_accelerate' is now hf_transformers",)
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("hf_accelerate", "hf_transformers"),
+        ("hf_optimum_bt", "hf_transformers"),
+        ("hf_custom_tp", "tgis_native"),
+        ("ds_inference", "auto"),
+        ("ibm_fms", "auto"),
+    ],
+)
+def test_engines_of_tgis_that_are_not_here_are_a_warning(name: str, nearest: str) -> None:
+    got = read(DEPLOYMENT_FRAMEWORK=name)
+    assert got.engine == nearest
+    assert got.warnings == (f"DEPLOYMENT_FRAMEWORK={name!r}: using {nearest}",)
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTENTION", "PAGED_ATTENTION"])
+def test_flash_attention_overrides_the_engine(name: str) -> None:
+    got = read(**{name: "true", "DEPLOYMENT_FRAMEWORK": "hf_transformers"})
+    assert got.engine == "tgis_native"
+    assert got.warnings == (f"DEPLOYMENT_FRAMEWORK='hf_transformers': using tgis_native, which {name} needs",)
+    for same in ("auto", "tgis_native"):
+        assert not read(**{name: "true", "DEPLOYMENT_FRAMEWORK": same}).warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), ("float", "float32"), ("auto", "auto")],
+)
+def test_other_names_of_dtypes(text: str, dtype: str) -> None:
+    assert read(DTYPE=text).dtype == dtype
+    assert not read(DTYPE_STR=text).warnings
+
+
+@pytest.mark.parametrize(("text", "dtype"), [("int8", "auto"), ("double", "float32"), ("float8_e4m3fn", "auto")])
+def test_dtypes_that_are_not_here_are_a_warning(text: str, dtype: str) -> None:
+    got = read(DTYPE_STR=text)
+    assert got.dtype == dtype
+    assert got.warnings == (f"DTYPE_STR={text!r}: using {dtype}",)
 
 
 def test_names_of_one_option_must_agree() -> None:
@@ -217,9 +307,11 @@ def test_names_of_one_option_must_agree() -> None:
 
 def test_only_tgis_native_supports_shards() -> None:
     assert read(NUM_GPUS="2").num_shard == 2
-    assert read(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_transformers", FLASH_ATTENTION="true").num_shard == 2
-    said = refusal(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_transformers")
-    assert said == "NUM_SHARD=2 needs the engine tgis_native, not hf_transformers"
+    assert read(NUM_GPUS="2").engine == "tgis_native"
+    got = read(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_transformers")  # TGIS's default, and there it switches too
+    assert got.warnings == ("DEPLOYMENT_FRAMEWORK='hf_transformers': using tgis_native, which NUM_SHARD needs",)
+    said = refusal(NUM_SHARD="2", DEPLOYMENT_FRAMEWORK="hf_optimum_ort")
+    assert said == "NUM_SHARD=2 needs the engine tgis_native, not hf_optimum_ort"
 
 
 def test_the_hub_cache() -> None:
@@ -242,7 +334,9 @@ def test_the_ports_differ() -> None:
     assert read(PORT="0", GRPC_PORT="0").port == 0
 
 
-ANY_NAME = st.sampled_from([name for row in (*declared_options(Config), *UNSUPPORTED, *IGNORED) for name in row.names])
+ANY_NAME = st.sampled_from(
+    [name for row in (*declared_options(Config), *WITHOUT_EFFECT, *IGNORED) for name in row.names]
+)
 
 
 @settings(max_examples=300)

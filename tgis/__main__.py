@@ -59,7 +59,11 @@ def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMAND
         case [command, *rest] if command in commands:
             return run_command(command, rest, f"{prog} {command}")
         case [command, *_]:
-            print(f"tgis: there is no command {command!r:.80} (see {prog} --help)", file=sys.stderr)
+            from tgis.utils.options import closest  # noqa: PLC0415 - commands that exist need not pay for it
+
+            meant = closest(command, commands)
+            suggestion = f", did you mean {meant}?" if meant else ""
+            print(f"tgis: there is no command {command!r:.80}{suggestion} (see {prog} --help)", file=sys.stderr)
             return OptionError.exit_code
     raise AssertionError
 

@@ -10,13 +10,14 @@ import os
 import stat
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tgis.errors import OptionError, StartError
 from tgis.utils.cpus import usable_cpus
 from tgis.utils.options import (
     ADDRESS,
+    ANY,
     BOOLEAN,
     DIRECTORY,
     PATH,
@@ -25,6 +26,7 @@ from tgis.utils.options import (
     Parser,
     build_parser,
     choice,
+    closest,
     computed_option,
     decimal,
     declared_options,
@@ -34,21 +36,22 @@ from tgis.utils.options import (
     option,
     parse_option,
     required_option,
-    unsupported,
 )
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
 ADAPTERS, NETWORK, PROCESS, LOGS = "Adapters", "Network", "Process", "Logging"
 
-ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake", unsupported=("ibm_fms",))
+ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake")
 DTYPE = choice(
-    "float32", "float16", "bfloat16", unsupported=("float64", "int8", "int4", "float8_e4m3fn", "float8_e5m2")
-)
+    "auto", "float32", "float16", "bfloat16",
+    aliases={"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"},
+)  # fmt: skip
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
 MAX_THREADS = 4096
+MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
 
 LIBRARY_ENVIRONMENT = {  # for libraries in the engine process, unless already set
     # OpenMP threads meet at thousands of barriers per step. Spinning forever, the default, makes steps ten times as
@@ -89,16 +92,21 @@ class Config:
     revision: str | None = option(MODEL, TEXT, "revision of the model in the hub cache", None, shown_default="main")
     deployment_framework: str = option(
         MODEL, ENGINE, "engine: tgis_native, hf_transformers, hf_optimum_ort, fake, or auto", "auto",
-        old_values={"hf_accelerate": "hf_transformers", "hf_custom_tp": "tgis_native"})
-    flash_attention: bool = option(MODEL, BOOLEAN, "require the engine tgis_native", False)
+        nearest_values={
+            "hf_accelerate": "hf_transformers", "hf_optimum_bt": "hf_transformers", "hf_custom_tp": "tgis_native",
+            "ds_inference": "auto", "ibm_fms": "auto"})
+    flash_attention: bool = option(MODEL, BOOLEAN, "same as DEPLOYMENT_FRAMEWORK=tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "same as FLASH_ATTENTION", False)
     pt2_compile: bool = option(MODEL, BOOLEAN, "use torch.compile in tgis_native on a GPU", False)
     num_shard: int = option(
         MODEL, integer(1, 64), "tensor-parallel ranks of tgis_native, one GPU each", 1,
         aliases=("num_gpus",))
-    dtype: str | None = option(
-        MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16", None,
-        aliases=("dtype_str",), shown_default="bfloat16 if the device supports it")
+    dtype: str = option(
+        MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16", "auto",
+        aliases=("dtype_str",), shown_default="bfloat16 if the device supports it",
+        nearest_values={
+            "float64": "float32", "double": "float32",
+            **dict.fromkeys(("int8", "int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
     hf_hub_cache: Path | None = option(
         MODEL, PATH, "hub cache directory", None,
         aliases=("transformers_cache", "huggingface_hub_cache"), shown_default="HF_HOME/hub")
@@ -168,6 +176,8 @@ class Config:
     grpc_keepalive_seconds: int = option(
         NETWORK, integer(1, 86400), "seconds of inactivity before a keepalive ping", 60)
 
+    strict_options: bool = option(
+        PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
     shutdown_grace_seconds: float = option(
         PROCESS, decimal(0, 86400), "seconds for calls in flight to finish after SIGTERM", 30.0)
     cache_dir: Path = computed_option(
@@ -187,7 +197,8 @@ class Config:
     @property
     def engine(self) -> str:
         """The engine to load, or auto."""
-        return "tgis_native" if self.flash_attention or self.paged_attention else self.deployment_framework
+        sharded = self.num_shard > 1 and self.deployment_framework in ("auto", "hf_transformers")
+        return "tgis_native" if self.flash_attention or self.paged_attention or sharded else self.deployment_framework
 
     @property
     def hub_cache(self) -> Path:
@@ -195,21 +206,29 @@ class Config:
         return self.hf_hub_cache or self.hf_home / "hub"
 
 
-UNSUPPORTED = (  # accepted with a value that turns the feature off
-    Option(unsupported(TEXT), "quantize"),
-    Option(unsupported(BOOLEAN, False), "trust_remote_code"),
-    Option(unsupported(TEXT), "speculator_name"),
-    Option(unsupported(TEXT), "otlp_endpoint"),
+WITHOUT_EFFECT = (  # options that ask for something that is not there; the text says what happens instead
+    Option(TEXT, "quantize", help_text="the weights are served as they are"),
+    Option(BOOLEAN, "trust_remote_code", help_text="the code of a model is never run, only classes of transformers"),
+    Option(TEXT, "speculator_name", help_text="there is no speculation"),
+    Option(TEXT, "otlp_endpoint", help_text="no traces are sent"),
 )
+OFF = ("false", "0", "none")  # values of these options that ask for nothing
 IGNORED = tuple(
-    Option(TEXT, name)
+    Option(ANY, name)
     for name in (
-        "shard_uds_path",
-        "master_addr",
-        "master_port",
-        "max_batch_weight",
-        "max_prefill_weight",
-        "otlp_service_name",
+        # of TGIS's launcher and router
+        *("shard_uds_path", "master_addr", "master_port", "max_batch_weight", "max_prefill_weight"),
+        *("otlp_service_name", "otel_service_name"),
+        # of TGIS's model server
+        *("rank", "world_size", "debug", "cuda_pad_to_mult_of_8", "compact_before_prefill", "fp32_logits_process"),
+        *("estimate_memory_batch_size", "estimate_memory_min_samples", "estimate_memory_start_seq_len"),
+        *("estimate_memory_stop_seq_len", "estimate_memory_fit_threshold", "estimate_memory_new_tokens"),
+        *("estimate_memory_new_token_samples", "kv_cache_manager_num_gpu_blocks", "log_gpu_usage_interval"),
+        *("disable_exllama", "exllama_version", "gptq_cuda_type", "disable_custom_kernels", "bloom_slow_but_exact"),
+        *("transformers_attn_impl", "merge_onnx_graphs", "optimize_onnx_model", "speculator_revision"),
+        *("speculator_n_candidates", "speculator_top_k_tokens_per_head", "speculator_max_batch_size"),
+        # of vllm-tgis-adapter
+        *("enable_vllm_log_requests", "disable_prompt_logprobs"),
     )
 )
 
@@ -222,19 +241,48 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
         if found := find_raw_values(opt, flags, environ):
             values[opt.name] = parse_option(opt, found)
             sources[opt.name] = ", ".join(raw.source for raw in found)
-            warnings += [f"{raw} is now {opt.old_values[raw.text]}" for raw in found if raw.text in opt.old_values]
+            replaced = [raw for raw in found if raw.text in opt.nearest_values]
+            warnings += [f"{raw}: using {opt.nearest_values[raw.text]}" for raw in replaced]
         elif opt.required:
             raise OptionError(f"{opt.name.upper()} is required (or pass {flag_name(opt.name)})")
         elif opt.default_factory is not None:
             values[opt.name] = opt.default_factory(environ)
-    for opt in UNSUPPORTED:
+    config = Config(**values, sources=sources, check=bool(flags.get("check")))
+    _validate(config)
+    warnings += _overridden_engine(config) + _without_effect(flags, environ) + _near_misses(environ)
+    if warnings and config.strict_options:
+        raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
+    return replace(config, warnings=tuple(warnings))
+
+
+def _overridden_engine(config: Config) -> list[str]:
+    if config.deployment_framework in ("auto", config.engine):
+        return []
+    cause = "NUM_SHARD" if config.num_shard > 1 else "PAGED_ATTENTION" if config.paged_attention else "FLASH_ATTENTION"
+    return [f"DEPLOYMENT_FRAMEWORK={config.deployment_framework!r}: using {config.engine}, which {cause} needs"]
+
+
+def _without_effect(flags: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    warnings = []
+    for opt in WITHOUT_EFFECT:
         if found := find_raw_values(opt, flags, environ):
             parse_option(opt, found)
+            warnings += [f"{raw} has no effect: {opt.help_text}" for raw in found if raw.text.lower() not in OFF]
     if ignored := [raw.source for opt in IGNORED for raw in find_raw_values(opt, flags, environ)]:
         warnings.append(f"ignored options: {', '.join(ignored)}")
-    config = Config(**values, warnings=tuple(warnings), sources=sources, check=bool(flags.get("check")))
-    _validate(config)
-    return config
+    return warnings
+
+
+def _near_misses(environ: Mapping[str, str]) -> list[str]:
+    """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
+    ours = [name.upper() for opt in declared_options(Config) for name in opt.names]
+    known = {*ours, *(opt.name.upper() for opt in (*WITHOUT_EFFECT, *IGNORED))}
+    meant = {name: closest(name, ours, MISSPELT) for name in environ if name not in known}
+    return [
+        f"{name} is no option: did you mean {option}?"
+        for name, option in meant.items()
+        if option is not None and not name.endswith(f"_{option}")
+    ]
 
 
 def from_command_line(argv: list[str], prog: str = "tgis serve") -> Config:
@@ -279,26 +327,26 @@ def make_private_dir(directory: Path) -> None:
 def _parser(prog: str) -> Parser:
     parser = build_parser(
         declared_options(Config),
-        UNSUPPORTED + IGNORED,
+        (*WITHOUT_EFFECT, *IGNORED),
         prog,
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
-        epilog=_option_names("TGIS options that are not supported yet:", UNSUPPORTED)
-        + _option_names("Accepted, but ignored:", IGNORED),
+        epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
+        + textwrap.fill(
+            ", ".join(opt.name.upper() for opt in (*WITHOUT_EFFECT, *IGNORED)),
+            79,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        ),
     )
     help_text = "show every option and what would be refused; start nothing"
     parser.add_argument("--check", action="store_true", help=help_text)
     return parser
 
 
-def _option_names(title: str, options: tuple[Option, ...]) -> str:
-    names = ", ".join(name.upper() for opt in options for name in opt.names)
-    return f"{title}\n{textwrap.fill(names, 79, initial_indent='  ', subsequent_indent='  ')}\n"
-
-
 def _validate(config: Config) -> None:
     if config.port == config.grpc_port != 0:
         raise OptionError(f"PORT and GRPC_PORT are both {config.port}")
-    if config.num_shard > 1 and config.engine not in ("auto", "tgis_native"):
+    if config.num_shard > 1 and config.engine != "tgis_native":
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
     tls = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     if any(tls) and not all(tls[:2]):

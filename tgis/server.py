@@ -215,7 +215,7 @@ class Server:
         return EngineOptions(
             engine=config.engine,
             model_path=str(self._model.path),
-            dtype=config.dtype,
+            dtype=None if config.dtype == "auto" else config.dtype,
             eos_ids=self._eos_ids,
             max_sequence_length=self._limits.max_sequence_length,
             max_batch_size=config.max_batch_size,

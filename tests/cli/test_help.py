@@ -10,7 +10,7 @@ import pytest
 import tgis
 from tgis import __main__, config
 from tgis.__main__ import COMMANDS
-from tgis.config import IGNORED, UNSUPPORTED, Config
+from tgis.config import IGNORED, WITHOUT_EFFECT, Config
 from tgis.utils.options import declared_options, flag_name
 
 # Runs in a process of its own: commands, by name -> their help, and what was imported afterwards.
@@ -68,9 +68,9 @@ def test_help_of_serve_describes_every_option(helps: dict[str, str]) -> None:
         assert (f"[default: {row.shown_default}]" if not row.required else "[required]") in entry
 
 
-def test_help_of_serve_lists_unsupported_options(helps: dict[str, str]) -> None:
-    _, _, missing = helps["serve --help"].partition("not supported yet:")
-    for row in (*UNSUPPORTED, *IGNORED):
+def test_help_of_serve_lists_options_without_effect(helps: dict[str, str]) -> None:
+    _, _, missing = helps["serve --help"].partition("but have no effect:")
+    for row in (*WITHOUT_EFFECT, *IGNORED):
         assert all(name.upper() in missing for name in row.names)
 
 
@@ -104,10 +104,12 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.run([]) == 2
     assert capsys.readouterr().err.startswith("usage: tgis COMMAND")
     assert __main__.run(["sevre"]) == 2
-    assert capsys.readouterr().err == "tgis: there is no command 'sevre' (see tgis --help)\n"
+    assert capsys.readouterr().err == "tgis: there is no command 'sevre', did you mean serve? (see tgis --help)\n"
 
 
 def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["text-generation-launcher", "--quantize", "gptq", "--model-name", "m"])
+    monkeypatch.setattr(
+        sys, "argv", ["text-generation-launcher", "--quantize", "gptq", "--strict-options", "--model-name", "m"]
+    )
     assert __main__.launcher() == 2
-    assert capsys.readouterr().err == "tgis: --quantize='gptq' is not supported yet\n"
+    assert capsys.readouterr().err.startswith("tgis: STRICT_OPTIONS: --quantize='gptq' has no effect")

@@ -6,11 +6,12 @@ the value and the bound.
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import ipaddress
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -20,7 +21,6 @@ from tgis.errors import OptionError
 T = TypeVar("T")
 D = TypeVar("D")
 
-NOT_SUPPORTED = "is not supported yet"
 HELP_INDENT, HELP_WIDTH = 6, 73  # of the help text
 _METADATA_KEY = "option"  # in the metadata of a field
 
@@ -51,7 +51,7 @@ class Option:
     help_text: str = ""
     aliases: tuple[str, ...] = ()  # other names of the option; those that are set must agree
     short: str | None = None
-    old_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # old value -> new value
+    nearest_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for values of TGIS
     shown_default: str | None = None  # the default, as shown in the help
     required: bool = False
     default_factory: Callable[[Mapping[str, str]], object] | None = None  # computes the default from the environment
@@ -76,7 +76,7 @@ def option(
     *,
     aliases: tuple[str, ...] = (),
     short: str | None = None,
-    old_values: Mapping[str, str] | None = None,
+    nearest_values: Mapping[str, str] | None = None,
     shown_default: str | None = None,
 ) -> T | D:
     """A field with a default; `shown_default` replaces it in the help."""
@@ -86,7 +86,7 @@ def option(
         help_text=help_text,
         aliases=aliases,
         short=short,
-        old_values=old_values or {},
+        nearest_values=nearest_values or {},
         shown_default=shown_default or format_value(default),
     )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: opt})
@@ -147,6 +147,7 @@ def _address(text: str) -> str:
 
 
 TEXT = ValueType("TEXT", _text)
+ANY = ValueType("TEXT", _text, bare_value="true")  # a flag with or without a value
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
 DIRECTORY = ValueType("PATH", _directory)
 ADDRESS = ValueType("IP", _address)
@@ -184,29 +185,21 @@ def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[
     return ValueType("X", parse)
 
 
-def choice(*values: str, unsupported: tuple[str, ...] = ()) -> ValueType[str]:
-    """One of `values`; those in `unsupported` are recognised but rejected."""
+def choice(*values: str, aliases: Mapping[str, str] | None = None) -> ValueType[str]:
+    """One of `values`, or another name of one."""
 
     def parse(text: str) -> str:
-        if text in unsupported:
-            raise ValueError(NOT_SUPPORTED)
-        if text not in values:
+        value = (aliases or {}).get(text, text)
+        if value not in values:
             raise ValueError(f"must be one of {', '.join(values)}")
-        return text
+        return value
 
     return ValueType("NAME", parse)
 
 
-def unsupported(value_type: ValueType[T], *neutral: T) -> ValueType[T]:
-    """An option for an unsupported feature: only the values that turn it off are accepted."""
-
-    def parse(text: str) -> T:
-        value = value_type.parse(text)
-        if value not in neutral:
-            raise ValueError(NOT_SUPPORTED)
-        return value
-
-    return dataclasses.replace(value_type, parse=parse)
+def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str | None:
+    """The one of `names` that is most like `name`, if any is: what a misspelt name was meant to be."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
 
 class Parser(argparse.ArgumentParser):
@@ -215,6 +208,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise one line instead of printing the usage."""
         raise OptionError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        """Suggest a flag for the first that is unknown."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            shown = [
+                name for action in self._actions if action.help != argparse.SUPPRESS for name in action.option_strings
+            ]
+            meant = closest(unknown[0].partition("=")[0], shown)
+            suggestion = f", did you mean {meant}?" if meant else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
+        return parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +309,6 @@ def _parse_raw_value(opt: Option, raw: RawValue) -> Any:
     if not raw.text:
         raise OptionError(f"{raw} must not be empty")
     try:
-        return opt.value_type.parse(opt.old_values.get(raw.text, raw.text))
+        return opt.value_type.parse(opt.nearest_values.get(raw.text, raw.text))
     except ValueError as error:
         raise OptionError(f"{raw} {error}") from None
