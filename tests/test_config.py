@@ -60,6 +60,8 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "grpc_max_message_bytes": (("1024", 1024), ("16777216", 16777216)),
     "grpc_max_concurrent_streams": (("1", 1), ("100", 100)),
     "grpc_keepalive_seconds": (("1", 1), ("300", 300)),
+    "grpc_max_connection_age_seconds": (("1", 1), ("300", 300)),
+    "grpc_max_connection_age_grace_seconds": (("1", 1), ("300", 300)),
     "strict_options": (("true", True), ("1", True)),
     "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
     "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),

@@ -46,7 +46,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     # the command line
     "bench": "batcher engines errors ipc pb",
     "cli": "batcher bench config engines errors ipc models pb prompts server utils",
-    "__main__": "errors utils",
+    "__main__": "config errors utils",
 }
 
 

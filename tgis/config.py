@@ -175,6 +175,12 @@ class Config:
     grpc_max_concurrent_streams: int = option(NETWORK, integer(1), "maximum concurrent calls per connection", 1024)
     grpc_keepalive_seconds: int = option(
         NETWORK, integer(1, 86400), "seconds of inactivity before a keepalive ping", 60)
+    grpc_max_connection_age_seconds: int | None = option(
+        NETWORK, integer(1, 31536000), "seconds until clients must reconnect, so that new replicas get load",
+        None, shown_default="no limit")
+    grpc_max_connection_age_grace_seconds: int | None = option(
+        NETWORK, integer(1, 31536000), "seconds for calls on a connection of that age to finish", None,
+        shown_default="no limit")
 
     strict_options: bool = option(
         PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
@@ -295,6 +301,11 @@ def cache_config() -> Config:
     names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")
     environ = {name: os.environ[name] for name in (*names, "CACHE_DIR", "TMPDIR") if name in os.environ}
     return parse(["--model-name", "any"], environ, "tgis")
+
+
+def silence_grpc() -> None:
+    """Call it before grpc is imported: its C++ core logs to stderr what our errors and log lines say already."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def prepare_environment(config: Config) -> None:

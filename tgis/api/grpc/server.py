@@ -64,7 +64,12 @@ class GrpcServer:
 
 
 def _channel_arguments(config: Config) -> list[tuple[str, int]]:
+    ages = {
+        "grpc.max_connection_age_ms": config.grpc_max_connection_age_seconds,
+        "grpc.max_connection_age_grace_ms": config.grpc_max_connection_age_grace_seconds,
+    }
     return [
+        *((name, seconds * 1000) for name, seconds in ages.items() if seconds is not None),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.max_concurrent_streams", config.grpc_max_concurrent_streams),
