@@ -9,6 +9,7 @@ TgisError
     ├── InvalidRequest       INVALID_ARGUMENT, names the field
     ├── Unimplemented        UNIMPLEMENTED, a feature that is not supported yet
     ├── Overloaded           RESOURCE_EXHAUSTED, try again later
+    │   └── QueueFull        the queue is too long, not the calls too many
     ├── OutOfMemory          RESOURCE_EXHAUSTED, the request does not even fit alone
     ├── Unavailable          UNAVAILABLE, loading, draining or the engine has died
     └── EngineFailure        INTERNAL, a bug or a failed step
@@ -83,6 +84,10 @@ class Overloaded(RequestError):
     @property
     def detail(self) -> str:
         return f"{self}: {self.reason}"
+
+
+class QueueFull(Overloaded):
+    """Too many input tokens are waiting."""
 
 
 class OutOfMemory(RequestError):

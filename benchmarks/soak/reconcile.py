@@ -70,6 +70,8 @@ def _check_ends(grown: Mapping[tuple[str, ...], float], log: ClientLog) -> Itera
     for (kind, reason), count in succeeded.items():
         seen = log.ends[kind, reason]
         yield from _check_range(f"{kind} inputs with {reason}", count, seen, seen + log.abandoned[kind])
+    answered = grown["tgi_batch_generated_tokens_total",] - grown["tgi_batch_discarded_tokens_total",]
+    yield from _check_range("tokens in answers", answered, log.tokens, math.inf)
     yield from _check_range("tokens", grown["tgi_request_generated_tokens_sum",], log.tokens, math.inf)
 
 

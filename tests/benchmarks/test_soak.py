@@ -19,6 +19,7 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.request_log import RequestLog
+from tgis.ipc.messages import StepStats
 from tgis.ipc.request import StopReason
 from tgis.pb import generation_pb2 as pb
 
@@ -89,9 +90,13 @@ def metrics() -> Metrics:
     return Metrics(max_sequence_length=128, max_new_tokens=64, max_batch_size=4, token_capacity=1000)
 
 
+STEP = StepStats(True, 1, 0, 3, 0.1, 0.1, 0, 0, 0, concatenated=False, num_requeued=0, queue_durations=[])
+
+
 def succeed(server: Metrics, kind: CallKind, reason: StopReason, tokens: int) -> None:
     times = {"duration": 1.0, "inference": 1.0, "decoding": 1.0}
     server.request_succeeded(kind, reason, input_tokens=3, generated_tokens=tokens, **times)
+    server.step_succeeded(STEP, tokens, 0.0)
 
 
 def make_calls(server: Metrics, log: ClientLog) -> None:
@@ -141,6 +146,7 @@ def test_matching_counters_reconcile() -> None:
         (lambda server, log: server.request_failed(FailureReason.VALIDATION), "failures of kind validation"),
         (lambda server, log: log.record_end("stream", "MAX_TOKENS", 0), "expired inputs"),
         (lambda server, log: log.record_end("single", "MAX_TOKENS", 100), "tokens"),
+        (lambda server, log: server.tokens_discarded(8), "tokens in answers"),
     ],
 )
 def test_discrepancies_are_found(change: Callable[[Metrics, ClientLog], object], what: str) -> None:

@@ -195,7 +195,7 @@ def test_queued_tokens_are_limited(tmp_path: Path) -> None:
         assert len(stub.Generate.future(unary_request("d" * 10, 2)).result().responses) == 1
         assert running.result()
         assert waiting.result()
-        assert 'tgi_request_failure{err="conc_limit"} 1.0' in server.get("/metrics")[1]
+        assert 'tgi_request_failure{err="queue_full"} 1.0' in server.get("/metrics")[1]
         assert stub.Generate(unary_request("e" * 31, 2))  # the queue is empty, so it need not fit
 
 

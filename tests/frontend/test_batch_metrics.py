@@ -66,7 +66,7 @@ class ScriptedChannel:
 
     def send(self, message: object) -> None:
         if isinstance(message, Step) and message.stats:
-            self._metrics.step_succeeded(message.stats, 0.0)
+            self._metrics.step_succeeded(message.stats, sum(map(len, message.tokens)), 0.0)
             now = [value(self._metrics, name, **labels) for name, labels in SAMPLES]
             self.stats.append(message.stats)
             self.seen.append(After(*now[:3], *(new - old for new, old in zip(now[3:], self._sums[3:], strict=True))))
@@ -186,6 +186,34 @@ def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path) -> None:
     assert script.seen[-1] == After(1, 6, 6, num_prefills=1, prefill_tokens=5)
 
 
+@pytest.mark.parametrize(
+    ("turns", "kind", "expected"),
+    [
+        (TWO_THEN_ONE, {"padded": True}, [3 + 5, 0, 2, 0]),  # without padding
+        (
+            [[submit(request(1, 3, 4))], [submit(request(2, 9, 3))], [], []],
+            {"block_size": 1, "prefill_tokens": 4},
+            [3, 3, 3, 3],
+        ),  # chunks
+        # the second prompt is cached but for its last token
+        ([[submit(request(1, 9, 2))], [], [submit(request(2, 9, 2))], []], {"block_size": 4}, [9, 0, 9, 0]),
+        # the third step preempts one sequence, the last one computes it again
+        (
+            [[submit(request(1, 2, 4), request(2, 2, 4))], [], [], [], []],
+            {"block_size": 1, "weight": 8, "prefix_cache": False},
+            [2 + 2, 0, 0, 0, 0],
+        ),
+        # the third step runs out of memory, and one of the two is computed again
+        ([[submit(request(1, 3, 9), request(2, 4, 9))], [], [], []], {"memory_tokens": 9}, [3 + 4, 0, 0]),
+    ],
+)
+def test_each_input_token_counts_once(
+    tmp_path: Path, turns: list[Turn], kind: dict[str, Any], expected: list[int]
+) -> None:
+    script = run(tmp_path, turns, **({"padded": False} | kind))
+    assert [stats.prompt_tokens for stats in script.stats] == expected
+
+
 def admissions(turns: list[list[tuple[int, int]]], **kind: Any) -> tuple[int, int, int, int]:
     """Count admissions of requests with these prompt lengths and new tokens, one step per turn."""
     batcher, now, ids = Batcher(limits(**kind), {EOS}), 0.0, iter(range(99))
@@ -246,7 +274,7 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
         return Step(ids, [[7]] * len(ids), [*ends], [], {}, stats)
 
-    with client.submit([request(n, 10 + n) for n in range(5)], eager=True) as inboxes:
+    with client.submit([request(n, 10 + n) for n in range(5)], eager=True, arrived=0.0) as inboxes:
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)
         client.close(inboxes[4])
         assert queue() == (4, 46)
@@ -257,6 +285,39 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
         client.handle(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([], returned=1)))
         assert queue() == (2, 13)
     assert queue() == (0, 0)
+
+
+@run_async
+async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request() -> None:
+    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
+    client = EngineClient()
+    client.metrics = metrics
+    client._transport = cast("Any", FakeTransport())
+
+    def counts() -> list[float]:
+        names = (
+            "tgi_batch_generated_tokens",
+            "tgi_batch_discarded_tokens",
+            "tgi_request_inter_token_latency_duration_count",
+        )
+        return [value(metrics, name) for name in (*names, "tgi_request_time_to_first_token_duration_count")]
+
+    def step(tokens: dict[int, list[int]], end: StopReason = StopReason.NOT_FINISHED) -> Step:
+        return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], {}, joined([]))
+
+    arrived = time.monotonic() - 500
+    with client.submit([request(n) for n in range(3)], eager=True, arrived=arrived) as queues:
+        client.handle(step({0: [7], 1: [7]}))
+        assert counts() == [2, 0, 0, 2]
+        client.handle(step({0: [7, 7], 1: [7]}))  # two tokens in one step have no time between them
+        assert counts() == [5, 0, 2, 2]
+        client.close(queues[0])
+        client.handle(step({0: [7], 1: [7]}))
+        assert counts() == [7, 1, 3, 2]
+        client.handle(step({2: []}, StopReason.TIME_LIMIT))  # expired in the queue
+        assert counts() == [7, 1, 3, 2]
+        assert [queue.num_tokens for queue in queues] == [3, 3, 0]
+    assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)
 
 
 def joined(ids: list[int], returned: int = 0) -> StepStats:

@@ -113,7 +113,7 @@ async def test_answers_to_queries_are_not_progress() -> None:
     client, transport = EngineClient(), FakeTransport()
     client._transport = transport  # type: ignore[assignment]
     client.handle(Ready(INFO))
-    with client.submit([request(1)], eager=True):
+    with client.submit([request(1)], eager=True, arrived=0.0):
         client._last_progress -= 500
         pending = asyncio.ensure_future(client.snapshot())
         await asyncio.sleep(0)

@@ -31,6 +31,9 @@ COUNTERS = {
     "tgi_granular_batch_addition": {},
     "tgi_prefill_weight_limit_exceeded": {},
     "tgi_prefill_padding_limit_exceeded": {},
+    "tgi_batch_prompt_tokens": {},
+    "tgi_batch_generated_tokens": {},
+    "tgi_batch_discarded_tokens": {},
     "tgi_batch_preemption": {},
     "tgi_prefix_cache_query_tokens": {},
     "tgi_prefix_cache_hit_tokens": {},
@@ -61,6 +64,7 @@ HISTOGRAMS: dict[str, tuple[dict[str, str], int, float, float]] = {
     "tgi_request_inference_duration": ({}, 35, 0.00015, 145.6),
     "tgi_request_mean_time_per_token_duration": ({}, 35, 0.00015, 145.6),
     "tgi_request_time_to_first_token_duration": ({}, 35, 0.00015, 145.6),
+    "tgi_request_inter_token_latency_duration": ({}, 35, 0.00015, 145.6),
     "tgi_request_time_per_output_token_duration": ({}, 35, 0.00015, 145.6),
     "tgi_batch_inference_batch_size": ({"method": "prefill next_token"}, 4, 1, 4),
     "tgi_batch_next_tokens": ({}, 14, 64, 524288),
@@ -245,6 +249,7 @@ PREFILL = StepStats(
     concatenated=True,
     num_requeued=1,
     queue_durations=[1.0, 2.0],
+    prompt_tokens=60,
 )
 DECODE = StepStats(
     prefill=False,
@@ -264,7 +269,7 @@ DECODE = StepStats(
 
 def test_a_prefill(metrics: Metrics) -> None:
     metrics.set_queued(2)
-    metrics.step_succeeded(PREFILL, 0.125)
+    metrics.step_succeeded(PREFILL, 2, 0.125)
     assert changed(metrics) == {
         "tgi_batch_inference_count prefill": 1,
         "tgi_batch_inference_success prefill": 1,
@@ -279,6 +284,8 @@ def test_a_prefill(metrics: Metrics) -> None:
         "tgi_batch_concatenation_count": 1,
         "tgi_batch_next_tokens_count": 1,
         "tgi_batch_next_tokens_sum": 70,
+        "tgi_batch_prompt_tokens": 60,
+        "tgi_batch_generated_tokens": 2,
         "tgi_request_queue_duration_count": 2,
         "tgi_request_queue_duration_sum": 3.0,
         "tgi_queue_size": 3,
@@ -290,7 +297,7 @@ def test_a_prefill(metrics: Metrics) -> None:
 
 
 def test_a_step_that_mixes_prefill_and_decode_is_one_prefill(metrics: Metrics) -> None:
-    metrics.step_succeeded(msgspec.structs.replace(PREFILL, num_decodes=3), 0.125)
+    metrics.step_succeeded(msgspec.structs.replace(PREFILL, num_decodes=3), 5, 0.125)
     for name in ("count", "success", "duration_count", "batch_size_count"):
         labels = {"makeup": "single_only"} if "duration" in name else {}
         assert value(metrics, f"tgi_batch_inference_{name}", method="prefill", **labels) == 1
@@ -309,12 +316,12 @@ def gauges(metrics: Metrics) -> list[float]:
 
 def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
     assert GAUGE_NAMES[0:2] == ["tgi_batch_current_size", "tgi_batch_input_tokens"]
-    metrics.step_succeeded(DECODE, 0.0)
+    metrics.step_succeeded(DECODE, 3, 0.0)
     assert gauges(metrics) == [3, 250, 27, 0.25, 0]
     assert value(metrics, "tgi_batch_inference_success", method="next_token") == 1
-    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_running=0, context_tokens=0, remaining_tokens=0), 0.0)
+    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_running=0, context_tokens=0, remaining_tokens=0), 3, 0.0)
     assert gauges(metrics) == [0, 0, 0, 0, 0]
-    metrics.step_succeeded(PREFILL, 0.0)
+    metrics.step_succeeded(PREFILL, 3, 0.0)
     metrics.engine_idle()
     assert gauges(metrics) == [0, 0, 0, 0, 0]
 
@@ -322,11 +329,11 @@ def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
 def test_queue_size_is_new_and_requeued_requests(metrics: Metrics) -> None:
     metrics.set_queued(4)
     assert value(metrics, "tgi_queue_size") == 4  # without waiting for a step
-    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_requeued=2), 0.0)
+    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_requeued=2), 3, 0.0)
     assert value(metrics, "tgi_queue_size") == 6
     metrics.set_queued(1)
     assert value(metrics, "tgi_queue_size") == 3
-    metrics.step_succeeded(DECODE, 0.0)
+    metrics.step_succeeded(DECODE, 3, 0.0)
     assert value(metrics, "tgi_queue_size") == 1
 
 
@@ -334,7 +341,7 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
         stats = msgspec.structs.replace(PREFILL, admissions=AdmissionCounters(1, 2, 3, 4), token_capacity=900)
-        metrics.step_succeeded(stats, 0.0)
+        metrics.step_succeeded(stats, 3, 0.0)
     assert value(metrics, "tgi_batch_context_limit") == 900
     assert value(metrics, "tgi_queue_jump") == 2
     assert value(metrics, "tgi_granular_batch_addition") == 4

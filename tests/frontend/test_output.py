@@ -36,7 +36,7 @@ def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParam
 def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> OutputBuilder:
     minimum = SamplingParams(min_new_tokens=wanted.sampling_params.min_new_tokens)
     request = Request(1, [5, 6], 99, False, minimum, wanted.logprob_options)
-    return OutputBuilder(OutputQueue(request, eager=True), "prompt", wanted, decoder, separator="")
+    return OutputBuilder(OutputQueue(request, eager=True, arrived=0.0), "prompt", wanted, decoder, separator="")
 
 
 def ids(decoder: TokenDecoder, text: str) -> list[int]:

@@ -22,7 +22,7 @@ async def pending(queue: OutputQueue) -> "asyncio.Task[NewTokens]":
 
 @run_async
 async def test_steps_that_nobody_has_taken_are_merged() -> None:
-    queue = OutputQueue(request(1), eager=True)
+    queue = OutputQueue(request(1), eager=True, arrived=0.0)
     queue.put([1, 2], [TokenLogprobs(-1.0), TokenLogprobs(-2.0)], NOT_FINISHED)
     queue.put([3], [TokenLogprobs(-3.0)], MAX_TOKENS)
     logprobs = [TokenLogprobs(-float(n)) for n in (1, 2, 3)]
@@ -31,7 +31,7 @@ async def test_steps_that_nobody_has_taken_are_merged() -> None:
 
 @run_async
 async def test_an_eager_consumer_wakes_at_every_step() -> None:
-    queue = OutputQueue(request(1), eager=True)
+    queue = OutputQueue(request(1), eager=True, arrived=0.0)
     for tokens in ([1], [2, 3]):
         consumer = await pending(queue)
         queue.put(tokens, [], NOT_FINISHED)
@@ -40,7 +40,7 @@ async def test_an_eager_consumer_wakes_at_every_step() -> None:
 
 @run_async
 async def test_any_other_consumer_wakes_at_the_end() -> None:
-    queue = OutputQueue(request(1), eager=False)
+    queue = OutputQueue(request(1), eager=False, arrived=0.0)
     consumer = await pending(queue)
     queue.put([1], [], NOT_FINISHED)
     await asyncio.sleep(0)
@@ -53,7 +53,7 @@ async def test_any_other_consumer_wakes_at_the_end() -> None:
 def test_an_error_is_raised_after_the_tokens_before_it(eager: bool) -> None:
     @run_async
     async def fail() -> None:
-        queue = OutputQueue(request(1), eager=eager)
+        queue = OutputQueue(request(1), eager=eager, arrived=0.0)
         queue.put([1], [], NOT_FINISHED)
         queue.fail(Unavailable("it is gone"))
         assert queue.failed

@@ -22,6 +22,7 @@ class Sequence:
     prompt_length: int = field(init=False)
     max_length: int = field(init=False)  # tokens, prompt included
     num_computed_tokens: int = 0
+    num_counted_tokens: int = 0  # of the prompt, soft prompt included, that StepStats.prompt_tokens has counted
     was_scheduled: bool = False  # in the batch of a step that succeeded
     solo_failures: int = 0  # consecutive steps that failed with this sequence alone
     retry_group: int = 0  # after a failed step only sequences of the same group share a step; 0: none

@@ -2,7 +2,7 @@
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import padded_tokens
-from tgis.batcher.sequence import StepPlan
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import StepStats
 
 
@@ -16,6 +16,7 @@ class StepRecorder:
         self._started_at = started_at
         self._padded = padded
         self._num_prefill_tokens = plan.num_prefill_tokens
+        self._prompt_tokens = sum(map(_count_prompt, plan.seqs, plan.num_scheduled_tokens)) if plan.has_prefill else 0
         self._started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
         self._first_scheduled = [seq for seq in batcher.running_seqs if not seq.was_scheduled]
         self._had_running = any(seq.num_computed_tokens for seq in batcher.running_seqs)
@@ -37,6 +38,14 @@ class StepRecorder:
             num_requeued=batcher.num_requeued,
             queue_durations=[self._started_at - seq.arrival_time for seq in self._first_scheduled],
             first_scheduled=[seq.id for seq in self._first_scheduled],
+            prompt_tokens=self._prompt_tokens,
             admissions=batcher.take_counters(),
             token_capacity=batcher.context_limit,
         )
+
+
+def _count_prompt(seq: Sequence, num_scheduled_tokens: int) -> int:
+    """Input tokens that are computed for the first time once the step is: again after preemption they do not count."""
+    before = max(seq.num_counted_tokens, seq.request.soft_prompt_length)
+    seq.num_counted_tokens = max(before, min(seq.num_computed_tokens + num_scheduled_tokens, seq.prompt_length))
+    return seq.num_counted_tokens - before

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
-from tgis.frontend.output_queue import OutputQueue
+from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.ipc.adapters import AdapterResolved
 from tgis.ipc.framing import FrameReader, encode_frame
 from tgis.ipc.messages import (
@@ -100,11 +100,11 @@ class EngineClient:
         return self._adapter_queries.acquire(self.next_id(), adapter_id)
 
     @contextlib.contextmanager
-    def submit(self, requests: list[Request], *, eager: bool) -> Iterator[list[OutputQueue]]:
+    def submit(self, requests: list[Request], *, eager: bool, arrived: float) -> Iterator[list[OutputQueue]]:
         """Queue the inputs of one call; whatever is still open on leaving the block is cancelled."""
         if self._dead:
             raise Unavailable(self._death_cause)
-        queues = [OutputQueue(request, eager=eager) for request in requests]
+        queues = [OutputQueue(request, eager=eager, arrived=arrived) for request in requests]
         if not self._queues:
             self._last_progress = time.monotonic()
         self._queues.update((queue.request.id, queue) for queue in queues)
@@ -182,22 +182,27 @@ class EngineClient:
         self.died.set_result(self._death_cause)
 
     def _deliver(self, step: Step) -> None:
-        started = time.monotonic()
+        now = time.monotonic()
         for request_id, prompt_logprobs in step.prompt_logprobs.items():
             if queue := self._queues.get(request_id):
                 queue.prompt_logprobs = prompt_logprobs
         if step.stats is not None:
             self._record_scheduled(step.stats)
+        num_discarded = 0
         all_logprobs = step.logprobs or [[]] * len(step.ids)
         for request_id, tokens, logprobs, end in zip(
             step.ids, step.tokens, all_logprobs, step.stop_reasons, strict=True
         ):
-            if queue := self._queues.get(request_id):  # else cancelled meanwhile
+            if queue := self._queues.get(request_id):
+                self._record_tokens(queue.timings, len(tokens), now)
                 queue.put(tokens, logprobs, StopReason(end))
                 if end:
                     self._remove(queue)
+            else:  # cancelled meanwhile
+                num_discarded += len(tokens)
         if self.metrics and step.stats:
-            self.metrics.step_succeeded(step.stats, time.monotonic() - started)
+            self.metrics.tokens_discarded(num_discarded)
+            self.metrics.step_succeeded(step.stats, sum(map(len, step.tokens)), time.monotonic() - now)
             if not self._queues:  # the step was in flight when the last request was cancelled
                 self.metrics.engine_idle()
 
@@ -207,6 +212,15 @@ class EngineClient:
             if queue := self._queues.get(request_id):
                 queue.timings.scheduled = scheduled
                 self._count_queued(-1, -len(queue.request.tokens))
+
+    def _record_tokens(self, timings: RequestTimings, num_tokens: int, now: float) -> None:
+        if num_tokens:
+            if self.metrics and timings.first_token:
+                self.metrics.inter_token_latency(now - timings.last_token)
+            elif self.metrics:
+                self.metrics.first_token(now - timings.arrived)
+            timings.first_token = timings.first_token or now
+        timings.last_token = now
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         if queue := self._queues.get(request_id):

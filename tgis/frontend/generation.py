@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.calls import GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -69,7 +69,7 @@ class Generator:
             params = self._resolve_params(call)
             async with self._adapters.acquire(call.adapter) as adapter:
                 requests = await self._prepare(call, params, adapter, log)
-                with self._client.submit(requests, eager=bool(params.stop_sequences)) as queues:
+                with self._client.submit(requests, eager=bool(params.stop_sequences), arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
                     await _all_or_first_error([self._collect(output, log) for output in outputs])
                     return [output.final() for output in outputs]
@@ -81,7 +81,7 @@ class Generator:
             params = self._resolve_params(call)
             async with self._adapters.acquire(call.adapter) as adapter:
                 requests = await self._prepare(call, params, adapter, log)
-                with self._client.submit(requests, eager=True) as queues:
+                with self._client.submit(requests, eager=True, arrived=log.started) as queues:
                     (output,) = log.track(self._output_builders(queues, call, params))
                     yield output.first_chunk()
                     while not output.stop_reason:
@@ -171,7 +171,7 @@ class Generator:
                 raise InvalidRequest(field, f"{text} must each be <= {max_positions} for this model")
         limit, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
         if limit and queued and queued + sum(len(request.tokens) for request in requests) > limit:
-            raise Overloaded(f"{queued} input tokens are waiting, at most {limit} may")
+            raise QueueFull(f"{queued} input tokens are waiting, at most {limit} may")
 
 
 async def _all_or_first_error(work: list[Coroutine[None, None, None]]) -> None:

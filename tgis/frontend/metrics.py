@@ -112,7 +112,15 @@ class Metrics:
         if generated_tokens > 1:
             requests.time_per_output_token.observe(decoding / (generated_tokens - 1))
 
-    def step_succeeded(self, stats: StepStats, processing: float) -> None:
+    def inter_token_latency(self, duration: float) -> None:
+        """Record a step that gave an input tokens, in seconds from the one that gave it some before."""
+        self._requests.inter_token_latency.observe(duration)
+
+    def tokens_discarded(self, count: int) -> None:
+        """Count generated tokens that are in no answer."""
+        self._batches.discarded_tokens.inc(count)
+
+    def step_succeeded(self, stats: StepStats, generated_tokens: int, processing: float) -> None:
         """Record a step; `processing` is the seconds that the front end spent on its tokens."""
         batches, method = self._batches, _method(stats.prefill)
         batches.count.labels(method).inc()
@@ -120,6 +128,8 @@ class Metrics:
         batches.duration.labels(method, "single_only").observe(stats.duration)
         batches.forward.labels(method, "single_only").observe(stats.forward_duration)
         batches.tokproc.labels(method, "single_only").observe(processing)
+        batches.prompt_tokens.inc(stats.prompt_tokens)
+        batches.generated_tokens.inc(generated_tokens)
         if stats.prefill:
             batches.next_tokens.observe(stats.prefill_tokens)
             batches.size.labels("prefill").observe(stats.num_prefills)
@@ -207,6 +217,9 @@ class _RequestMetrics:
         self.time_to_first_token = add.duration(
             "tgi_request_time_to_first_token_duration", "From arrival to the first token."
         )
+        self.inter_token_latency = add.duration(
+            "tgi_request_inter_token_latency_duration", "Between the steps that gave an input tokens."
+        )
         self.time_per_output_token = add.duration(
             "tgi_request_time_per_output_token_duration", "Mean time between tokens after the first."
         )
@@ -225,6 +238,15 @@ class _BatchMetrics:
         self.granular = add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time.")
         self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large.")
         self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Requests kept out: too much padding.")
+
+        self.prompt_tokens = add.counter(
+            "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
+        )
+        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, of all inputs.")
+        self.discarded_tokens = add.counter(
+            "tgi_batch_discarded_tokens",
+            "Generated tokens in no answer: of cancelled and failed calls, or after a stop.",
+        )
 
         self.size = add.histogram(
             "tgi_batch_inference_batch_size", "Sequences that prefill, or decode, in a step.", sizes, _METHOD_LABELS

@@ -28,20 +28,22 @@ class NewTokens:
 class RequestTimings:
     """When things happened to a request, as seen here: `time.monotonic()` values, 0 for not yet."""
 
+    arrived: float  # the call
     submitted: float
     scheduled: float = 0.0  # for its first step
     first_token: float = 0.0
-    last_token: float = 0.0
+    last_token: float = 0.0  # or the end, if it came without one
 
 
 class OutputQueue:
     """What the engine has generated for one request and the call has not taken yet, merged into one value."""
 
-    def __init__(self, request: Request, *, eager: bool) -> None:
+    def __init__(self, request: Request, *, eager: bool, arrived: float) -> None:
         """An eager consumer wants the tokens of every step at once, any other wants all of them at the end."""
         self.request = request
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.timings = RequestTimings(submitted=time.monotonic())
+        self.timings = RequestTimings(arrived, submitted=time.monotonic())
+        self.num_tokens = 0  # that the engine has generated
         self._eager = eager
         self._new = NewTokens()
         self._error: RequestError | None = None
@@ -53,8 +55,7 @@ class OutputQueue:
 
     def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> None:
         self._new.extend(token_ids, logprobs, stop_reason)
-        self.timings.last_token = time.monotonic()
-        self.timings.first_token = self.timings.first_token or self.timings.last_token
+        self.num_tokens += len(token_ids)
         if self._eager or stop_reason:
             self._ready.set()
 

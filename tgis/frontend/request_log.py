@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tgis.errors import InvalidRequest, Overloaded, RequestError, Unavailable, Unimplemented
+from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable, Unimplemented
 from tgis.frontend.calls import CallKind
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, OutputBuilder
@@ -27,11 +27,11 @@ class RequestLog:
     ) -> None:
         self._kind = kind
         self._metrics = metrics
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._log_text = log_text
         self._correlation_id = correlation_id
-        self._outputs: list[OutputBuilder] = []  # still open
-        self._index: dict[int, int] = {}  # of an input in the call, by the engine's request id
+        self._outputs: list[OutputBuilder] = []
+        self._open: list[OutputBuilder] = []
         self._num_unsubmitted = num_inputs
         metrics.request_started(kind, num_inputs)
 
@@ -47,8 +47,11 @@ class RequestLog:
             log.log(level, "%s call failed: %s", self._kind, error.detail)
         elif error is not None and self._num_unsubmitted:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._num_unsubmitted)
-        for output in list(self._outputs):
+        for output in list(self._open):
             self.finish(output)
+        for output in self._outputs:
+            answered = 0 if error and self._kind is not CallKind.STREAM else output.num_generated
+            self._metrics.tokens_discarded(output.queue.num_tokens - answered)
 
     def inputs_tokenized(self, lengths: list[int]) -> None:
         """Record the lengths of the inputs before truncation."""
@@ -57,18 +60,17 @@ class RequestLog:
 
     def validated(self, requests: list[Request], params: ResolvedParams) -> None:
         lengths = [request.input_length for request in requests]
-        self._metrics.request_validated(lengths, params.max_new_tokens, time.monotonic() - self._started)
+        self._metrics.request_validated(lengths, params.max_new_tokens, time.monotonic() - self.started)
 
     def track(self, outputs: list[OutputBuilder]) -> list[OutputBuilder]:
         """Take note of the outputs of submitted inputs, and return them."""
-        self._outputs = list(outputs)
-        self._index = {output.queue.request.id: index for index, output in enumerate(outputs)}
+        self._outputs, self._open = outputs, list(outputs)
         self._num_unsubmitted = 0
         return outputs
 
     def finish(self, output: OutputBuilder) -> None:
         """Record the end of one input: finished, failed, or cancelled by its client or a failed sibling."""
-        self._outputs.remove(output)
+        self._open.remove(output)
         if output.stop_reason:
             self._record_success(output)
         elif not output.queue.failed:
@@ -79,14 +81,12 @@ class RequestLog:
         timings, now = output.queue.timings, time.monotonic()
         if output.expired_in_queue:
             self._metrics.request_failed(FailureReason.TIMEOUT)
-        else:
-            self._metrics.first_token(timings.first_token - self._started)
         self._metrics.request_succeeded(
             self._kind,
             output.stop_reason,
             input_tokens=output.queue.request.input_length,
             generated_tokens=output.num_generated,
-            duration=now - self._started,
+            duration=now - self.started,
             inference=timings.last_token - timings.scheduled if timings.scheduled else 0.0,
             decoding=timings.last_token - timings.first_token,
         )
@@ -103,11 +103,11 @@ class RequestLog:
             extra=self._fields(output),
         )
 
-    def _request_id(self, request: Request) -> str | int:
+    def _request_id(self, output: OutputBuilder) -> str | int:
         """As in vllm-tgis-adapter: the correlation id, in unary calls with the index; without one, the engine's id."""
         if self._correlation_id is None:
-            return request.id
-        index = "" if self._kind is CallKind.STREAM else f"-{self._index[request.id]}"
+            return output.queue.request.id
+        index = "" if self._kind is CallKind.STREAM else f"-{self._outputs.index(output)}"
         return self._correlation_id + index
 
     def _fields(self, output: OutputBuilder) -> dict[str, Any]:
@@ -115,13 +115,13 @@ class RequestLog:
         scheduled = timings.scheduled or now
         inference = timings.last_token - scheduled if timings.last_token else 0.0
         return {
-            "request_id": self._request_id(request),
+            "request_id": self._request_id(output),
             "input_tokens": request.input_length,
             "prefix_id": request.adapter.id if request.adapter else None,
             "generated_tokens": output.num_generated,
             "queue_seconds": round(scheduled - timings.submitted, 4),
             "inference_seconds": round(inference, 4),
-            "total_seconds": round(now - self._started, 4),
+            "total_seconds": round(now - self.started, 4),
             "parameters": _describe_params(output),
             "input": output.input_text[:LOGGED_CHARACTERS] if self._log_text else None,
             "output": output.logged_text if self._log_text else None,
@@ -142,6 +142,8 @@ def _describe_params(output: OutputBuilder) -> str:
 
 def _failure_reason(error: RequestError) -> FailureReason:
     match error:
+        case QueueFull():
+            return FailureReason.QUEUE_FULL
         case Overloaded():
             return FailureReason.TOO_MANY
         case InvalidRequest() | Unimplemented():

@@ -119,6 +119,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_requeued: int  # requests that wait again after a failed step
     queue_durations: list[float]  # seconds in the queue, one per sequence scheduled for the first time
     first_scheduled: list[int] = []  # ids of those sequences
+    prompt_tokens: int = 0  # of inputs, computed in this step or found in the prefix cache for it; each counts once
     admissions: AdmissionCounters = msgspec.field(default_factory=AdmissionCounters)
     token_capacity: int = 0  # less than at the start after running out of memory
 
