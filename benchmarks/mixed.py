@@ -31,7 +31,7 @@ from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.ipc.messages import EngineOptions
 from tgis.models.demo.fetch import ensure
-from tgis.utils.cpus import usable_cpus
+from tgis.utils.cpus import usable_cores
 
 MAX_SEQUENCE_LENGTH = 2048
 SEED = 1
@@ -78,7 +78,7 @@ def engine_options(name: str, model: Path, dtype: str, size: int, cache: Path = 
         max_waiting_tokens=24,
         batch_safety_margin=20,
         cuda_memory_fraction=1.0,
-        num_threads=usable_cpus(),
+        num_threads=usable_cores(),
         log_level="warning",
         json_output=False,
         prefix_cache=False,

@@ -24,7 +24,7 @@ from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.models.demo.fetch import ensure
-from tgis.utils.cpus import usable_cpus
+from tgis.utils.cpus import usable_cores
 
 REQUESTS = {1: 2, 8: 16, 32: 64}
 PROMPTS = (
@@ -117,7 +117,7 @@ def _engine(variant: Variant, model: Path, cache: Path) -> Engine:
         max_waiting_tokens=0,
         batch_safety_margin=20,
         cuda_memory_fraction=1.0,
-        num_threads=usable_cpus(),
+        num_threads=usable_cores(),
         log_level="warning",
         json_output=False,
         cache_dir=str(cache),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tgis.errors import OptionError, StartError
-from tgis.utils.cpus import usable_cpus
+from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.options import (
     ADDRESS,
     ANY,
@@ -63,9 +63,9 @@ LIBRARY_ENVIRONMENT = {  # for libraries in the engine process, unless already s
 
 
 def _num_threads(environ: Mapping[str, str]) -> int:
-    """As many as OpenMP would start, but no more than the CPU quota of a container pays for."""
+    """As many as PyTorch would start, but no more than the CPU quota of a container pays for."""
     first = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others are for nested parallel regions
-    return int(first) if first.isdecimal() and 0 < int(first) <= MAX_THREADS else usable_cpus()
+    return int(first) if first.isdecimal() and 0 < int(first) <= MAX_THREADS else usable_cores()
 
 
 def _tokenization_workers(_environ: Mapping[str, str]) -> int:
@@ -141,7 +141,7 @@ class Config:
         BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True)
     num_threads: int = computed_option(
         BATCHES, integer(1, MAX_THREADS), "number of CPU threads of the engine", _num_threads,
-        shown_default="OMP_NUM_THREADS, else CPUs in the affinity mask and quota")
+        shown_default="OMP_NUM_THREADS, else cores in the affinity mask and quota")
     cpu_isa: str = option(
         BATCHES, CPU_ISA, "CPU kernels: none, generic, avx2, avx512, avx512_bf16, or amx (oneDNN)", "auto",
         shown_default="the CPU's best")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tgis.config import parse
-from tgis.utils.cpus import cpu_quota, usable_cpus
+from tgis.utils.cpus import cpu_quota, usable_cores, usable_cpus
 
 V1 = "32 31 0:29 {mounted} /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct"
 V1_MEMORY = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
@@ -91,21 +91,33 @@ def test_the_quota(
     assert usable_cpus(root) == (affinity if quota is None else min(affinity, math.ceil(quota)))
 
 
-@pytest.mark.parametrize(("affinity", "threads"), [(64, 16), (4, 4)])
-def test_threads_follow_the_quota_and_the_affinity_mask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, affinity: int, threads: int
+@pytest.mark.parametrize("file", ["core_cpus_list", "thread_siblings_list"])
+@pytest.mark.parametrize(("mask", "quota", "cores"), [(range(128), 16, 16), (range(8), 16, 4), (range(64, 67), 16, 2)])
+def test_a_core_is_counted_once_and_within_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, mask: range, quota: int, cores: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(affinity)))
-    assert usable_cpus(tree(tmp_path, "0::/", [V2.format(mounted="/")], {"cpu.max": "1550000 100000"})) == threads
+    root = tree(tmp_path, "0::/", [V2.format(mounted="/")], {"cpu.max": f"{quota}00000 100000"})
+    for cpu in range(128):  # two hyperthreads each
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / file).write_text(f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(mask))
+    assert usable_cores(root) == cores
+    assert usable_cpus(root) == min(len(mask), quota)
+
+
+def test_without_topology_every_cpu_is_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 3, 5})
+    assert usable_cores(tree(tmp_path, "0::/", [], {})) == 3
 
 
 @pytest.mark.parametrize(
     ("environ", "threads"),
     [
-        ({}, usable_cpus()),
+        ({}, usable_cores()),
         ({"OMP_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "5,2"}, 5),  # of nested parallel regions
-        ({"OMP_NUM_THREADS": "many"}, usable_cpus()),
+        ({"OMP_NUM_THREADS": "many"}, usable_cores()),
         ({"OMP_NUM_THREADS": "3", "NUM_THREADS": "7"}, 7),
     ],
 )
