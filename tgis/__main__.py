@@ -44,6 +44,11 @@ def model_files() -> int:
     return run(sys.argv[1:], os.path.basename(sys.argv[0]), MODEL_FILE_COMMANDS)
 
 
+def grpc_healthcheck() -> int:
+    """Entry point of `grpc_healthcheck`, the probe of vllm-tgis-adapter."""
+    return run_command("grpc_healthcheck", sys.argv[1:], "grpc_healthcheck")
+
+
 def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMANDS) -> int:
     """Run the command that `argv` starts with; it must be one of `commands`."""
     match argv:

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
+from certificates import make_pair
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tgis import __main__
@@ -222,6 +224,52 @@ def test_health(served: Served, tgis: Tgis) -> None:
     served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.SERVING)
     assert tgis("health") == (0, "SERVING\n", "")
     assert tgis("health", "--service", "other") == (1, "", f"tgis: {served.target}: NOT_FOUND:\n")
+
+
+@pytest.fixture
+def grpc_healthcheck(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tgis:
+    """Runs the probe of vllm-tgis-adapter; exit code, stdout, stderr."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["grpc_healthcheck", *argv])
+        return __main__.grpc_healthcheck(), *capsys.readouterr()
+
+    return run
+
+
+def test_grpc_healthcheck(served: Served, grpc_healthcheck: Tgis) -> None:
+    url = f"--server-url={served.target}"
+    assert grpc_healthcheck(url) == (1, "", f"tgis: {served.target}: NOT_FOUND:\n")  # TGIS's service is not there yet
+    served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert grpc_healthcheck(url, "--insecure", "--timeout", "3") == (1, "NOT_SERVING\n", "")
+    served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.SERVING)
+    assert grpc_healthcheck(url, "--insecure", "--timeout", "3") == (0, "SERVING\n", "")
+    assert grpc_healthcheck(url, "--service-name", "") == (0, "SERVING\n", "")
+    assert grpc_healthcheck(url, "--service-name", "other")[0] == 1
+    code, _, error = grpc_healthcheck(url, "--secure", "--insecure")
+    assert (code, error) == (
+        2,
+        "tgis: argument --insecure: not allowed with argument --secure (see grpc_healthcheck --help)\n",
+    )
+
+
+def test_grpc_healthcheck_with_tls(tmp_path: Path) -> None:
+    authority = make_pair()
+    pair = make_pair(authority)
+    (tmp_path / "ca.pem").write_bytes(authority.cert)
+    server, healthy = grpc.server(futures.ThreadPoolExecutor(1)), health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    healthy.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.SERVING)
+    port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([(pair.key, pair.cert)]))
+    server.start()
+    code = "import sys; from tgis.__main__ import grpc_healthcheck; sys.exit(grpc_healthcheck())"
+    command = [sys.executable, "-c", code, "--server-url", f"localhost:{port}", "--timeout", "5"]
+    environ = os.environ | {"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(tmp_path / "ca.pem")}
+    secure = subprocess.run([*command, "--secure"], env=environ, capture_output=True, text=True, check=False)
+    insecure = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    server.stop(None).wait()
+    assert (secure.returncode, secure.stdout) == (0, "SERVING\n"), secure.stderr
+    assert (insecure.returncode, insecure.stdout) == (1, "")
 
 
 def test_an_invalid_number_is_one_line(tgis: Tgis) -> None:

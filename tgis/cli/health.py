@@ -5,6 +5,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tgis.cli import client
 from tgis.utils.options import TEXT, Parser, decimal
 
+SERVICE = "fmaas.GenerationService"
+
 
 def main(argv: list[str], prog: str) -> int:
     """Return 0 if the service is SERVING, else 1."""
@@ -12,9 +14,9 @@ def main(argv: list[str], prog: str) -> int:
     parser.add_argument(
         "--service",
         type=TEXT,
-        default="fmaas.GenerationService",
+        default=SERVICE,
         metavar="NAME",
-        help="service to check; '' is the whole server (default: fmaas.GenerationService)",
+        help=f"service to check; '' is the whole server (default: {SERVICE})",
     )
     parser.add_argument(
         "--timeout", type=decimal(0, 3600), default=5.0, metavar="X", help="seconds to wait (default: 5)"
