@@ -30,6 +30,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "hf_home": (("/a", Path("/a")), ("b", Path("b"))),
     "max_sequence_length": (("2", 2), ("4096", 4096)),
     "max_new_tokens": (("1", 1), ("2048", 2048)),
+    "default_max_new_tokens": (("1", 1), ("context", "context")),
     "max_concurrent_requests": (("1", 1), ("64", 64)),
     "max_queued_tokens": (("1", 1), ("100000", 100000)),
     "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),
@@ -48,6 +49,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "max_prompt_prefix_length": (("1", 1), ("100", 100)),
     "default_include_stop_seqs": (("false", False), ("0", False)),
     "output_special_tokens": (("true", True), ("1", True)),
+    "add_special_tokens": (("false", False), ("0", False)),
     "tokenization_workers": (("9", 9), ("10", 10)),
     "bind_address": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
     "grpc_port": (("0", 0), ("65535", 65535)),
@@ -104,7 +106,11 @@ def test_a_blank_variable_is_unset(name: str, blank: str) -> None:
 def test_defaults_are_those_of_tgis() -> None:
     defaults = read()
     assert (defaults.grpc_port, defaults.port) == (8033, 3000)
-    assert (defaults.max_new_tokens, defaults.max_concurrent_requests) == (1024, 512)
+    assert (defaults.max_new_tokens, defaults.default_max_new_tokens, defaults.max_concurrent_requests) == (
+        1024,
+        20,
+        512,
+    )
     assert defaults.max_prefill_padding == 0.2
     assert (defaults.batch_safety_margin, defaults.cuda_process_memory_fraction) == (20, 1.0)
     assert (defaults.default_include_stop_seqs, defaults.output_special_tokens) == (True, False)
@@ -142,6 +148,7 @@ def test_booleans(text: str) -> None:
         ("PORT", "9" * 5000, "must be a whole number from 0 to 65535"),
         ("MAX_SEQUENCE_LENGTH", "1", "must be a whole number from 2 to 2147483647"),
         ("MAX_NEW_TOKENS", "0", "must be a whole number from 1 to 2147483647"),
+        ("DEFAULT_MAX_NEW_TOKENS", "0", "must be a whole number from 1 to 2147483647, or context"),
         ("MAX_BATCH_SIZE", "0", "must be a whole number from 1 to 65536"),
         ("MAX_CONCURRENT_REQUESTS", "0", "must be a whole number from 1 to 2147483647"),
         ("BATCH_SAFETY_MARGIN", "101", "must be a whole number from 0 to 100"),

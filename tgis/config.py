@@ -34,6 +34,7 @@ from tgis.utils.options import (
     flag_name,
     integer,
     option,
+    or_word,
     parse_option,
     required_option,
 )
@@ -50,6 +51,7 @@ CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "am
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
+CONTEXT = "context"  # a value of DEFAULT_MAX_NEW_TOKENS
 MAX_THREADS = 4096
 MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
 
@@ -116,6 +118,9 @@ class Config:
     max_sequence_length: int | None = option(
         LIMITS, integer(2), "maximum number of input plus output tokens", None, shown_default="from the model")
     max_new_tokens: int = option(LIMITS, integer(1), "maximum number of new tokens that a request may ask for", 1024)
+    default_max_new_tokens: int | str = option(
+        LIMITS, or_word(integer(1), CONTEXT),
+        "max_new_tokens where a request has none; context: all that fits", 20)
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "maximum number of inputs in flight; more are rejected", 512)
     max_queued_tokens: int = option(
@@ -157,6 +162,8 @@ class Config:
     default_include_stop_seqs: bool = option(
         TEXTS, BOOLEAN, "keep stop sequences in outputs unless the request says otherwise", True)
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in the output", False)
+    add_special_tokens: bool = option(
+        TEXTS, BOOLEAN, "let the tokenizer add special tokens to inputs, such as BOS", True)
     tokenization_workers: int = computed_option(
         TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, shown_default="usable CPUs - 1, 1 to 8")
 
@@ -189,7 +196,8 @@ class Config:
     cache_dir: Path = computed_option(
         PROCESS, PATH, "the only directory that is written to", _cache_dir, shown_default="tgis-<uid> in /tmp")
     termination_log: Path = option(
-        PROCESS, PATH, "existing file that the cause of a fatal error is written to", Path("/dev/termination-log"))
+        PROCESS, PATH, "existing file that the cause of a fatal error is written to", Path("/dev/termination-log"),
+        aliases=("termination_log_dir",))
 
     log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log as JSON, one object per line", False)

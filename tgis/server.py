@@ -17,7 +17,7 @@ from tgis import __version__
 from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.probes import ProbeServer
-from tgis.config import Config
+from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.detokenizer import TokenDecoder
@@ -88,7 +88,9 @@ class Server:
         self._tokens = tokens
         self._model = model
         self._eos_ids = eos_token_ids(model, tokenizer)
-        self._tokenizer = Tokenizer.load(tokenizer, config.tokenization_workers)
+        self._tokenizer = Tokenizer.load(
+            tokenizer, config.tokenization_workers, add_special_tokens=config.add_special_tokens
+        )
         self._decoder = TokenDecoder(
             self._tokenizer,
             encoder_decoder=is_encoder_decoder(model.config),
@@ -138,7 +140,12 @@ class Server:
         config = self._config
         server_info = ServerInfo(
             engine=info,
-            limits=replace(self._limits, placeholder_id=self._placeholder_id(info.vocab_size)),
+            limits=replace(
+                self._limits,
+                placeholder_id=self._placeholder_id(info.vocab_size),
+                max_request_tokens=info.max_request_tokens,
+                max_positions=info.max_positions,
+            ),
             max_concurrent_inputs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
             log_text=config.log_text,
@@ -265,7 +272,8 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
     if new_tokens >= length:
         new_tokens = length - 1
         log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
-    return RequestLimits(length, new_tokens, config.default_include_stop_seqs)
+    default = None if config.default_max_new_tokens == CONTEXT else int(config.default_max_new_tokens)
+    return RequestLimits(length, new_tokens, config.default_include_stop_seqs, default)
 
 
 def _adapter_store_options(config: Config, limits: RequestLimits) -> AdapterStoreOptions | None:

@@ -30,7 +30,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
 def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParams:
     options = LogprobOptions(generated_tokens=tokens, logprobs=tokens)
     raw = RawParams(stop_sequences=tuple(stops), logprob_options=options, max_new_tokens=99, min_new_tokens=minimum)
-    return raw.with_defaults().resolve(include_stop_sequence=True)
+    return raw.with_defaults(20).resolve(include_stop_sequence=True, fill_context=False)
 
 
 def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> OutputBuilder:

@@ -133,6 +133,18 @@ def test_a_special_token_after_the_text_is_not_bos(tmp_path: Path) -> None:
     assert tokenizer.truncate([1, 1, 0], 2) == [1, 0]
 
 
+@pytest.mark.parametrize("family", ["byte_fallback", "metaspace"])  # BOS before, EOS after a text
+def test_special_tokens_can_be_left_out(families: Families, family: str, cache_dir: Path, tmp_path: Path) -> None:
+    backend, _ = families(family)
+    directory = zoo.write(tmp_path, zoo.description(family, cache_dir))
+    tokenizer = Tokenizer.load(directory, workers=1, add_special_tokens=False)
+    plain = backend.encode(zoo.SAMPLES[0], add_special_tokens=False).ids
+    assert plain != backend.encode(zoo.SAMPLES[0]).ids
+    for offsets in (False, True):
+        assert encode(tokenizer, zoo.SAMPLES[0], offsets=offsets)[0].ids == plain
+    assert tokenizer.truncate(plain, 3) == plain[-3:]  # no BOS is put back
+
+
 def test_truncation_for_tokenize_is_slicing(families: Families) -> None:
     encoded = encode(families("byte_fallback")[1], "The first", offsets=True)[0]
     assert encoded.keep_last(2) == Encoding(encoded.ids[-2:], encoded.offsets[-2:])

@@ -1,6 +1,7 @@
 """tgis.frontend.validation: against the rules of the specification written out once more."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,6 +136,40 @@ def test_the_sequence_length_limits_the_output(length: int, prefix: int, max_new
     request = make_request(1, [5] * length, **arguments)
     assert request.max_new_tokens == min(max_new, 200 - length - prefix)
     assert request.limited_by_context == (length + prefix + max_new > 200)
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "expected"),
+    [
+        ({}, 100, 100),  # what the sequence length leaves
+        ({}, 20, 169),  # MAX_NEW_TOKENS
+        ({"max_request_tokens": 150}, 100, 50),  # what fits into memory
+        ({"max_positions": 120}, 20, 120),  # decoder positions
+    ],
+)
+def test_without_max_new_tokens_all_that_fits(limits: dict[str, Any], length: int, expected: int) -> None:
+    context = replace(LIMITS, default_max_new_tokens=None, **limits)
+    request = make_request(1, [5] * length, None, validate(RawParams(), context), context, "x")
+    assert (request.max_new_tokens, request.limited_by_context) == (expected, True)
+    asked = make_request(1, [5] * length, None, validate(RawParams(max_new_tokens=7), context), context, "x")
+    assert (asked.max_new_tokens, asked.limited_by_context) == (7, False)
+
+
+def test_without_max_new_tokens_the_least_is_still_checked() -> None:
+    """As in vllm-tgis-adapter, the minimum may be as high as the server's maximum."""
+    context = replace(LIMITS, default_max_new_tokens=None, max_request_tokens=110)
+    assert validate(RawParams(min_new_tokens=169), context).max_new_tokens == 169
+    with pytest.raises(InvalidRequest, match="min_new_tokens must be <= max_new_tokens"):
+        validate(RawParams(min_new_tokens=170), context)
+    params = validate(RawParams(min_new_tokens=11), context)
+    with pytest.raises(InvalidRequest, match=r"input and new tokens \(111\) are more than fit into memory \(110\)"):
+        make_request(1, [5] * 100, None, params, context, "x")
+
+
+def test_another_default_of_max_new_tokens() -> None:
+    limits = replace(LIMITS, default_max_new_tokens=50)
+    assert validate(RawParams(), limits).max_new_tokens == 50
+    assert validate(RawParams(max_new_tokens=7), limits).max_new_tokens == 7
 
 
 @pytest.mark.parametrize(("decoder", "positions"), [(0, (18, 20)), (3, (14, 23))])

@@ -154,21 +154,12 @@ class Generator:
             )
             for field, encoding in zip(call.fields, encodings, strict=True)
         ]
-        self._check_capacity(call, requests)
+        self._check_queue(requests)
         log.validated(requests, params)
         return requests
 
-    def _check_capacity(self, call: GenerateCall, requests: list[Request]) -> None:
-        """Reject what can never run, and what would make the queue too long: all inputs or none."""
-        max_tokens, max_positions = self.server_info.engine.max_request_tokens, self.server_info.engine.max_positions
-        for field, request in zip(call.fields, requests, strict=True):
-            size = len(request.tokens) + request.max_new_tokens
-            if size > max_tokens:
-                text = f"input and new tokens ({size}) are more than fit into memory ({max_tokens})"
-                raise InvalidRequest(field, text)
-            if max(request.input_positions, request.output_positions) > max_positions:
-                text = f"input tokens ({request.input_positions}) and new tokens ({request.output_positions})"
-                raise InvalidRequest(field, f"{text} must each be <= {max_positions} for this model")
+    def _check_queue(self, requests: list[Request]) -> None:
+        """Reject what would make the queue too long: all inputs or none."""
         limit, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
         if limit and queued and queued + sum(len(request.tokens) for request in requests) > limit:
             raise QueueFull(f"{queued} input tokens are waiting, at most {limit} may")

@@ -11,8 +11,6 @@ import msgspec
 
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
-DEFAULT_MAX_NEW_TOKENS = 20
-
 
 @dataclass(frozen=True, slots=True)
 class RawParams:
@@ -36,11 +34,11 @@ class RawParams:
     truncate_input_tokens: int = 0
     guided: str = ""  # the face's name for the constraint on the output, if any
 
-    def with_defaults(self) -> "RawParams":
+    def with_defaults(self, max_new_tokens: int) -> "RawParams":
         """Fill in defaults; greedy decoding drops the sampling parameters unread."""
         filled = replace(
             self,
-            max_new_tokens=self.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
+            max_new_tokens=self.max_new_tokens or max_new_tokens,
             repetition_penalty=self.repetition_penalty or 1.0,
         )
         if not self.do_sample:
@@ -48,7 +46,7 @@ class RawParams:
         temperature = 1.0 if self.temperature is None else self.temperature
         return replace(filled, temperature=temperature, top_p=self.top_p or 1.0)
 
-    def resolve(self, *, include_stop_sequence: bool) -> "ResolvedParams":
+    def resolve(self, *, include_stop_sequence: bool, fill_context: bool) -> "ResolvedParams":
         """Turn validated parameters with defaults into what the inputs run with. The deadline starts now."""
         assert self.temperature is not None
         greedy = self.temperature == 0.0
@@ -65,6 +63,7 @@ class RawParams:
             ),
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,
+            fill_context=fill_context,
             deadline=time.monotonic() + self.time_limit_millis / 1000 if self.time_limit_millis else None,
             stop_sequences=self.stop_sequences,
             include_stop_sequence=include_stop_sequence if include is None else include,
@@ -81,6 +80,7 @@ class ResolvedParams:
     sampling_params: SamplingParams  # without a seed yet
     seed: int | None  # as given; None draws one per input
     max_new_tokens: int
+    fill_context: bool  # the request asked for no number: generate all that fits
     deadline: float | None
     stop_sequences: tuple[str, ...]
     include_stop_sequence: bool

@@ -19,7 +19,7 @@ from tgis.models.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One tokenized text, special tokens included; `offsets` is empty unless requested."""
+    """One tokenized text, added special tokens included; `offsets` is empty unless requested."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]  # UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens
@@ -32,17 +32,20 @@ class Encoding:
 class Tokenizer:
     """The tokenizer of one model; safe to use from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, decoder_types: tuple[str, ...], workers: int) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, decoder_types: tuple[str, ...], workers: int, *, add_special_tokens: bool
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._add_special_tokens = add_special_tokens
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
         self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.decoder_types = decoder_types  # outermost first, then its members; empty: none
-        self.bos_token_id = _bos_token_id(backend)
+        self.bos_token_id = _bos_token_id(backend) if add_special_tokens else None
 
     @classmethod
-    def load(cls, directory: Path, workers: int) -> "Tokenizer":
+    def load(cls, directory: Path, workers: int, *, add_special_tokens: bool = True) -> "Tokenizer":
         """Read `tokenizer.json` in a directory; StartError names a file that is missing or broken."""
         path = directory / "tokenizer.json"
         description = read_json(path)
@@ -50,21 +53,23 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
             raise StartError(f"{path} is not a tokenizer: {error}") from error
-        return cls(backend, tuple(_decoder_types(description.get("decoder"))), workers)
+        return cls(
+            backend, tuple(_decoder_types(description.get("decoder"))), workers, add_special_tokens=add_special_tokens
+        )
 
     def close(self) -> None:
         """Stop the worker threads; queued texts are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoding]:
-        """Tokenize the texts of one call, adding special tokens; InvalidRequest if one cannot be tokenized."""
+        """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, texts, offsets)
 
     def _encode(self, texts: Sequence[str], offsets: bool) -> list[Encoding]:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
         encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
         try:
-            encodings = encode(texts)
+            encodings = encode(texts, add_special_tokens=self._add_special_tokens)
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
         if not offsets:

@@ -27,7 +27,10 @@ class RequestLimits:
     max_sequence_length: int  # input and output
     max_new_tokens: int
     include_stop_sequence: bool  # where the request does not say
+    default_max_new_tokens: int | None = 20  # likewise; None: all that fits
     placeholder_id: int = 0  # the token that stands for each virtual token of a soft prompt
+    max_request_tokens: int = 1 << 40  # input and output that fit into memory
+    max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     """Check and resolve the parameters; InvalidRequest names the field of the first rule violated."""
     if raw.guided:
         raise Unimplemented(f"{raw.guided}: guided decoding is not supported yet")
-    params = raw.with_defaults()
+    params = raw.with_defaults(limits.default_max_new_tokens or limits.max_new_tokens)
     for rule in _RULES:
         if rule.violated(params, limits):
             message, value = (text.format(p=params, limits=limits) for text in (rule.message, rule.value))
@@ -50,7 +53,8 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     for name, number in _float_fields(params):
         if not math.isfinite(number):
             raise InvalidRequest(name, f"{name} must be finite", f"{number:g}")
-    return params.resolve(include_stop_sequence=limits.include_stop_sequence)
+    fill_context = not raw.max_new_tokens and limits.default_max_new_tokens is None
+    return params.resolve(include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context)
 
 
 def make_request(
@@ -62,7 +66,10 @@ def make_request(
     field: str,
     identity: bytes = b"",
 ) -> Request:
-    """Check the length of one input and limit its output to what the maximum sequence length leaves."""
+    """Check the length of one input and limit its output to what the maximum sequence length leaves.
+
+    InvalidRequest for what can never run: it would wait for ever.
+    """
     length, max_length = len(tokens), limits.max_sequence_length
     prefix_length = adapter.length if adapter else 0
     min_new_tokens = params.sampling_params.min_new_tokens
@@ -74,17 +81,34 @@ def make_request(
         raise InvalidRequest(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:
         raise InvalidRequest(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
-    return Request(
+    max_new_tokens = min(params.max_new_tokens, room)
+    if params.fill_context:
+        decoder_length = adapter.decoder_length if adapter else 0
+        fits = min(limits.max_request_tokens - length - prefix_length, limits.max_positions - decoder_length)
+        max_new_tokens = max(min(max_new_tokens, fits), min_new_tokens, 1)
+    request = Request(
         id=request_id,
         tokens=[limits.placeholder_id] * prefix_length + tokens,
-        max_new_tokens=min(params.max_new_tokens, room),
-        limited_by_context=params.max_new_tokens > room,
+        max_new_tokens=max_new_tokens,
+        limited_by_context=params.fill_context or params.max_new_tokens > room,
         sampling_params=params.seeded(),
         logprob_options=params.logprob_options,
         deadline=params.deadline,
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
         adapter=adapter,
     )
+    _check_capacity(request, limits, field)
+    return request
+
+
+def _check_capacity(request: Request, limits: RequestLimits, field: str) -> None:
+    size = len(request.tokens) + request.max_new_tokens
+    if size > limits.max_request_tokens:
+        text = f"input and new tokens ({size}) are more than fit into memory ({limits.max_request_tokens})"
+        raise InvalidRequest(field, text)
+    if max(request.input_positions, request.output_positions) > limits.max_positions:
+        text = f"input tokens ({request.input_positions}) and new tokens ({request.output_positions})"
+        raise InvalidRequest(field, f"{text} must each be <= {limits.max_positions} for this model")
 
 
 def _float_fields(p: RawParams) -> Iterator[tuple[str, float]]:

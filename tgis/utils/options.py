@@ -197,6 +197,18 @@ def choice(*values: str, aliases: Mapping[str, str] | None = None) -> ValueType[
     return ValueType("NAME", parse)
 
 
+def or_word(value_type: ValueType[T], word: str) -> ValueType[T | str]:
+    """A value of that type, or `word`."""
+
+    def parse(text: str) -> T | str:
+        try:
+            return text if text == word else value_type.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{error}, or {word}") from None
+
+    return ValueType(value_type.metavar, parse, value_type.bare_value)
+
+
 def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str | None:
     """The one of `names` that is most like `name`, if any is: what a misspelt name was meant to be."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
