@@ -36,7 +36,9 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines/lora": "batcher engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels ipc",
     "engines/padded": "batcher engines engines/loading engines/lora engines/memory engines/sampling errors ipc",
-    "engines/onnx": ("batcher engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"),
+    "engines/onnx": (
+        "batcher engines engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"
+    ),
     "engines/paged": (
         "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling errors ipc "
         "prompts utils"

@@ -195,7 +195,6 @@ class Server:
         if self._adapter_store is None:
             return "no adapter store was configured"
         if not info.supports_adapters:
-            log.warning("PREFIX_STORE_PATH has no effect: %s takes no adapters", info.model_class)
             return f"{info.model_class} takes no adapters"
         return None
 
@@ -230,6 +229,7 @@ class Server:
             max_waiting_tokens=config.max_waiting_tokens,
             batch_safety_margin=config.batch_safety_margin,
             compile=config.pt2_compile,
+            strict=config.strict_options,
             estimate_memory=config.estimate_memory,
             cache_dir=str(config.cache_dir),
             cpu_isa=config.cpu_isa,

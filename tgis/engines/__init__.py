@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
-from tgis.engines.base import Engine
+from tgis.engines.base import Engine, warn
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 
@@ -19,22 +19,43 @@ _ENGINES = {
     "hf_transformers": ("tgis.engines.padded.engine", "PaddedEngine"),
     "tgis_native": ("tgis.engines.paged.engine", "PagedEngine"),
 }
+_FALLBACK = "hf_transformers"
 
 
 def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> Engine:
-    """Load the engine that the options name; `auto` is tgis_native if it can run the model, else hf_transformers.
+    """Load the engine that the options name, or the nearest that can run the model.
 
     `on_fatal` ends this process at once with a reason, from any thread: for an engine that lost one of its ranks.
     """
     if options.num_shards > 1:  # only tgis_native can
-        return _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal)  # type: ignore[no-any-return]
-    if options.engine != "auto":
-        return _load(options.engine, options)
+        if options.compile:
+            warn(options, "PT2_COMPILE has no effect with NUM_SHARD above 1")
+        engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal)
+    else:
+        engine = _load_or_fall_back(options)
+    if options.adapter_store is not None and not engine.info.supports_adapters:
+        warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")
+    return engine
+
+
+def _load_or_fall_back(options: EngineOptions) -> Engine:
+    """The engine that was asked for, or hf_transformers if that cannot run the model; `auto` asks for tgis_native."""
+    name = "tgis_native" if options.engine == "auto" else options.engine
+    engine = None
     try:
-        return _load("tgis_native", options)
+        engine = _load(name, options)
     except Unsupported as error:
-        log.info("the engine is hf_transformers: %s", error)
-        return _load("hf_transformers", options)
+        if name == _FALLBACK:
+            raise
+        text = f"the engine is {_FALLBACK}, not {name}: {error}"
+        if options.engine == "auto":
+            log.info(text)
+        else:
+            warn(options, text)
+        name = _FALLBACK
+    if options.compile and name != "tgis_native":
+        warn(options, f"PT2_COMPILE has no effect: the engine {name} does not compile")
+    return engine or _load(name, options)  # only now, when the model of the other one is gone
 
 
 def _load(name: str, options: EngineOptions) -> Engine:

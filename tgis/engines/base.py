@@ -1,12 +1,16 @@
 """What every engine is: it computes one plan at a time and knows no text, no queue and no clock."""
 
+import logging
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.messages import EngineInfo
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -65,3 +69,10 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+def warn(options: EngineOptions, text: str) -> None:
+    """Log that an option is ignored or replaced; StartError with STRICT_OPTIONS."""
+    if options.strict:
+        raise StartError(f"STRICT_OPTIONS: {text}")
+    log.warning("%s", text)

@@ -34,6 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     num_shards: int = 1  # tensor-parallel processes
     adapter_store: AdapterStoreOptions | None = None
     compile: bool = False  # use torch.compile
+    strict: bool = False  # StartError instead of a warning if an option is ignored or replaced
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none

@@ -30,7 +30,6 @@ from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import OutOfMemory, StartError
-from tgis.ipc.adapters import AdapterStoreOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 SMALL = ["glassllm", "detransliterator"]
@@ -158,9 +157,9 @@ def test_the_model_info(graphs: Path, model: Path, caplog: pytest.LogCaptureFixt
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
     for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "max_positions"):
         assert getattr(ours, fact) == getattr(theirs, fact)
-    assert ours.embedding_size == 0
+    assert not ours.supports_adapters
     load_engine(msgspec.structs.replace(engine_options(graphs, 8, threads=1), dtype="bfloat16"))
-    assert "DTYPE=bfloat16 is without effect: the graphs were exported in float32" in caplog.text
+    assert "DTYPE=bfloat16 has no effect: the graphs were exported in float32" in caplog.text
 
 
 def test_out_of_memory_is_distinguished_from_bugs() -> None:
@@ -260,12 +259,6 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
     assert refusal(both) == f"{both} has no encoder_model.onnx, {needs}"
     (both / "encoder_model.onnx").touch()
     assert refusal(both) == f"{both} has no ONNX graphs, neither {last}"
-
-
-def test_soft_prompts_are_refused_at_the_start(glassllm_dir: Path) -> None:
-    prompts = AdapterStoreOptions("/store", 1 << 20, 16)
-    with pytest.raises(StartError, match="PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters"):
-        load_engine(msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=1), adapter_store=prompts))
 
 
 def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -3,10 +3,9 @@
 The dtype is that of the graphs; soft prompts and LoRA adapters are not supported.
 """
 
-import logging
-
 import torch
 
+from tgis.engines.base import warn
 from tgis.engines.loading.loader import load_config
 from tgis.engines.onnx.models import OnnxCausalLM, OnnxSeq2SeqLM
 from tgis.engines.onnx.session import cuda_available
@@ -14,8 +13,6 @@ from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import PaddedModel
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
-
-log = logging.getLogger(__name__)
 
 
 def load_engine(options: EngineOptions) -> PaddedEngine:
@@ -25,11 +22,9 @@ def load_engine(options: EngineOptions) -> PaddedEngine:
 def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: int) -> PaddedModel:
     if device.type == "cuda" and not cuda_available():
         raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
-    if options.adapter_store is not None:
-        raise StartError("PREFIX_STORE_PATH: the engine hf_optimum_ort takes no adapters")
     config = load_config(options)
     model = (OnnxSeq2SeqLM if config.is_encoder_decoder else OnnxCausalLM)(options, config, device)
     dtype = str(model.info.dtype).removeprefix("torch.")
     if options.dtype not in (None, dtype):
-        log.warning("DTYPE=%s is without effect: the graphs were exported in %s", options.dtype, dtype)
+        warn(options, f"DTYPE={options.dtype} has no effect: the graphs were exported in {dtype}")
     return model

@@ -8,7 +8,7 @@ Decoder-only: `model.onnx`, which takes a past that may be empty; or `decoder_mo
 from dataclasses import dataclass
 from pathlib import Path
 
-from tgis.errors import StartError
+from tgis.errors import StartError, Unsupported
 
 ENCODER, SINGLE_DECODER, MERGED_DECODER = "encoder_model.onnx", "model.onnx", "decoder_model_merged.onnx"
 DECODER, DECODER_WITH_PAST = "decoder_model.onnx", "decoder_with_past_model.onnx"
@@ -43,5 +43,5 @@ def _find_decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
         raise StartError(f"{folder} has no {missing[0]}, the other half of its decoder (see tgis convert-to-onnx)")
     if missing:
         wanted = " nor ".join((*alone, f"{DECODER} with {DECODER_WITH_PAST}"))
-        raise StartError(f"{folder} has no ONNX graphs, neither {wanted}: tgis convert-to-onnx makes them")
+        raise Unsupported(f"{folder} has no ONNX graphs, neither {wanted}: tgis convert-to-onnx makes them")
     return GraphFiles(folder / DECODER, folder / DECODER_WITH_PAST)

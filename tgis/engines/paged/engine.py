@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import StepResult
+from tgis.engines.base import StepResult, warn
 from tgis.engines.loading.loader import load_causal_lm, select_device, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
@@ -132,7 +132,7 @@ class PagedEngine:
     def _compile(self) -> None:
         """Compile what steps need; where that fails, they run eagerly."""
         if not can_compile(self._model):
-            log.info("PT2_COMPILE is without effect: this model's operators are kernels of the CPU already")
+            warn(self._options, "PT2_COMPILE has no effect: CPU kernels have replaced the model's operators already")
             return
         started = time.monotonic()
         self._compiled = CompiledDecoder(self._model, self._attention)
@@ -141,8 +141,8 @@ class PagedEngine:
         try:
             self._run_dummy_steps()
         except RuntimeError as error:
-            log.warning("PT2_COMPILE is without effect: %s", str(error).strip().splitlines()[0])
             self._compiled.disable()
+            warn(self._options, f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}")
             return
         self._compiled.freeze()
         log.info("compiled in %.1f s", time.monotonic() - started)

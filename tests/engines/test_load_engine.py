@@ -1,0 +1,79 @@
+"""Which engine is loaded when options ask for one that cannot run the model, and what is said about it."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from batches import engine_options
+from tiny_models import make_model
+
+from tgis.engines import load_engine
+from tgis.engines.base import Engine
+from tgis.errors import StartError
+from tgis.ipc.adapters import AdapterStoreOptions
+
+STORE = AdapterStoreOptions("/store", 1 << 20, 16)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One that tgis_native can run, and one that it cannot."""
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in ("Llama", "T5")}
+
+
+def load(model: Path, **changes: Any) -> Engine:
+    return load_engine(msgspec.structs.replace(engine_options(model, 2, threads=1), **changes), sys.exit)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "warning"),
+    [
+        ("T5", "tgis_native", "the engine is hf_transformers, not tgis_native: {path} is an encoder-decoder"),
+        ("Llama", "hf_optimum_ort", "the engine is hf_transformers, not hf_optimum_ort: {path} has no ONNX graphs"),
+    ],
+)
+def test_a_model_that_the_engine_cannot_run_falls_back(
+    models: dict[str, Path], model: str, engine: str, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(models[model], engine=engine).info.padded
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    said = warning.format(path=models[model])
+    assert record.getMessage().startswith(said)
+    with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}"):
+        load(models[model], engine=engine, strict=True)
+
+
+@pytest.mark.parametrize(("model", "padded"), [("Llama", False), ("T5", True)])
+def test_auto_takes_the_best_that_can_run_the_model(
+    models: dict[str, Path], model: str, padded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(models[model], engine="auto", strict=True).info.padded == padded
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("engine", ["auto", "hf_transformers"])
+def test_only_tgis_native_compiles(models: dict[str, Path], engine: str, caplog: pytest.LogCaptureFixture) -> None:
+    load(models["T5"], engine=engine, compile=True)
+    said = "PT2_COMPILE has no effect: the engine hf_transformers does not compile"
+    assert said in caplog.messages
+    with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}$"):
+        load(models["T5"], engine=engine, compile=True, strict=True)
+
+
+def test_shards_are_not_compiled(models: dict[str, Path]) -> None:
+    with pytest.raises(StartError, match="STRICT_OPTIONS: PT2_COMPILE has no effect with NUM_SHARD above 1"):
+        load(models["Llama"], num_shards=2, compile=True, strict=True)
+
+
+def test_an_engine_without_adapters_says_so(models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    load(models["Llama"], engine="fake", adapter_store=STORE)
+    (said,) = caplog.messages
+    assert said.startswith("PREFIX_STORE_PATH has no effect: ")
+    with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}$"):
+        load(models["Llama"], engine="fake", adapter_store=STORE, strict=True)
+    caplog.clear()
+    assert load(models["T5"], engine="hf_transformers", adapter_store=STORE).info.supports_adapters
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
