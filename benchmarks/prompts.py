@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.serving import running_server
-from tgis.bench.client import Client, RequestRecord, connect
+from tgis.bench.client import CallOptions, Client, RequestRecord, connect
 from tgis.bench.workload import BenchRequest
 from tgis.models.demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
@@ -48,7 +48,7 @@ async def _send(client: Client, text: str, new_tokens: int) -> RequestRecord:
 
 
 async def _with_client(part: Any, target: str) -> dict[str, float]:
-    async with connect(target, None, 1, 600.0) as client:
+    async with connect(target, 1, CallOptions()) as client:
         await client.model_info()
         figures: dict[str, float] = await part(client, _UniquePrompts())
         return figures

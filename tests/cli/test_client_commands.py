@@ -140,14 +140,13 @@ def test_an_error_status_is_one_line(served: Served, tgis: Tgis) -> None:
     assert tgis("generate", "x") == (1, "so far", said)
 
 
-@pytest.mark.parametrize("command", ["generate", "tokenize", "model-info", "health"])
+@pytest.mark.parametrize("command", ["generate", "tokenize", "model-info", "health", "bench"])
 def test_an_unreachable_server_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, "--target", "127.0.0.1:1", *(["x"] if command in ("generate", "tokenize") else [])]
     assert __main__.run(argv) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("tgis: 127.0.0.1:1: UNAVAILABLE: ")
-    assert err.count("\n") == 1
+    assert err == "tgis: nothing listens at 127.0.0.1:1; is `tgis serve` running?\n"
 
 
 def test_interrupting_generate_cancels_the_call(served: Served) -> None:
@@ -282,4 +281,28 @@ def test_an_invalid_number_is_one_line(tgis: Tgis) -> None:
 
 def test_a_certificate_needs_its_key(tgis: Tgis) -> None:
     assert tgis("health", "--tls-cert", "c") == (2, "", "tgis: --tls-cert and --tls-key belong together\n")
-    assert tgis("health", "--tls-ca", "/none")[2] == "tgis: cannot read /none: No such file or directory\n"
+    for option in ("--ca-cert", "--token-file"):
+        assert tgis("health", option, "/none")[2] == "tgis: cannot read /none: No such file or directory\n"
+
+
+def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    for content in (b"", b"\nsecret", b"\xff"):
+        path.write_bytes(content)
+        assert tgis("health", "--token-file", str(path)) == (2, "", f"tgis: {path}: the first line is no token\n")
+
+
+def test_adapter_and_prefix_are_sent(served: Served, tgis: Tgis) -> None:
+    tgis("generate", "x", "--adapter-id", "a", "--prefix-id", "p")
+    tgis("generate", "x")
+    named, bare = served.service.asked
+    assert (named.adapter_id, named.prefix_id) == ("a", "p")
+    assert not bare.HasField("adapter_id")
+    assert not bare.HasField("prefix_id")
+
+
+def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:
+    served.service.endless = True
+    code, _, err = tgis("generate", "x", "--timeout", "0.2")
+    assert code == 1
+    assert err.startswith(f"tgis: {served.target}: DEADLINE_EXCEEDED: ")

@@ -13,7 +13,6 @@ from time import perf_counter
 import grpc.aio
 
 from tgis.bench.workload import BenchRequest
-from tgis.errors import StartError
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -59,52 +58,54 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM contents: the CA of the server's certificate, and the client's own certificate and key."""
+class CallOptions:
+    """How to call the server."""
 
-    ca: bytes | None
-    certificate: bytes | None
-    key: bytes | None
+    deadline: float = 600.0  # seconds that each request may take
+    credentials: grpc.ChannelCredentials | None = None  # of TLS
+    tls_arguments: Sequence[tuple[str, str]] = ()  # of channels with TLS
+    metadata: Sequence[tuple[str, str]] = ()
+    adapter_id: str | None = None
+    prefix_id: str | None = None
 
 
 @asynccontextmanager
-async def connect(target: str, tls: Tls | None, connections: int, deadline: float) -> AsyncIterator["Client"]:
-    """A client with this many connections, closed at the end; `deadline` is the seconds that each request may take."""
+async def connect(target: str, connections: int, options: CallOptions) -> AsyncIterator["Client"]:
+    """A client with this many connections, closed at the end."""
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(_channel(target, tls)) for _ in range(connections)]
-        yield Client(target, channels, deadline)
+        channels = [await stack.enter_async_context(_channel(target, options)) for _ in range(connections)]
+        yield Client(channels, options)
 
 
-def _channel(target: str, tls: Tls | None) -> grpc.aio.Channel:
-    if tls is None:
+def _channel(target: str, options: CallOptions) -> grpc.aio.Channel:
+    if options.credentials is None:
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
-    return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(target, options.credentials, [*CHANNEL_OPTIONS, *options.tls_arguments])
 
 
 class Client:
     """Calls one server, over its connections in turn."""
 
-    def __init__(self, target: str, channels: Sequence[grpc.aio.Channel], deadline: float) -> None:
-        self._target, self._deadline = target, deadline
+    def __init__(self, channels: Sequence[grpc.aio.Channel], options: CallOptions) -> None:
+        self._options = options
         self._stubs = [GenerationServiceStub(channel) for channel in channels]
         self._next_stub = itertools.cycle(self._stubs)
 
     async def model_info(self) -> pb.ModelInfoResponse:
         """The server's model info; all zero if it does not implement the call.
 
-        Opens every connection. StartError if the server does not answer.
+        Opens every connection. RpcError if the server does not answer.
         """
         answers = await asyncio.gather(*(self._model_info(stub) for stub in self._stubs))
         return answers[0]
 
     async def _model_info(self, stub: GenerationServiceStub) -> pb.ModelInfoResponse:
         try:
-            answer = await stub.ModelInfo(pb.ModelInfoRequest(), timeout=SETUP_TIMEOUT)
+            answer = await stub.ModelInfo(pb.ModelInfoRequest(), timeout=SETUP_TIMEOUT, metadata=self._options.metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 return pb.ModelInfoResponse()
-            raise StartError(f"no answer from {self._target}: {error.code().name}: {error.details()}") from error
+            raise
         assert isinstance(answer, pb.ModelInfoResponse)
         return answer
 
@@ -112,7 +113,9 @@ class Client:
         """Token count of each text, special tokens included; None if the server cannot count."""
         request = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text) for text in texts])
         try:
-            answer = await next(self._next_stub).Tokenize(request, timeout=SETUP_TIMEOUT)
+            answer = await next(self._next_stub).Tokenize(
+                request, timeout=SETUP_TIMEOUT, metadata=self._options.metadata
+            )
         except grpc.aio.AioRpcError:
             return None
         counts = [response.token_count for response in answer.responses]
@@ -120,10 +123,17 @@ class Client:
 
     async def stream(self, job: BenchRequest, params: pb.Parameters, sample: RequestRecord) -> None:
         """Send a GenerateStream call and fill in its record."""
-        request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=job.text), params=params)
+        options = self._options
+        request = pb.SingleGenerationRequest(
+            request=pb.GenerationRequest(text=job.text),
+            params=params,
+            adapter_id=options.adapter_id,
+            prefix_id=options.prefix_id,
+        )
         sample.sent_at = perf_counter()
         try:
-            async for message in next(self._next_stub).GenerateStream(request, timeout=self._deadline):
+            stub = next(self._next_stub)
+            async for message in stub.GenerateStream(request, timeout=options.deadline, metadata=options.metadata):
                 sample.record_message(perf_counter(), message)
         except grpc.aio.AioRpcError as error:
             sample.fail(perf_counter(), error)
@@ -132,10 +142,17 @@ class Client:
 
     async def unary(self, job: BenchRequest, params: pb.Parameters, sample: RequestRecord) -> None:
         """Send a Generate call with one input and fill in its record."""
-        request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=job.text)], params=params)
+        options = self._options
+        request = pb.BatchedGenerationRequest(
+            requests=[pb.GenerationRequest(text=job.text)],
+            params=params,
+            adapter_id=options.adapter_id,
+            prefix_id=options.prefix_id,
+        )
         sample.sent_at = perf_counter()
         try:
-            answer = await next(self._next_stub).Generate(request, timeout=self._deadline)
+            stub = next(self._next_stub)
+            answer = await stub.Generate(request, timeout=options.deadline, metadata=options.metadata)
         except grpc.aio.AioRpcError as error:
             sample.fail(perf_counter(), error)
             return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tgis.bench.client import Client, RequestRecord, Tls, connect
+from tgis.bench.client import CallOptions, Client, RequestRecord, connect
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
@@ -45,6 +45,8 @@ class LoadSettings:
     warmup: int  # requests before each level
     seed: int
     timeout: float
+    adapter_id: str | None
+    prefix_id: str | None
 
     @property
     def connections(self) -> int:
@@ -78,10 +80,10 @@ class Report:
     results: list[LevelResult] = field(default_factory=list)
 
 
-async def measure(report: Report, tls: Tls | None) -> None:
+async def measure(report: Report, options: CallOptions) -> None:
     """Fill in the report as the run goes on, so that an interrupted run has one too."""
     settings = report.settings
-    async with connect(settings.target, tls, settings.connections, settings.timeout) as client:
+    async with connect(settings.target, settings.connections, options) as client:
         report.model = await client.model_info()
         _check_lengths(settings, report.model)
         jobs = await _make_requests(report, client)

@@ -1,10 +1,194 @@
-"""`tgis bench`: the load generator of `tgis.bench`."""
+"""`tgis bench`: the load generator of `tgis.bench`, its options and its output."""
 
-from tgis.bench import command
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from tgis.bench.client import CallOptions
+from tgis.bench.load import ClosedLoop, Level, OpenLoop
+from tgis.bench.measure import LoadSettings, Report, measure
+from tgis.bench.plot import draw, require_matplotlib
+from tgis.bench.progress import show_progress
+from tgis.bench.report import dump_line, format_notes, format_table, to_json
+from tgis.cli import client
+from tgis.errors import OptionError
 from tgis.utils.options import Parser
+
+DEFAULT_DURATION = 30.0  # seconds of each level
+INTERRUPTED = 130
+Number = TypeVar("Number", int, float)
 
 
 def main(argv: list[str], prog: str) -> int:
+    """Measure. Exit code 0, 1 if a level had no success, 130 if interrupted.
+
+    OptionError for unusable options and files, StartError if the server does not answer.
+    """
+    args = _parser(prog).parse_args(argv)
+    report, options = Report(_settings(args)), _call_options(args)
+    _check_outputs(args)
+    try:
+        with client.rpc_errors(args.target):
+            asyncio.run(_measure(report, options, show=not args.quiet))
+    except KeyboardInterrupt:
+        report.interrupted = True
+    _write(report, args)
+    if report.interrupted:
+        return INTERRUPTED
+    return 0 if all(result.summary().ok for result in report.results) else 1
+
+
+def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Load test a running server: latency and throughput at a given load.")
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(argv))
+    _add_load(parser)
+    _add_requests(parser)
+    client.add_arguments(parser, timeout=600.0)
+    client.add_adapter_arguments(parser)
+    output = parser.add_argument_group("Output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG (needs tgis[bench])")
+    output.add_argument("--quiet", action="store_true", help="print nothing but the JSON line")
+    return parser
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("Load", "several levels, separated by commas, run one after the other")
+    kind = load.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--concurrency", type=_comma_separated(_positive_int), metavar="N,...", help="requests at any time (default 1)"
+    )
+    kind.add_argument(
+        "--rate",
+        type=_comma_separated(_positive_float),
+        metavar="R,...",
+        help="requests a second, at random times (Poisson)",
+    )
+    length = load.add_mutually_exclusive_group()
+    length.add_argument("--requests", type=_positive_int, metavar="N", help="requests of each level")
+    length.add_argument(
+        "--duration",
+        type=_positive_float,
+        metavar="S",
+        help=f"seconds in which requests of each level start (default {DEFAULT_DURATION:g})",
+    )
+    load.add_argument(
+        "--warmup", type=_non_negative_int, default=1, metavar="N", help="requests before each level (default 1)"
+    )
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrival times")
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Requests")
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument("--prompts", type=Path, metavar="FILE", help='one a line, or in .jsonl the "text" of each line')
+    prompt.add_argument(
+        "--input-tokens", type=_positive_int, default=128, metavar="N", help="length of random prompts (default 128)"
+    )
+    group.add_argument("--input-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
+    group.add_argument("--output-tokens", type=_positive_int, default=128, metavar="N", help="max_new_tokens")
+    group.add_argument("--output-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
+    group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("--stream", action="store_true", default=True, help="GenerateStream (default)")
+    kind.add_argument("--unary", dest="stream", action="store_false", help="Generate, one input a call")
+
+
+async def _measure(report: Report, options: CallOptions, *, show: bool) -> None:
+    progress = asyncio.create_task(show_progress(report, sys.stderr)) if show else None
+    try:
+        await measure(report, options)
+    finally:
+        if progress:
+            progress.cancel()
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Fail before the run, not after it."""
+    if args.plot:
+        require_matplotlib()
+    for path in filter(None, (args.json, args.plot)):
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise OptionError(f"{path}: {error.strerror}") from error
+
+
+def _write(report: Report, args: argparse.Namespace) -> None:
+    if args.json:
+        args.json.write_text(dump_line(to_json(report, with_records=True)) + "\n", encoding="utf-8")
+    if args.plot and report.results:
+        draw(report, args.plot)
+    if not args.quiet:
+        print(format_table(report), *format_notes(report), sep="\n")
+    print(dump_line(to_json(report, with_records=False)))
+
+
+def _settings(args: argparse.Namespace) -> LoadSettings:
+    duration = args.duration if args.requests or args.duration else DEFAULT_DURATION
+    return LoadSettings(
+        target=args.target,
+        levels=_levels(args),
+        requests=args.requests,
+        duration=duration,
+        prompts=args.prompts,
+        input_tokens=args.input_tokens,
+        input_spread=args.input_spread,
+        output_tokens=args.output_tokens,
+        output_spread=args.output_spread,
+        ignore_eos=args.ignore_eos,
+        stream=args.stream,
+        warmup=args.warmup,
+        seed=args.seed,
+        timeout=args.timeout,
+        adapter_id=args.adapter_id,
+        prefix_id=args.prefix_id,
+    )
+
+
+def _levels(args: argparse.Namespace) -> tuple[Level, ...]:
+    if args.rate:
+        return tuple(OpenLoop(rate, args.seed) for rate in args.rate)
+    return tuple(ClosedLoop(concurrency) for concurrency in args.concurrency or [1])
+
+
+def _call_options(args: argparse.Namespace) -> CallOptions:
+    return CallOptions(
+        deadline=args.timeout,
+        credentials=client.credentials(args),
+        tls_arguments=client.tls_arguments(args),
+        metadata=client.metadata(args),
+        adapter_id=args.adapter_id,
+        prefix_id=args.prefix_id,
+    )
+
+
+def _positive_int(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _non_negative_int(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _sigma(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 4:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 4")
+    return value
+
+
+def _comma_separated(parse: Callable[[str], Number]) -> Callable[[str], list[Number]]:
+    return lambda text: [parse(part) for part in text.split(",")]

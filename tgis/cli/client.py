@@ -1,4 +1,4 @@
-"""Shared by the commands that call a server: its address, TLS, and errors as one line."""
+"""Shared by the commands that call a server: its address, TLS, token and adapter, and errors as one line."""
 
 import argparse
 import contextlib
@@ -11,14 +11,14 @@ from pathlib import Path
 import grpc
 
 from tgis.errors import OptionError, StartError
-from tgis.utils.options import PATH, TEXT
+from tgis.utils.options import PATH, TEXT, decimal
 
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `open_channel` reads."""
+def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_TIMEOUT_SECONDS) -> None:
+    """Add the options for the server and how to call it; `timeout` is the default of --timeout, None for no limit."""
     group = parser.add_argument_group("Server")
     group.add_argument(
         "--target",
@@ -26,21 +26,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="gRPC address (default: localhost:8033)",
     )
+    group.add_argument(
+        "--timeout",
+        type=decimal(0, 86400, exclude_low=True),
+        default=timeout,
+        metavar="X",
+        help=f"seconds that a call may take (default: {'no limit' if timeout is None else f'{timeout:g}'})",
+    )
+    group.add_argument("--token-file", type=PATH, metavar="PATH", help="file with a bearer token in its first line")
     group.add_argument("--tls", action="store_true", help="use TLS; implied by each option below")
-    group.add_argument("--tls-ca", type=PATH, metavar="PATH", help="PEM CA certificates to trust")
+    group.add_argument("--ca-cert", "--tls-ca", type=PATH, metavar="PATH", help="PEM CA certificates to trust")
     group.add_argument("--tls-cert", type=PATH, metavar="PATH", help="PEM client certificate")
     group.add_argument("--tls-key", type=PATH, metavar="PATH", help="PEM key of the client certificate")
     group.add_argument("--tls-server-name", type=TEXT, metavar="NAME", help="expected name in the server's certificate")
 
 
+def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the ids that requests with a text take."""
+    group = parser.add_argument_group("Adapter")
+    group.add_argument("--adapter-id", type=TEXT, metavar="ID", help="LoRA adapter or soft prompt to apply")
+    group.add_argument("--prefix-id", type=TEXT, metavar="ID", help="soft prompt to apply; --adapter-id overrides it")
+
+
 @contextlib.contextmanager
 def open_channel(options: argparse.Namespace) -> Iterator[grpc.Channel]:
     """A channel to the server; RPC errors in the block become StartErrors."""
-    with _channel(options) as channel:
-        try:
-            yield channel
-        except grpc.RpcError as error:
-            raise StartError(f"{options.target}: {_status(error)}") from error
+    with _channel(options) as channel, rpc_errors(options.target):
+        yield channel
+
+
+@contextlib.contextmanager
+def rpc_errors(target: str) -> Iterator[None]:
+    """RPC errors in the block become StartErrors."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise StartError(_describe(target, error)) from error
+
+
+def metadata(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """The token, if there is one; for every call."""
+    if options.token_file is None:
+        return ()
+    token = (_read(options.token_file) or b"").split(b"\n")[0].strip()
+    if not token.isascii() or not token:
+        raise OptionError(f"{options.token_file}: the first line is no token")
+    return (("authorization", f"Bearer {token.decode()}"),)
+
+
+def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
+    """Those of TLS; None for plaintext."""
+    files = (options.ca_cert, options.tls_key, options.tls_cert)
+    if not (options.tls or options.tls_server_name or any(files)):
+        return None
+    if (options.tls_key is None) != (options.tls_cert is None):
+        raise OptionError("--tls-cert and --tls-key belong together")
+    return grpc.ssl_channel_credentials(*map(_read, files))
+
+
+def tls_arguments(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Arguments of a channel with TLS."""
+    return [("grpc.ssl_target_name_override", options.tls_server_name)] if options.tls_server_name else []
 
 
 def read_text(argument: str | None) -> str:
@@ -59,20 +105,18 @@ def terminal_safe(text: str) -> str:
     return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text)
 
 
-def _status(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.Call)
-    return f"{error.code().name}: {error.details()}"
+def _describe(target: str, error: grpc.RpcError) -> str:
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details:
+        return f"nothing listens at {target}; is `tgis serve` running?"
+    return f"{target}: {code.name}: {details}"
 
 
 def _channel(options: argparse.Namespace) -> grpc.Channel:
-    files = (options.tls_ca, options.tls_key, options.tls_cert)
-    if not (options.tls or options.tls_server_name or any(files)):
-        return grpc.insecure_channel(options.target, _CHANNEL_OPTIONS)
-    if (options.tls_key is None) != (options.tls_cert is None):
-        raise OptionError("--tls-cert and --tls-key belong together")
-    name = [("grpc.ssl_target_name_override", options.tls_server_name)] if options.tls_server_name else []
-    credentials = grpc.ssl_channel_credentials(*map(_read, files))
-    return grpc.secure_channel(options.target, credentials, [*_CHANNEL_OPTIONS, *name])
+    if tls := credentials(options):
+        return grpc.secure_channel(options.target, tls, [*_CHANNEL_OPTIONS, *tls_arguments(options)])
+    return grpc.insecure_channel(options.target, _CHANNEL_OPTIONS)
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -22,7 +22,7 @@ def main(argv: list[str], prog: str) -> int:
     request = _request(client.read_text(options.prompt), options)
     with client.open_channel(options) as channel:
         stub = GenerationServiceStub(channel)
-        call = stub.GenerateStream(request)
+        call = stub.GenerateStream(request, timeout=options.timeout, metadata=client.metadata(options))
         try:
             _print_stream(call, as_json=options.json)
         except KeyboardInterrupt:
@@ -35,7 +35,8 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Continue a prompt; the output is streamed to stdout.")
     parser.add_argument("prompt", nargs="?", help="the prompt (default: all of stdin)")
     parser.add_argument("--json", action="store_true", help="print every message of the stream as a line of JSON")
-    client.add_arguments(parser)
+    client.add_arguments(parser, timeout=None)
+    client.add_adapter_arguments(parser)
     stopping = parser.add_argument_group("Stopping")
     stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help="maximum number of tokens")
     stopping.add_argument("--min-new-tokens", type=UINT32, default=0, metavar="N", help="minimum number of tokens")
@@ -70,7 +71,12 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
             time_limit_millis=round(options.time_limit * 1000),
         ),
     )
-    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
+    return pb.SingleGenerationRequest(
+        request=pb.GenerationRequest(text=text),
+        params=params,
+        adapter_id=options.adapter_id,
+        prefix_id=options.prefix_id,
+    )
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tgis.cli import client
-from tgis.utils.options import TEXT, Parser, decimal
+from tgis.utils.options import TEXT, Parser
 
 SERVICE = "fmaas.GenerationService"
 
@@ -18,13 +18,11 @@ def main(argv: list[str], prog: str) -> int:
         metavar="NAME",
         help=f"service to check; '' is the whole server (default: {SERVICE})",
     )
-    parser.add_argument(
-        "--timeout", type=decimal(0, 3600), default=5.0, metavar="X", help="seconds to wait (default: 5)"
-    )
-    client.add_arguments(parser)
+    client.add_arguments(parser, timeout=5.0)
     options = parser.parse_args(argv)
     request = health_pb2.HealthCheckRequest(service=options.service)
     with client.open_channel(options) as channel:
-        status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=options.timeout).status
+        stub = health_pb2_grpc.HealthStub(channel)
+        status = stub.Check(request, timeout=options.timeout, metadata=client.metadata(options)).status
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
     return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1

@@ -15,7 +15,7 @@ def main(argv: list[str], prog: str) -> int:
     options = parser.parse_args(argv)
     with client.open_channel(options) as channel:
         stub = GenerationServiceStub(channel)
-        info = stub.ModelInfo(pb.ModelInfoRequest(), timeout=client.CALL_TIMEOUT_SECONDS)
+        info = stub.ModelInfo(pb.ModelInfoRequest(), timeout=options.timeout, metadata=client.metadata(options))
     if options.json:
         print(json_format.MessageToJson(info, indent=None))
         return 0

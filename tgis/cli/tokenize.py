@@ -18,14 +18,20 @@ def main(argv: list[str], prog: str) -> int:
     parser.add_argument("text", nargs="?", help="the text (default: all of stdin)")
     parser.add_argument("--json", action="store_true", help="print the response as a line of JSON")
     client.add_arguments(parser)
+    client.add_adapter_arguments(parser)
     options = parser.parse_args(argv)
     text = client.read_text(options.text)
     request = pb.BatchedTokenizeRequest(
-        requests=[pb.TokenizeRequest(text=text)], return_tokens=True, return_offsets=True
+        requests=[pb.TokenizeRequest(text=text)],
+        return_tokens=True,
+        return_offsets=True,
+        adapter_id=options.adapter_id,
+        prefix_id=options.prefix_id,
     )
     with client.open_channel(options) as channel:
         stub = GenerationServiceStub(channel)
-        (response,) = stub.Tokenize(request, timeout=client.CALL_TIMEOUT_SECONDS).responses
+        call = stub.Tokenize(request, timeout=options.timeout, metadata=client.metadata(options))
+        (response,) = call.responses
     if options.json:
         print(json_format.MessageToJson(response, indent=None))
         return 0

@@ -1,0 +1,69 @@
+"""Every command that calls a server, against a real one with mutual TLS and bearer tokens."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from certificates import make_pair
+from harness import Server, running_server
+
+from tgis.models.fake import make_fake_model
+
+COMMANDS = {
+    "generate": ("x", "--max-new-tokens", "3"),
+    "tokenize": ("x", "--json"),
+    "model-info": (),
+    "health": (),
+    "bench": ("--requests", "2", "--output-tokens", "2", "--input-tokens", "4", "--quiet"),
+}
+MUTUAL_TLS = ("--ca-cert", "ca.crt", "--tls-cert", "client.crt", "--tls-key", "client.key")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("server")
+    authority = make_pair()
+    server, client = make_pair(authority), make_pair(authority)
+    files = {"ca.crt": authority.cert, "server.crt": server.cert, "server.key": server.key}
+    files |= {"client.crt": client.cert, "client.key": client.key, "tokens": b"first\nsecret\n", "token": b"secret\n"}
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+    options = {"TLS_CERT_PATH": "server.crt", "TLS_KEY_PATH": "server.key", "TLS_CLIENT_CA_CERT_PATH": "ca.crt"}
+    paths = {name: directory / file for name, file in (options | {"AUTH_TOKEN_PATH": "tokens"}).items()}
+    model = make_fake_model(directory / "model")
+    with running_server(directory, model, 120, DEPLOYMENT_FRAMEWORK="fake", **paths) as running:
+        yield running
+
+
+def tgis(server: Server, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "tgis", command, *COMMANDS[command], "--target", server.target, *options]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=server.log.parent)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_certificate_and_a_token_let_every_command_in(server: Server, command: str) -> None:
+    done = tgis(server, command, *MUTUAL_TLS, "--token-file", "token")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "status"),
+    [
+        ("generate", MUTUAL_TLS, "UNAUTHENTICATED"),
+        ("bench", MUTUAL_TLS, "UNAUTHENTICATED"),
+        ("health", ("--ca-cert", "ca.crt"), "UNAVAILABLE"),  # no certificate of its own
+        ("model-info", ("--tls",), "UNAVAILABLE"),  # does not trust the server's
+        ("tokenize", (), "UNAVAILABLE"),  # plaintext
+    ],
+)
+def test_a_refused_call_is_one_line_on_both_sides(
+    server: Server, command: str, options: tuple[str, ...], status: str
+) -> None:
+    done = tgis(server, command, *options)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()  # none of gRPC's C++ core
+    assert line.startswith(f"tgis: {server.target}: {status}: ")
+    assert [line for line in server.log.read_text().splitlines() if not re.match(r"\d{4}-\d\d-\d\dT", line)] == []
