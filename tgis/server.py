@@ -29,6 +29,7 @@ from tgis.frontend.validation import RequestLimits
 from tgis.ipc.adapters import AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer
+from tgis.models.convert.weights import ensure_weights, needs_conversion
 from tgis.models.files import (
     ModelFiles,
     eos_token_ids,
@@ -44,11 +45,14 @@ from tgis.security.tls import Certificates, TlsFiles
 log = logging.getLogger(__name__)
 
 _MONITOR_SECONDS = 0.25
+_OTHER_WEIGHTS = ("fake", "hf_optimum_ort")  # engines with weights in other formats, or none
 
 
 def run(config: Config) -> int:
     """Serve until a signal, then return 0; StartError if the server cannot start or the engine fails."""
-    return asyncio.run(prepare(config).serve())
+    server = prepare(config)
+    server.convert_weights()  # not part of a check: it may take minutes
+    return asyncio.run(server.serve())
 
 
 def prepare(config: Config) -> "Server":
@@ -58,7 +62,7 @@ def prepare(config: Config) -> "Server":
     certificates, tokens = load_credentials(config)
     log.info("tgis %s, starting engine %s with model %s", __version__, config.engine, config.model_name)
     model = find_model(config.model_name, config.revision, str(config.hub_cache))
-    if config.engine not in ("fake", "hf_optimum_ort"):  # these two have weights in other formats, or none
+    if config.engine not in _OTHER_WEIGHTS and not needs_conversion(model.path):
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)
     return Server(config, model, tokenizer, certificates, tokens)
@@ -103,6 +107,11 @@ class Server:
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
         self._metrics: Metrics | None = None  # created when the engine reports its limits
+
+    def convert_weights(self) -> None:
+        """Make safetensors if the model has older weights; StartError if that fails."""
+        if self._config.engine not in _OTHER_WEIGHTS:
+            self._model = replace(self._model, path=ensure_weights(self._model.path, self._config.cache_dir))
 
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""

@@ -349,8 +349,56 @@ class TestInterrupted:
         path = model("tied")
         usage = shutil.disk_usage(path)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(StartError, match=r"needs [\d.]+ kB, and its file system has 1 kB free$"):
+        with pytest.raises(StartError, match=r"needs [\d.]+ kB, and the file system of \S+ has 1 kB free$"):
             weights.convert_weights(path)
+
+
+class TestForServing:
+    """The model's directory, often a read-only volume, stays as it is."""
+
+    @pytest.mark.parametrize("kind", ["tied", "encoder-decoder"])
+    @pytest.mark.parametrize("shards", [1, 2])
+    def test_as_transformers_loads_it(self, model: Callable[..., Path], tmp_path: Path, kind: str, shards: int) -> None:
+        path = model(kind, shards)
+        files = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+        made = weights.ensure_weights(path, tmp_path / "cache")
+        assert made.is_relative_to(tmp_path / "cache")
+        assert same(loaded(made, safetensors=True), loaded(path, safetensors=False))
+        assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == files
+
+    def test_converted_once_until_the_weights_change(
+        self, model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, cache = model("tied"), tmp_path / "cache"
+        first = weights.ensure_weights(path, cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(child_process, "run", lambda *_args, **_options: "must not run")
+            (path / "config.json").rename(path / "old.json")  # others of the model's files may change
+            shutil.copy(path / "old.json", path / "config.json")
+            assert weights.ensure_weights(path, cache) == first
+            assert (first / "config.json").samefile(path / "config.json")
+        weight = torch.load(path / "pytorch_model.bin", weights_only=True)
+        torch.save({name: value + 1 for name, value in weight.items()}, path / "pytorch_model.bin")
+        second = weights.ensure_weights(path, cache)
+        assert same(loaded(second, safetensors=True), loaded(path, safetensors=False))
+
+    def test_safetensors_are_served_where_they_are(self, model: Callable[..., Path], tmp_path: Path) -> None:
+        path = model("tied")
+        weights.convert_weights(path)
+        assert weights.ensure_weights(path, tmp_path / "cache") == path
+        assert not (tmp_path / "cache").exists()
+
+    def test_broken_weights_are_refused_each_time(self, model: Callable[..., Path], tmp_path: Path) -> None:
+        path = model("tied")
+        (path / "pytorch_model.bin").write_bytes(b"x")
+        for _ in range(2):
+            with pytest.raises(StartError, match=re.escape(f"cannot convert the weights in {path}: ")):
+                weights.ensure_weights(path, tmp_path / "cache")
+
+    def test_an_unwritable_cache_is_named(self, model: Callable[..., Path], tmp_path: Path) -> None:
+        (tmp_path / "cache").touch()
+        with pytest.raises(StartError, match=r"cannot keep converted weights for .*/cache"):
+            weights.ensure_weights(model("tied"), tmp_path / "cache")
 
 
 class TestNothingToDo:

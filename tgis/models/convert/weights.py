@@ -1,27 +1,64 @@
 """Converts the .bin weights in a model's directory to safetensors; the files appear when all are complete."""
 
+import hashlib
+import logging
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 from tgis.errors import StartError
 from tgis.models import child_process
-from tgis.models.files import shard_files
+from tgis.models.files import find_weights, shard_files
 from tgis.models.progress_bar import format_bytes
 from tgis.models.staging import staging_directory
 from tgis.utils.file_lock import locked
+from tgis.utils.log_progress import log_progress
+
+log = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".index.json"
 STAGING_PREFIX = ".safetensors-"  # of the directory where they are written
 NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  # in names of other .bin files
 
 
-def convert_weights(path: Path) -> str:
-    """Convert the weights in directory `path`; returns one line that says what was done.
+def ensure_weights(path: Path, cache_dir: Path) -> Path:
+    """The model's directory, unless it has .bin weights only: then one below `cache_dir`/weights, converted once.
+
+    The other files of the model are there too, as links.
+    """
+    if not needs_conversion(path):
+        return path
+    target = cache_dir / "weights" / _cache_key(path)
+    started = time.monotonic()
+    try:
+        with locked(target.with_suffix(".lock")):
+            target.mkdir(parents=True, exist_ok=True)
+            for file in path.iterdir():
+                if file.is_file() and not file.name.endswith(".bin"):
+                    (target / file.name).unlink(missing_ok=True)
+                    (target / file.name).symlink_to(file.resolve())
+            log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
+            with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
+                log.info("%s", convert_weights(path, target, show_progress=False))
+    except OSError as error:
+        raise StartError(f"cannot keep converted weights for {path}: {error}") from error
+    find_weights(target)
+    return target
+
+
+def needs_conversion(path: Path) -> bool:
+    """Whether the weights in directory `path` are .bin files only."""
+    return not any(path.glob("*.safetensors*")) and bool(_sources(path))
+
+
+def convert_weights(path: Path, out: Path | None = None, *, show_progress: bool = True) -> str:
+    """Convert the weights in directory `path`, into `out` if given; returns one line that says what was done.
 
     StartError if a file is broken or holds anything but tensors, or if the disk is full; nothing is changed then.
     """
+    out = out or path
     indexes = sorted(path.glob(f"*.bin{INDEX_SUFFIX}"))
     if len(indexes) > 1:
         return f"{path} has {len(indexes)} indexes of .bin weights, {indexes[0].name} is one: nothing to do"
@@ -30,9 +67,9 @@ def convert_weights(path: Path) -> str:
         return f"{path} has no .bin weights: nothing to do"
     try:
         with locked(sources[0]):
-            if found := _already_converted(path, [file.name for file in indexes or sources]):
-                return f"{path} has {found} already: nothing to do (delete it to convert again)"
-            return _convert(path, sources)
+            if found := _already_converted(out, [file.name for file in indexes or sources]):
+                return f"{out} has {found} already: nothing to do (delete it to convert again)"
+            return _convert(path, sources, out, show_progress)
     except OSError as error:
         raise StartError(f"cannot convert the weights in {path}: {error.strerror or error}") from error
 
@@ -55,21 +92,30 @@ def _already_converted(path: Path, sources: list[str]) -> str | None:
     return "model.safetensors" if (path / "model.safetensors").exists() else None
 
 
-def _convert(path: Path, sources: list[Path]) -> str:
-    for left in path.glob(f"{STAGING_PREFIX}*"):  # of a killed process
+def _cache_key(path: Path) -> str:
+    """A hash of what identifies the .bin weights without reading them all."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.bin*")):
+        stat = file.stat()
+        digest.update(f"\0{file.name}\0{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _convert(path: Path, sources: list[Path], out: Path, show_progress: bool) -> str:
+    for left in out.glob(f"{STAGING_PREFIX}*"):  # of a killed process
         shutil.rmtree(left, ignore_errors=True)
-    need, free = sum(file.stat().st_size for file in sources), shutil.disk_usage(path).free
+    need, free = sum(file.stat().st_size for file in sources), shutil.disk_usage(out).free
     if need > free:
         raise StartError(
             f"converting the weights in {path} needs {format_bytes(need)}, "
-            f"and its file system has {format_bytes(free)} free"
+            f"and the file system of {out} has {format_bytes(free)} free"
         )
     names = [file.name for file in sources]
-    with staging_directory(path, STAGING_PREFIX) as staging:
+    with staging_directory(out, STAGING_PREFIX) as staging:
         command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(staging), *names]
-        if reason := child_process.run(command, None, show_output=True):
+        if reason := child_process.run(command, None, show_output=show_progress):
             raise StartError(f"cannot convert the weights in {path}: {reason}")
         made = sorted(staging.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
         for file in made:
-            file.replace(path / file.name)
+            file.replace(out / file.name)
     return f"{path}: {', '.join(names)} converted to safetensors, every bit compared"
