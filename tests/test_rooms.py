@@ -17,7 +17,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "pb": "",
     "ipc": "",
     "utils": "errors",
-    "config": "errors utils",
+    "vllm_options": "utils",
+    "config": "errors utils vllm_options",
     "security": "errors utils",
     "models": "errors utils",
     # the front-end process
@@ -49,6 +50,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "bench": "batcher engines errors ipc pb",
     "cli": "batcher bench config engines errors ipc models pb prompts server utils",
     "__main__": "config errors utils",
+    "vllm_tgis_adapter": "__main__",
 }
 
 

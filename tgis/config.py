@@ -9,10 +9,11 @@ Invalid values are an OptionError of one line, before anything is loaded.
 import os
 import stat
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tgis import vllm_options
 from tgis.errors import OptionError, StartError
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.options import (
@@ -24,6 +25,7 @@ from tgis.utils.options import (
     TEXT,
     Option,
     Parser,
+    Words,
     build_parser,
     choice,
     closest,
@@ -37,6 +39,7 @@ from tgis.utils.options import (
     or_word,
     parse_option,
     required_option,
+    with_unit,
 )
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
@@ -90,7 +93,9 @@ class Config:
     """Every option, validated."""
 
     # fmt: off
-    model_name: str = required_option(MODEL, TEXT, "model directory, or name of a model in the local hub cache")
+    model_name: str = required_option(
+        MODEL, TEXT, "model directory, or name of a model in the local hub cache",
+        vllm_names=("model",))
     revision: str | None = option(MODEL, TEXT, "revision of the model in the hub cache", None, shown_default="main")
     deployment_framework: str = option(
         MODEL, ENGINE, "engine: tgis_native, hf_transformers, hf_optimum_ort, fake, or auto", "auto",
@@ -102,7 +107,7 @@ class Config:
     pt2_compile: bool = option(MODEL, BOOLEAN, "use torch.compile in tgis_native on a GPU", False)
     num_shard: int = option(
         MODEL, integer(1, 64), "tensor-parallel ranks of tgis_native, one GPU each", 1,
-        aliases=("num_gpus",))
+        aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
         MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16", "auto",
         aliases=("dtype_str",), shown_default="bfloat16 if the device supports it",
@@ -111,16 +116,21 @@ class Config:
             **dict.fromkeys(("int8", "int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
     hf_hub_cache: Path | None = option(
         MODEL, PATH, "hub cache directory", None,
-        aliases=("transformers_cache", "huggingface_hub_cache"), shown_default="HF_HOME/hub")
+        aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
+        shown_default="HF_HOME/hub")
     hf_home: Path = computed_option(
         MODEL, PATH, "directory of Hugging Face files", _hf_home, shown_default="~/.cache/huggingface")
 
     max_sequence_length: int | None = option(
-        LIMITS, integer(2), "maximum number of input plus output tokens", None, shown_default="from the model")
+        LIMITS, with_unit(integer(2)), "maximum number of input plus output tokens", None,
+        vllm_names=("max_model_len",), shown_default="from the model")
     max_new_tokens: int = option(LIMITS, integer(1), "maximum number of new tokens that a request may ask for", 1024)
     default_max_new_tokens: int | str = option(
         LIMITS, or_word(integer(1), CONTEXT),
         "max_new_tokens where a request has none; context: all that fits", 20)
+    max_top_n_tokens: int = option(
+        LIMITS, integer(0, 1024), "maximum top_n_tokens that a request may ask for", 10,
+        vllm_names=("max_logprobs",))
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "maximum number of inputs in flight; more are rejected", 512)
     max_queued_tokens: int = option(
@@ -129,7 +139,11 @@ class Config:
         LIMITS, SECONDS, "seconds without a step after which a busy engine counts as hung", 120.0)
 
     max_batch_size: int | None = option(
-        BATCHES, integer(1, 65536), "maximum batch size", None, shown_default="64 on CPU, 256 on CUDA")
+        BATCHES, integer(1, 65536), "maximum batch size", None,
+        vllm_names=("max_num_seqs",), shown_default="64 on CPU, 256 on CUDA")
+    max_batch_prefill_tokens: int | None = option(
+        BATCHES, with_unit(integer(1)), "maximum input tokens of one step", None,
+        vllm_names=("max_num_batched_tokens",), shown_default="the engine's")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "maximum share of padding tokens in a prefill", 0.2)
     max_waiting_tokens: int = option(
@@ -138,12 +152,14 @@ class Config:
         BATCHES, choice("auto", "manual", "off"), "auto: profile; off: KV cache only; manual: trust the limits", "auto")
     batch_safety_margin: int = option(BATCHES, integer(0, 100), "percentage of memory kept in reserve", 20)
     cuda_process_memory_fraction: float = option(
-        BATCHES, FRACTION, "fraction of the GPU's memory to use", 1.0, short="-c")
+        BATCHES, FRACTION, "fraction of the GPU's memory to use", 1.0,
+        vllm_names=("gpu_memory_utilization",), short="-c")
     kv_cache_size_mb: int | None = option(
         BATCHES, integer(1), "size of tgis_native's KV cache in MiB", None,
         shown_default="enough for a full batch, if free")
     prefix_cache: bool = option(
-        BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True)
+        BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True,
+        vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"), negations=("no_enable_prefix_caching",))
     num_threads: int = computed_option(
         BATCHES, integer(1, MAX_THREADS), "number of CPU threads of the engine", _num_threads,
         shown_default="OMP_NUM_THREADS, else cores in the affinity mask and quota")
@@ -164,18 +180,28 @@ class Config:
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in the output", False)
     add_special_tokens: bool = option(
         TEXTS, BOOLEAN, "let the tokenizer add special tokens to inputs, such as BOS", True)
+    random_seed: int | None = option(
+        TEXTS, integer(0, 2**64 - 1), "makes the seeds of requests without one reproducible", None,
+        vllm_names=("seed",), shown_default="different in every run")
     tokenization_workers: int = computed_option(
         TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, shown_default="usable CPUs - 1, 1 to 8")
 
-    bind_address: str = option(NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0")  # noqa: S104 - a server
+    bind_address: str = option(
+        NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0",  # noqa: S104 - a server
+        vllm_names=("host",))
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")
     port: int = option(NETWORK, PORT, "HTTP port for /health and /metrics; 0 picks a free one", 3000, short="-p")
     debug_batch: bool = option(
         NETWORK, BOOLEAN, "serve /debug/batch on the HTTP port: the batch and the queue", False)
-    tls_cert_path: Path | None = option(NETWORK, PATH, "PEM certificate of the gRPC port", None)
-    tls_key_path: Path | None = option(NETWORK, PATH, "PEM private key of the certificate", None)
+    tls_cert_path: Path | None = option(
+        NETWORK, PATH, "PEM certificate of the gRPC port", None,
+        vllm_names=("ssl_certfile",))
+    tls_key_path: Path | None = option(
+        NETWORK, PATH, "PEM private key of the certificate", None,
+        vllm_names=("ssl_keyfile",))
     tls_client_ca_cert_path: Path | None = option(
-        NETWORK, PATH, "PEM CA certificates that clients must be signed by (mTLS)", None)
+        NETWORK, PATH, "PEM CA certificates that clients must be signed by (mTLS)", None,
+        vllm_names=("ssl_ca_certs",))
     auth_token_path: Path | None = option(
         NETWORK, PATH, "file of bearer tokens, one per line, that calls must carry", None)
     grpc_max_message_bytes: int = option(NETWORK, integer(1024), "maximum size of a request message in bytes", 4 << 20)
@@ -201,6 +227,10 @@ class Config:
 
     log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log as JSON, one object per line", False)
+    log_requests: bool = option(
+        LOGS, BOOLEAN, "log a line for each input at its end, not only for failures", True,
+        vllm_names=("enable_log_requests", "no_enable_log_requests", "disable_log_requests"),
+        negations=("no_enable_log_requests", "disable_log_requests"))
     log_text: bool = option(LOGS, BOOLEAN, "log the first 32 characters of inputs and outputs", False)
     # fmt: on
 
@@ -221,7 +251,7 @@ class Config:
 
 
 WITHOUT_EFFECT = (  # options that ask for something that is not there; the text says what happens instead
-    Option(TEXT, "quantize", help_text="the weights are served as they are"),
+    Option(TEXT, "quantize", vllm_names=("quantization",), help_text="the weights are served as they are"),
     Option(BOOLEAN, "trust_remote_code", help_text="the code of a model is never run, only classes of transformers"),
     Option(TEXT, "speculator_name", help_text="there is no speculation"),
     Option(TEXT, "otlp_endpoint", help_text="no traces are sent"),
@@ -247,11 +277,36 @@ IGNORED = tuple(
 )
 
 
-def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
-    """The configuration given by flags and environment; OptionError if it is invalid. --help exits."""
-    flags = vars(_parser(prog).parse_args(argv))
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """All options that a command line may have, by what is done with them."""
+
+    options: tuple[Option, ...]
+    without_effect: tuple[Option, ...]
+    ignored: tuple[Option, ...]
+    refused: tuple[Option, ...]
+    always_on: tuple[Option, ...]
+
+    @property
+    def hidden(self) -> tuple[Option, ...]:
+        return (*self.without_effect, *self.ignored, *self.refused, *self.always_on)
+
+
+def _tables(*, as_adapter: bool) -> _Tables:
+    ignored = (*IGNORED, *vllm_options.IGNORED)
+    tables = declared_options(Config), WITHOUT_EFFECT, ignored, vllm_options.REFUSED, vllm_options.ALWAYS_ON
+    return _Tables(*(tuple(map(vllm_options.as_in_adapter, table)) if as_adapter else table for table in tables))
+
+
+def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter: bool = False) -> Config:
+    """The configuration given by flags and environment; OptionError if it is invalid. --help exits.
+
+    `as_adapter`: with the variables and defaults of vllm-tgis-adapter.
+    """
+    tables = _tables(as_adapter=as_adapter)
+    flags = vars(_parser(prog, tables).parse_args(argv))
     values, sources, warnings = {}, {}, []
-    for opt in declared_options(Config):
+    for opt in tables.options:
         if found := find_raw_values(opt, flags, environ):
             values[opt.name] = parse_option(opt, found)
             sources[opt.name] = ", ".join(raw.source for raw in found)
@@ -263,7 +318,8 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str) -> Config:
             values[opt.name] = opt.default_factory(environ)
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
-    warnings += _overridden_engine(config) + _without_effect(flags, environ) + _near_misses(environ)
+    _refuse(tables, config, flags, environ)
+    warnings += _overridden_engine(config) + _without_effect(tables, flags, environ) + _near_misses(tables, environ)
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
     return replace(config, warnings=tuple(warnings))
@@ -276,21 +332,28 @@ def _overridden_engine(config: Config) -> list[str]:
     return [f"DEPLOYMENT_FRAMEWORK={config.deployment_framework!r}: using {config.engine}, which {cause} needs"]
 
 
-def _without_effect(flags: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+def _refuse(tables: _Tables, config: Config, flags: Mapping[str, Words], environ: Mapping[str, str]) -> None:
+    for opt in tables.refused:
+        for raw in find_raw_values(opt, flags, environ):
+            if raw.text != config.model_name:  # as the tokenizer, for example
+                parse_option(opt, [raw])
+
+
+def _without_effect(tables: _Tables, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[str]:
     warnings = []
-    for opt in WITHOUT_EFFECT:
+    for opt in tables.without_effect:
         if found := find_raw_values(opt, flags, environ):
             parse_option(opt, found)
             warnings += [f"{raw} has no effect: {opt.help_text}" for raw in found if raw.text.lower() not in OFF]
-    if ignored := [raw.source for opt in IGNORED for raw in find_raw_values(opt, flags, environ)]:
+    if ignored := [raw.source for opt in tables.ignored for raw in find_raw_values(opt, flags, environ)]:
         warnings.append(f"ignored options: {', '.join(ignored)}")
     return warnings
 
 
-def _near_misses(environ: Mapping[str, str]) -> list[str]:
+def _near_misses(tables: _Tables, environ: Mapping[str, str]) -> list[str]:
     """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
-    ours = [name.upper() for opt in declared_options(Config) for name in opt.names]
-    known = {*ours, *(opt.name.upper() for opt in (*WITHOUT_EFFECT, *IGNORED))}
+    ours = [name.upper() for opt in tables.options for name in opt.names]
+    known = {*ours, *(name.upper() for opt in tables.hidden for name in opt.names)}
     meant = {name: closest(name, ours, MISSPELT) for name in environ if name not in known}
     return [
         f"{name} is no option: did you mean {option}?"
@@ -299,9 +362,9 @@ def _near_misses(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def from_command_line(argv: list[str], prog: str = "tgis serve") -> Config:
+def from_command_line(argv: list[str], prog: str = "tgis serve", *, as_adapter: bool = False) -> Config:
     """`parse` with the environment of this process."""
-    return parse(argv, os.environ, prog)
+    return parse(argv, os.environ, prog, as_adapter=as_adapter)
 
 
 def cache_config() -> Config:
@@ -343,23 +406,24 @@ def make_private_dir(directory: Path) -> None:
         raise StartError(f"CACHE_DIR: {directory} belongs to user {owner}, not to this one")
 
 
-def _parser(prog: str) -> Parser:
+def _parser(prog: str, tables: _Tables) -> Parser:
     parser = build_parser(
-        declared_options(Config),
-        (*WITHOUT_EFFECT, *IGNORED),
+        tables.options,
+        tables.hidden,
         prog,
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
         epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
-        + textwrap.fill(
-            ", ".join(opt.name.upper() for opt in (*WITHOUT_EFFECT, *IGNORED)),
-            79,
-            initial_indent="  ",
-            subsequent_indent="  ",
-        ),
+        + _indented(opt.name.upper() for opt in (*WITHOUT_EFFECT, *IGNORED))
+        + "\nNames of vLLM that are flags, too:\n"
+        + _indented(flag_name(name) for opt in tables.options for name in opt.vllm_names),
     )
     help_text = "show every option and what would be refused; start nothing"
     parser.add_argument("--check", action="store_true", help=help_text)
     return parser
+
+
+def _indented(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(names), 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _validate(config: Config) -> None:

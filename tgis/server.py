@@ -19,6 +19,7 @@ from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.probes import ProbeServer
 from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError
+from tgis.frontend import request_log
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
@@ -59,6 +60,8 @@ def prepare(config: Config) -> "Server":
     """A server that can start; StartError if something is refused before the engine process looks at the weights."""
     for warning in config.warnings:
         log.warning("%s", warning)
+    if not config.log_requests:
+        logging.getLogger(request_log.__name__).setLevel(logging.WARNING)
     certificates, tokens = load_credentials(config)
     log.info("tgis %s, starting engine %s with model %s", __version__, config.engine, config.model_name)
     model = find_model(config.model_name, config.revision, str(config.hub_cache))
@@ -157,6 +160,7 @@ class Server:
             ),
             max_concurrent_inputs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
+            random_seed=config.random_seed,
             log_text=config.log_text,
         )
         self._metrics = self._make_metrics(info)
@@ -236,6 +240,8 @@ class Server:
             max_batch_size=config.max_batch_size,
             max_prefill_padding=config.max_prefill_padding,
             max_waiting_tokens=config.max_waiting_tokens,
+            max_prefill_tokens=config.max_batch_prefill_tokens,
+            max_top_n_tokens=config.max_top_n_tokens,
             batch_safety_margin=config.batch_safety_margin,
             compile=config.pt2_compile,
             strict=config.strict_options,
@@ -282,7 +288,9 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
         new_tokens = length - 1
         log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
     default = None if config.default_max_new_tokens == CONTEXT else int(config.default_max_new_tokens)
-    return RequestLimits(length, new_tokens, config.default_include_stop_seqs, default)
+    return RequestLimits(
+        length, new_tokens, config.default_include_stop_seqs, default, max_top_n_tokens=config.max_top_n_tokens
+    )
 
 
 def _adapter_store_options(config: Config, limits: RequestLimits) -> AdapterStoreOptions | None:

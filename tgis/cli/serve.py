@@ -12,7 +12,11 @@ from tgis.utils.options import Option, declared_options, format_value
 
 def main(argv: list[str], prog: str) -> int:
     """Serve until a signal."""
-    config = from_command_line(argv, prog)
+    return run(from_command_line(argv, prog))
+
+
+def run(config: Config) -> int:
+    """Serve until a signal, or only check the options."""
     if config.check:
         return _check(config)
     logs.configure(level=config.log_level, json_output=config.json_output)

@@ -31,7 +31,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
     return BatchLimits(
         max_batch_size=info.max_batch_size,
         token_capacity=info.token_capacity,
-        prefill_tokens=info.max_prefill_tokens,
+        prefill_tokens=min(options.max_prefill_tokens or info.max_prefill_tokens, info.max_prefill_tokens),
         max_prefill_padding=options.max_prefill_padding,
         padded=info.padded,
         block_size=info.block_size,

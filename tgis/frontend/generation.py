@@ -4,6 +4,7 @@ Knows neither proto nor socket: faces hand over a `GenerateCall` and get `Reques
 """
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class ServerInfo:
     limits: RequestLimits
     max_concurrent_inputs: int
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
+    random_seed: int | None  # None: different seeds in every run
     log_text: bool
 
 
@@ -53,6 +55,7 @@ class Generator:
         self._tokenizer = decoder.tokenizer
         self._adapters = adapters
         self._metrics = metrics
+        self._seeds = random.Random(server_info.random_seed)
         self._num_inputs = 0
         self._accepting = True
 
@@ -147,7 +150,7 @@ class Generator:
                 self._client.next_id(),
                 self._tokenizer.truncate(encoding.ids, params.truncate_input_tokens),
                 adapter,
-                params=params,
+                params=params.seeded(self._seeds.getrandbits(32)),
                 limits=self.server_info.limits,
                 field=field,
                 identity=call.identity,

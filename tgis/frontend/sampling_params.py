@@ -3,7 +3,6 @@
 `validation.py` checks them in between: `with_defaults`, the rules, `resolve`.
 """
 
-import secrets
 import time
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +58,7 @@ class RawParams:
                 typical_p=1.0 if greedy or self.typical_p <= 0.0 else self.typical_p,
                 repetition_penalty=self.repetition_penalty,
                 length_penalty=self.length_penalty,
+                seed=0 if greedy or self.seed is None else self.seed,
                 min_new_tokens=self.min_new_tokens,
             ),
             seed=self.seed,
@@ -77,7 +77,7 @@ class RawParams:
 class ResolvedParams:
     """What every input of a call runs with."""
 
-    sampling_params: SamplingParams  # without a seed yet
+    sampling_params: SamplingParams
     seed: int | None  # as given; None draws one per input
     max_new_tokens: int
     fill_context: bool  # the request asked for no number: generate all that fits
@@ -88,9 +88,8 @@ class ResolvedParams:
     logprob_options: LogprobOptions
     truncate_input_tokens: int
 
-    def seeded(self) -> SamplingParams:
-        """Sampling parameters of one input: the given seed for all inputs of the call, else 32 random bits for each."""
-        if self.sampling_params.greedy:
-            return self.sampling_params
-        seed = secrets.randbits(32) if self.seed is None else self.seed
-        return msgspec.structs.replace(self.sampling_params, seed=seed)
+    def seeded(self, default_seed: int) -> "ResolvedParams":
+        """For one input: the given seed, which is that of all inputs of the call, else its own."""
+        if self.sampling_params.greedy or self.seed is not None:
+            return self
+        return replace(self, sampling_params=msgspec.structs.replace(self.sampling_params, seed=default_seed))

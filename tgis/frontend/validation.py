@@ -16,7 +16,6 @@ from tgis.ipc.request import Request
 
 MAX_STOP_SEQUENCES = 6
 MAX_STOP_SEQUENCE_BYTES = 240
-MAX_TOP_N_TOKENS = 10
 _INT32_MAX = 2**31 - 1
 
 
@@ -28,6 +27,7 @@ class RequestLimits:
     max_new_tokens: int
     include_stop_sequence: bool  # where the request does not say
     default_max_new_tokens: int | None = 20  # likewise; None: all that fits
+    max_top_n_tokens: int = 10
     placeholder_id: int = 0  # the token that stands for each virtual token of a soft prompt
     max_request_tokens: int = 1 << 40  # input and output that fit into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
@@ -91,7 +91,7 @@ def make_request(
         tokens=[limits.placeholder_id] * prefix_length + tokens,
         max_new_tokens=max_new_tokens,
         limited_by_context=params.fill_context or params.max_new_tokens > room,
-        sampling_params=params.seeded(),
+        sampling_params=params.sampling_params,
         logprob_options=params.logprob_options,
         deadline=params.deadline,
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
@@ -183,8 +183,8 @@ _RULES = (
     _Rule("typical_p", lambda p, _: p.typical_p < 0.0, "typical_p must be >= 0.0", "{p.typical_p:g}"),
     _Rule(
         "top_n_tokens",
-        lambda p, _: p.logprob_options.top_n_tokens > MAX_TOP_N_TOKENS,
-        f"top_n_tokens must be <= {MAX_TOP_N_TOKENS}",
+        lambda p, limits: p.logprob_options.top_n_tokens > limits.max_top_n_tokens,
+        "top_n_tokens must be <= {limits.max_top_n_tokens}",
         "{p.logprob_options.top_n_tokens}",
     ),
 )

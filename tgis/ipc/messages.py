@@ -33,6 +33,8 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     kv_cache_bytes: int | None = None  # None: the engine decides from free memory
     num_shards: int = 1  # tensor-parallel processes
     adapter_store: AdapterStoreOptions | None = None
+    max_prefill_tokens: int | None = None  # of a step; None: as many as the engine likes
+    max_top_n_tokens: int = 10  # of a request
     compile: bool = False  # use torch.compile
     strict: bool = False  # StartError instead of a warning if an option is ignored or replaced
     estimate_memory: str = "off"  # auto, manual or off

@@ -11,15 +11,18 @@ import functools
 import ipaddress
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast
 
 from tgis.errors import OptionError
 
 T = TypeVar("T")
 D = TypeVar("D")
+Words: TypeAlias = str | list[str]  # what follows a flag
 
 HELP_INDENT, HELP_WIDTH = 6, 73  # of the help text
 _METADATA_KEY = "option"  # in the metadata of a field
@@ -32,6 +35,7 @@ class ValueType(Generic[T]):
     metavar: str
     parse: Callable[[str], T]
     bare_value: str | None = None  # the value of a flag given without one
+    many: bool = False  # a flag takes several words
 
     def __call__(self, text: str) -> T:
         """For use as the `type` of an argparse argument."""
@@ -50,6 +54,8 @@ class Option:
     group: str = ""
     help_text: str = ""
     aliases: tuple[str, ...] = ()  # other names of the option; those that are set must agree
+    vllm_names: tuple[str, ...] = ()  # likewise, but only flags
+    negations: tuple[str, ...] = ()  # the names that mean the opposite
     short: str | None = None
     nearest_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for values of TGIS
     shown_default: str | None = None  # the default, as shown in the help
@@ -58,13 +64,18 @@ class Option:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, the preferred one first."""
-        return (self.name, *self.aliases)
+        """The names of variables, and of flags; the preferred one first."""
+        return (self.name, *self.aliases) if self.name else self.aliases
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The names of flags."""
+        return (*self.names, *self.vllm_names)
 
 
-def required_option(group: str, value_type: ValueType[T], help_text: str) -> T:
+def required_option(group: str, value_type: ValueType[T], help_text: str, *, vllm_names: tuple[str, ...] = ()) -> T:
     """A field for a mandatory option."""
-    opt = Option(value_type, group=group, help_text=help_text, required=True)
+    opt = Option(value_type, group=group, help_text=help_text, vllm_names=vllm_names, required=True)
     return cast("T", dataclasses.field(metadata={_METADATA_KEY: opt}))
 
 
@@ -75,6 +86,8 @@ def option(
     default: D,
     *,
     aliases: tuple[str, ...] = (),
+    vllm_names: tuple[str, ...] = (),
+    negations: tuple[str, ...] = (),
     short: str | None = None,
     nearest_values: Mapping[str, str] | None = None,
     shown_default: str | None = None,
@@ -85,6 +98,8 @@ def option(
         group=group,
         help_text=help_text,
         aliases=aliases,
+        vllm_names=vllm_names,
+        negations=negations,
         short=short,
         nearest_values=nearest_values or {},
         shown_default=shown_default or format_value(default),
@@ -141,13 +156,13 @@ def _directory(text: str) -> Path:
 
 def _address(text: str) -> str:
     try:
-        return str(ipaddress.ip_address(text))
+        return str(ipaddress.ip_address("127.0.0.1" if text == "localhost" else text))
     except ValueError:
-        raise ValueError("must be an IP address") from None
+        raise ValueError("must be an IP address or localhost") from None
 
 
 TEXT = ValueType("TEXT", _text)
-ANY = ValueType("TEXT", _text, bare_value="true")  # a flag with or without a value
+ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
 DIRECTORY = ValueType("PATH", _directory)
 ADDRESS = ValueType("IP", _address)
@@ -167,6 +182,17 @@ def integer(low: int, high: int = 2**31 - 1) -> ValueType[int]:
         return value
 
     return ValueType("N", parse)
+
+
+def with_unit(value_type: ValueType[T]) -> ValueType[T]:
+    """Also takes 4k and 4K, as vLLM does: thousands, and multiples of 1024."""
+
+    def parse(text: str) -> T:
+        if found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text, re.ASCII):
+            text = str(int(Fraction(found[1]) * {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]]))
+        return value_type.parse(text)
+
+    return dataclasses.replace(value_type, parse=parse)
 
 
 def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[float]:
@@ -209,6 +235,17 @@ def or_word(value_type: ValueType[T], word: str) -> ValueType[T | str]:
     return ValueType(value_type.metavar, parse, value_type.bare_value)
 
 
+def only(reason: str, *values: str) -> ValueType[str]:
+    """One of `values`; every other is refused for a reason."""
+
+    def parse(text: str) -> str:
+        if text not in values:
+            raise ValueError(f"is not supported: {reason}")
+        return text
+
+    return ValueType("TEXT", parse)
+
+
 def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str | None:
     """The one of `names` that is most like `name`, if any is: what a misspelt name was meant to be."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
@@ -236,10 +273,11 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value as text; `source` is the flag or variable that set it."""
+    """A value as text; `source` is the flag or variable that set it, and `negated` if it means the opposite."""
 
     source: str
     text: str
+    negated: bool = False
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
@@ -262,23 +300,25 @@ def build_parser(
     groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(opt.group for opt in options)}
     for opt in options:
         _add_flag(groups[opt.group], opt, opt.name, _help(opt))
-        for alias in opt.aliases:
+        for alias in opt.flags[1:]:
             _add_flag(parser, opt, alias, argparse.SUPPRESS)
     for opt in hidden:
-        for name in opt.names:
+        for name in opt.flags:
             _add_flag(parser, opt, name, argparse.SUPPRESS)
     return parser
 
 
 def _add_flag(target: argparse._ActionsContainer, opt: Option, name: str, text: str) -> None:
     names = [opt.short] if opt.short and name == opt.name else []
+    value_type = opt.value_type
+    nargs = "*" if value_type.many else "?" if value_type.bare_value else None
     target.add_argument(
         *names,
         flag_name(name),
         dest=name,
-        metavar=opt.value_type.metavar,
-        nargs="?" if opt.value_type.bare_value else None,
-        const=opt.value_type.bare_value,
+        metavar=value_type.metavar,
+        nargs=nargs,
+        const=value_type.bare_value if nargs == "?" else None,
         default=argparse.SUPPRESS,
         help=text,
     )
@@ -301,11 +341,23 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def find_raw_values(opt: Option, flags: Mapping[str, str], environ: Mapping[str, str]) -> list[RawValue]:
+def find_raw_values(opt: Option, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[RawValue]:
     """The values given by flags, else those given by variables that are not blank."""
-    by_flag = [RawValue(flag_name(name), flags[name].strip()) for name in opt.names if name in flags]
-    variables = [RawValue(name.upper(), environ.get(name.upper(), "").strip()) for name in opt.names]
+    by_flag = [
+        RawValue(flag_name(name), _joined(flags[name], opt), name in opt.negations)
+        for name in opt.flags
+        if name in flags
+    ]
+    variables = [
+        RawValue(name.upper(), environ.get(name.upper(), "").strip(), name in opt.negations) for name in opt.names
+    ]
     return by_flag or [variable for variable in variables if variable.text]
+
+
+def _joined(words: Words, opt: Option) -> str:
+    """The words after a flag as one text, as a variable would have it."""
+    text = words if isinstance(words, str) else " ".join(words) or opt.value_type.bare_value or ""
+    return text.strip()
 
 
 def parse_option(opt: Option, raw_values: list[RawValue]) -> Any:
@@ -321,6 +373,7 @@ def _parse_raw_value(opt: Option, raw: RawValue) -> Any:
     if not raw.text:
         raise OptionError(f"{raw} must not be empty")
     try:
-        return opt.value_type.parse(opt.nearest_values.get(raw.text, raw.text))
+        value = opt.value_type.parse(opt.nearest_values.get(raw.text, raw.text))
     except ValueError as error:
         raise OptionError(f"{raw} {error}") from None
+    return not value if raw.negated else value

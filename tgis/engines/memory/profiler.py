@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _SHORT_LENGTH = 8  # tokens of each sequence of a full batch
 _WHOLE_LENGTH = 2048  # tokens of an input computed in one pass that memory is expected to hold without a smaller trial
-_MAX_TOP_N = 10  # candidates that a request may ask for
 _LOGITS_COPIES = 3  # that prompt logprobs take at the same time
 _FLOAT_BYTES = 4
 
@@ -90,7 +89,9 @@ def profile(
         return 0
     started = time.monotonic()
     log.info("measuring the memory of the largest steps")
-    found = peak(DummyRunner(engine, meter, kv_cache_bytes, memory_for_batches(options, device)))
+    found = peak(
+        DummyRunner(engine, meter, kv_cache_bytes, memory_for_batches(options, device), options.max_top_n_tokens)
+    )
     log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(found))
     return found
 
@@ -107,12 +108,18 @@ class DummyRunner:
     """Runs dummy batches on an engine without sequences; peaks are in bytes beyond the model and the KV cache."""
 
     def __init__(
-        self, engine: Engine, meter: PeakMeter, kv_cache_bytes: Callable[[], int], available_bytes: int
+        self,
+        engine: Engine,
+        meter: PeakMeter,
+        kv_cache_bytes: Callable[[], int],
+        available_bytes: int,
+        max_top_n_tokens: int,
     ) -> None:
         self._engine = engine
         self._meter = meter
         self._kv_cache_bytes = kv_cache_bytes
         self._available_bytes = available_bytes
+        self._max_top_n_tokens = max_top_n_tokens
         self._ids = count(-2, -1)
         self._baseline = meter.reset() - kv_cache_bytes()
 
@@ -223,7 +230,11 @@ class DummyRunner:
             limited_by_context=False,
             sampling_params=_PLAIN if index == 1 else _EXPENSIVE,
             logprob_options=LogprobOptions(
-                generated_tokens=True, input_tokens=logprobs, logprobs=True, ranks=True, top_n_tokens=_MAX_TOP_N
+                generated_tokens=True,
+                input_tokens=logprobs,
+                logprobs=True,
+                ranks=True,
+                top_n_tokens=self._max_top_n_tokens,
             ),
         )
         seq = Sequence(request, arrival_time=0.0)

@@ -1,0 +1,136 @@
+"""Options of vLLM and vllm-tgis-adapter: what they become, and what is ignored or refused by name."""
+
+import pytest
+from config_parsing import read, refusal
+
+from tgis.config import Config, parse
+from tgis.errors import OptionError
+
+ADAPTER = "python -m vllm_tgis_adapter"
+
+
+def read_as_adapter(*argv: str, **environ: str) -> Config:
+    return parse(list(argv), environ, ADAPTER, as_adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ("--model /m", "model_name", "/m"),
+        ("--max-model-len 4096", "max_sequence_length", 4096),
+        ("--max-model-len 4k", "max_sequence_length", 4000),
+        ("--max-model-len 4K", "max_sequence_length", 4096),
+        ("--max-model-len 25.6k", "max_sequence_length", 25600),
+        ("--tensor-parallel-size 2", "num_shard", 2),
+        ("-tp 2", "num_shard", 2),
+        ("--gpu-memory-utilization 0.9", "cuda_process_memory_fraction", 0.9),
+        ("--dtype auto", "dtype", "auto"),
+        ("--dtype half", "dtype", "float16"),
+        ("--dtype float", "dtype", "float32"),
+        ("--max-num-seqs 16", "max_batch_size", 16),
+        ("--max-num-batched-tokens 2048", "max_batch_prefill_tokens", 2048),
+        ("--host 127.0.0.1", "bind_address", "127.0.0.1"),
+        ("--host localhost", "bind_address", "127.0.0.1"),
+        ("--host ::", "bind_address", "::"),
+        ("--port 8001", "port", 8001),
+        ("--grpc-port 8034", "grpc_port", 8034),
+        ("--max-logprobs 20", "max_top_n_tokens", 20),
+        ("--seed 7", "random_seed", 7),
+        ("--enable-prefix-caching", "prefix_cache", True),
+        ("--no-enable-prefix-caching", "prefix_cache", False),
+        ("--disable-log-requests", "log_requests", False),
+        ("--no-enable-log-requests", "log_requests", False),
+        ("--enable-log-requests", "log_requests", True),
+        ("--download-dir /hub", "hub_cache", "/hub"),
+        ("--revision v1", "revision", "v1"),
+    ],
+)
+def test_flags_of_vllm_are_flags_of_ours(flags: str, field: str, value: object) -> None:
+    for got in (read(*flags.split()), read_as_adapter(*flags.split(), MODEL_NAME="m")):
+        found = getattr(got, field)
+        assert (str(found) if field == "hub_cache" else found) == value
+        assert got.warnings == ()
+
+
+def test_tls_flags_of_vllm() -> None:
+    got = read("--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "a")
+    assert [str(got.tls_cert_path), str(got.tls_key_path), str(got.tls_client_ca_cert_path)] == ["c", "k", "a"]
+
+
+def test_what_is_always_on_is_accepted_without_a_word() -> None:
+    flags = "--enable-lora --enable-chunked-prefill --no-trust-remote-code --served-model-name one two --port 1"
+    assert read(*flags.split()) == read("--port", "1")
+
+
+def test_names_of_vllm_are_variables_in_the_adapter_only() -> None:
+    names = {"MODEL": "m", "HOST": "127.0.0.1", "SEED": "7", "MAX_NUM_SEQS": "16", "DISABLE_LOG_REQUESTS": "true"}
+    got = read_as_adapter(**names)
+    assert (got.model_name, got.bind_address, got.random_seed, got.max_batch_size) == ("m", "127.0.0.1", 7, 16)
+    assert not got.log_requests
+    assert read(**names) == read()
+    assert read_as_adapter(MODEL="m", ENABLE_PREFIX_CACHING="false").prefix_cache is False
+    assert read_as_adapter("--max-num-seqs", "8", **names).max_batch_size == 8
+
+
+def test_names_of_one_option_must_agree() -> None:
+    assert refusal("--max-num-seqs", "8", "--max-batch-size", "9") == (
+        "--max-batch-size='9' and --max-num-seqs='8' must be the same"
+    )
+    with pytest.raises(OptionError, match="MAX_SEQUENCE_LENGTH='9' and MAX_MODEL_LEN='8' must be the same"):
+        read_as_adapter(MODEL="m", MAX_MODEL_LEN="8", MAX_SEQUENCE_LENGTH="9")
+    refused = "--enable-prefix-caching='true' and --no-enable-prefix-caching='true' must be the same"
+    assert refusal("--enable-prefix-caching", "--no-enable-prefix-caching") == refused
+
+
+def test_defaults_of_the_adapter() -> None:
+    got = read_as_adapter(MODEL_NAME="m", PORT=" ")
+    assert (got.port, got.grpc_port, got.default_max_new_tokens) == (8000, 8033, "context")
+    got = read_as_adapter(MODEL_NAME="m", PORT="3000", DEFAULT_MAX_NEW_TOKENS="20")
+    assert (got.port, got.default_max_new_tokens) == (3000, 20)
+    assert read_as_adapter(MODEL_NAME="m", ADD_SPECIAL_TOKENS="0").add_special_tokens is False
+    assert str(read_as_adapter(MODEL_NAME="m", TERMINATION_LOG_DIR="/t").termination_log) == "/t"
+
+
+def test_other_flags_of_vllm_are_named_in_one_warning() -> None:
+    flags = "--block-size 16 --enforce-eager --cuda-graph-sizes 1 2 4 --no-async-scheduling --swap-space=4 --port 1"
+    got = read(*flags.split())
+    assert got.port == 1
+    (warning,) = got.warnings
+    assert warning.startswith("ignored options: ")
+    assert set(warning.removeprefix("ignored options: ").split(", ")) == {
+        *("--block-size", "--enforce-eager", "--cuda-graph-sizes", "--no-async-scheduling", "--swap-space")
+    }
+
+
+def test_other_variables_of_vllm_are_named_by_the_adapter_only() -> None:
+    assert read_as_adapter(MODEL="m", BLOCK_SIZE="16", API_KEY="secret").warnings == (
+        "ignored options: API_KEY, BLOCK_SIZE",
+    )
+    assert read(BLOCK_SIZE="16", API_KEY="secret").warnings == ()
+
+
+def test_strict_options_refuse_what_is_ignored() -> None:
+    assert refusal("--block-size", "16", STRICT_OPTIONS="true") == "STRICT_OPTIONS: ignored options: --block-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--task embed", "--task='embed' is not supported: only text generation is supported"),
+        ("--runner pooling", "--runner='pooling' is not supported: only text generation is supported"),
+        ("--tokenizer other", "--tokenizer='other' is not supported: the tokenizer must be in the model's directory"),
+        ("--config c.yaml", "--config='c.yaml' is not supported: the options must be flags or variables"),
+        (
+            "--pipeline-parallel-size 2",
+            "--pipeline-parallel-size='2' is not supported: a model is split by --tensor-parallel-size only",
+        ),
+        ("--hf-overrides {\"a\":1}", "is not supported: a model is served as its directory describes it"),
+    ],
+)  # fmt: skip
+def test_what_would_serve_something_else_is_refused(flags: str, reason: str) -> None:
+    assert refusal(*flags.split()).endswith(reason)
+
+
+def test_what_changes_nothing_is_not_refused() -> None:
+    flags = "--task generate --runner auto --convert none --tokenizer m --pipeline-parallel-size 1 --hf-overrides {}"
+    assert read(*flags.split()) == read()
