@@ -34,6 +34,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "max_top_n_tokens": (("0", 0), ("1024", 1024)),
     "max_concurrent_requests": (("1", 1), ("64", 64)),
     "max_queued_tokens": (("1", 1), ("100000", 100000)),
+    "deadline_partial": (("true", True), ("1", True)),
     "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),
     "max_batch_size": (("1", 1), ("12", 12)),
     "max_batch_prefill_tokens": (("1", 1), ("2k", 2000)),

@@ -135,6 +135,8 @@ class Config:
         LIMITS, integer(1), "maximum number of inputs in flight; more are rejected", 512)
     max_queued_tokens: int = option(
         LIMITS, integer(0), "maximum number of queued input tokens; 0 is no limit", 0)
+    deadline_partial: bool = option(
+        LIMITS, BOOLEAN, "end unary calls shortly before their gRPC deadline, with the text so far", False)
     step_timeout_seconds: float = option(
         LIMITS, SECONDS, "seconds without a step after which a busy engine counts as hung", 120.0)
 

@@ -106,7 +106,7 @@ class Server:
         )
         self._limits = _limits(config, model)
         self._adapter_store = _adapter_store_options(config, self._limits)
-        self._servicer = GenerationServicer(bearer_auth=tokens is not None)
+        self._servicer = GenerationServicer(bearer_auth=tokens is not None, deadline_partial=config.deadline_partial)
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
         self._metrics: Metrics | None = None  # created when the engine reports its limits

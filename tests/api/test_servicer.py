@@ -34,6 +34,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def partial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("partial")
+    model = make_fake_model(directory / "model", step_seconds=1.0)
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", DEADLINE_PARTIAL="true") as running:
+        yield running
+
+
 @pytest.fixture
 def stub(server: Server) -> Iterator[Stub]:
     with server.stub() as made:
@@ -59,6 +67,24 @@ def test_defaults_are_twenty_greedy_tokens(stub: Stub) -> None:
     whole = one(stub, request)
     assert (whole.text, whole.generated_token_count) == ("hello hello hello he", 20)
     assert (whole.input_token_count, whole.stop_reason, whole.seed) == (6, pb.MAX_TOKENS, 0)
+
+
+def test_an_answer_comes_shortly_before_its_deadline(partial_server: Server) -> None:
+    with partial_server.stub() as stub:
+        request = unary_request("ab", 500)
+        (whole,) = stub.Generate(request, timeout=6).responses  # two steps before: a busy machine has 2 s
+        assert whole.stop_reason == pb.TIME_LIMIT
+        assert 0 < whole.generated_token_count <= 6
+        assert whole.text == ("ab" * 50)[: whole.generated_token_count]
+        with pytest.raises(grpc.RpcError) as caught:  # streams have sent their text
+            list(stub.GenerateStream(as_stream_request(request), timeout=0.5))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_call_without_deadline_goes_on(partial_server: Server) -> None:
+    with partial_server.stub() as stub:
+        (whole,) = stub.Generate(unary_request("ab", 2)).responses
+    assert (whole.text, whole.stop_reason) == ("ab", pb.MAX_TOKENS)
 
 
 def test_no_inputs_give_no_outputs(stub: Stub) -> None:

@@ -1,5 +1,6 @@
 """The batcher, rule by rule, with a fake clock."""
 
+import msgspec
 import pytest
 from batches import EOS, ids, limits, next_plan, next_prefill, request, run_step
 
@@ -76,6 +77,25 @@ def test_tokens_after_the_one_that_ends_a_request_are_dropped(
 def test_a_request_expires_only_after_its_deadline() -> None:
     seq = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, max_new=1), [7], now=5.0)
     assert seq.stop_reason is StopReason.MAX_TOKENS
+
+
+@pytest.mark.parametrize(("step_seconds", "last_step"), [(0.1, 8), (0.01, 95)])
+def test_an_answer_leaves_two_steps_or_50_ms_before_it_is_due(step_seconds: float, last_step: int) -> None:
+    batcher = Batcher(limits(), {EOS})
+    (one,) = batcher.submit([msgspec.structs.replace(request(1, max_new=200), answer_deadline=1.0005)], 0.0)
+    for number in range(1, 200):
+        plan = batcher.plan((number - 1) * step_seconds)
+        if batcher.commit(plan, [[7]], number * step_seconds):
+            break
+    assert (one.num_generated_tokens, one.stop_reason) == (last_step + 1, StopReason.TIME_LIMIT)
+
+
+def test_an_answer_due_soon_ends_in_the_queue() -> None:
+    batcher = Batcher(limits(max_batch_size=1), {EOS})
+    batcher.submit([request(1), msgspec.structs.replace(request(2), answer_deadline=1.0)], 0.0)
+    run_step(batcher)
+    assert ids(batcher.expire(0.9)) == []
+    assert ids(batcher.expire(0.96)) == [2]
 
 
 def test_a_request_expires_in_the_queue_without_a_token() -> None:

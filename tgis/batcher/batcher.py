@@ -19,6 +19,8 @@ from tgis.ipc.messages import AdmissionCounters
 from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
+MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
+
 Scheduled = tuple[Sequence, int]  # and how many of its tokens the step computes
 
 
@@ -32,6 +34,8 @@ class Batcher:
         self._running: list[Sequence] = []  # the oldest first
         self._to_release: list[Sequence] = []  # by the next plan
         self._num_steps = 0  # that have succeeded
+        self._planned_at = 0.0
+        self._step_seconds = 0.0  # of the last step
         self._capacity = CapacityLimits(limits)
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
@@ -94,7 +98,7 @@ class Batcher:
 
         The first step may have what has just arrived, and a prefill under way goes on: both end with a token.
         """
-        expired = self._waiting.expire(now, self._num_steps)
+        expired = self._waiting.expire(now, self._next_answer(now), self._num_steps)
         if expired:
             self._wait_reason = None  # it may have been one of theirs
         for seq in expired:
@@ -106,6 +110,7 @@ class Batcher:
         work = self._schedule_paged(self._block_manager) if self._block_manager else self._schedule_padded(now)
         plan = StepPlan.of([seq for seq, _ in work], [count for _, count in work], self._to_release)
         self._to_release = []
+        self._planned_at = now
         self._interleaving.step_started(now)
         self._prefill_budget.step_started(plan, now)
         if self._wait_reason is not None:
@@ -118,6 +123,7 @@ class Batcher:
         Only scheduled tokens count as computed: of several new tokens the next step computes all.
         """
         self._num_steps += 1
+        self._step_seconds = now - self._planned_at
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             seq.num_computed_tokens += count
             if self._block_manager:
@@ -282,7 +288,7 @@ class Batcher:
 
     def _stop_reason(self, seq: Sequence, now: float) -> StopReason:
         """In TGIS's order, without stop sequences, which need the text."""
-        if seq.expired(now):
+        if seq.expired(now, self._next_answer(now)):
             return StopReason.TIME_LIMIT
         if seq.num_generated_tokens < seq.request.sampling_params.min_new_tokens:
             return StopReason.NOT_FINISHED
@@ -291,6 +297,10 @@ class Batcher:
         if seq.num_remaining_tokens <= 0:
             return StopReason.TOKEN_LIMIT if seq.request.limited_by_context else StopReason.MAX_TOKENS
         return StopReason.NOT_FINISHED
+
+    def _next_answer(self, now: float) -> float:
+        """When a client has the output of a sequence that ends not now, but after another step."""
+        return now + max(MIN_ANSWER_SECONDS, 2 * self._step_seconds)
 
     def _remove_running(self, predicate: Callable[[Sequence], bool]) -> list[Sequence]:
         removed = [seq for seq in self._running if predicate(seq)]

@@ -68,9 +68,12 @@ class Sequence:
     def finished(self) -> bool:
         return self.stop_reason is not StopReason.NOT_FINISHED
 
-    def expired(self, now: float) -> bool:
-        """Whether its deadline has passed."""
-        return self.request.deadline is not None and now > self.request.deadline
+    def expired(self, now: float, next_answer: float) -> bool:
+        """Whether its deadline has passed, or an answer after `next_answer` may come too late for the client."""
+        deadline, answer_deadline = self.request.deadline, self.request.answer_deadline
+        return (deadline is not None and now > deadline) or (
+            answer_deadline is not None and next_answer > answer_deadline
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,14 +53,14 @@ class WaitingQueue:
             self._seqs = [seq for seq in self._seqs if seq.id not in ids]
         return removed
 
-    def expire(self, now: float, num_steps: int) -> list[Sequence]:
+    def expire(self, now: float, next_answer: float, num_steps: int) -> list[Sequence]:
         """Take out what is past its deadline, but not what has no token yet and has not waited through a step.
 
         `num_steps`: that have succeeded by now.
         """
-        if now <= self._earliest_deadline:
+        if next_answer <= self._earliest_deadline:
             return []
-        late = [seq for seq in self._seqs if seq.expired(now)]
+        late = [seq for seq in self._seqs if seq.expired(now, next_answer)]
         expired = self.remove({seq.id for seq in late if seq.num_generated_tokens or seq.queued_at_step < num_steps})
         self._earliest_deadline = min(map(_deadline, self._seqs), default=math.inf)
         return expired
@@ -72,4 +72,5 @@ class WaitingQueue:
 
 
 def _deadline(seq: Sequence) -> float:
-    return math.inf if seq.request.deadline is None else seq.request.deadline
+    deadlines = (seq.request.deadline, seq.request.answer_deadline)
+    return min((deadline for deadline in deadlines if deadline is not None), default=math.inf)

@@ -25,6 +25,7 @@ class GenerateCall:
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
     correlation_id: str | None = None  # for logs
+    answer_deadline: float | None = None  # `time.monotonic()`: end with the output so far shortly before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,7 @@ class Generator:
                 limits=self.server_info.limits,
                 field=field,
                 identity=call.identity,
+                answer_deadline=call.answer_deadline,
             )
             for field, encoding in zip(call.fields, encodings, strict=True)
         ]

@@ -65,6 +65,7 @@ def make_request(
     limits: RequestLimits,
     field: str,
     identity: bytes = b"",
+    answer_deadline: float | None = None,
 ) -> Request:
     """Check the length of one input and limit its output to what the maximum sequence length leaves.
 
@@ -96,6 +97,7 @@ def make_request(
         deadline=params.deadline,
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
         adapter=adapter,
+        answer_deadline=answer_deadline,
     )
     _check_capacity(request, limits, field)
     return request

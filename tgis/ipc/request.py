@@ -67,6 +67,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     deadline: float | None = None  # `time.monotonic()`
     cache_salt: bytes = b""  # requests share cached prefixes only with others of the same salt
     adapter: AdapterRef | None = None
+    answer_deadline: float | None = None  # of the client, who must have the whole output before it
 
     @property
     def soft_prompt_length(self) -> int:

@@ -28,7 +28,9 @@ _FIELD_PATHS = {
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 
-def generate_call(message: pb.BatchedGenerationRequest, identity: bytes, correlation_id: str | None) -> GenerateCall:
+def generate_call(
+    message: pb.BatchedGenerationRequest, identity: bytes, correlation_id: str | None, answer_deadline: float | None
+) -> GenerateCall:
     texts = [request.text for request in message.requests]
     return GenerateCall(
         kind=CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH,
@@ -38,6 +40,7 @@ def generate_call(message: pb.BatchedGenerationRequest, identity: bytes, correla
         identity=identity,
         adapter=_adapter(message),
         correlation_id=correlation_id,
+        answer_deadline=answer_deadline,
     )
 
 

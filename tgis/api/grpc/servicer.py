@@ -1,6 +1,7 @@
 """fmaas.GenerationService: converts messages, delegates to the Generator, maps exceptions to status codes."""
 
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -47,9 +48,10 @@ Unary = Callable[[Any, Context], Awaitable[Message]]
 class GenerationServicer:
     """The four RPCs; UNAVAILABLE while `generator` is None."""
 
-    def __init__(self, *, bearer_auth: bool = False) -> None:
+    def __init__(self, *, bearer_auth: bool = False, deadline_partial: bool = False) -> None:
         self.generator: Generator | None = None
         self._bearer_auth = bearer_auth
+        self._deadline_partial = deadline_partial
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
@@ -64,7 +66,9 @@ class GenerationServicer:
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
     async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
-        call = convert.generate_call(request, self._identity(context), logs.correlation_id())
+        call = convert.generate_call(
+            request, self._identity(context), logs.correlation_id(), self._answer_deadline(context)
+        )
         replies = await self._require_generator().generate(call)
         return pb.BatchedGenerationResponse(responses=[convert.generation_response(reply) for reply in replies])
 
@@ -85,6 +89,10 @@ class GenerationServicer:
 
     def _identity(self, context: Context) -> bytes:
         return caller_identity(context, bearer_auth=self._bearer_auth)
+
+    def _answer_deadline(self, context: Context) -> float | None:
+        remaining = context.time_remaining() if self._deadline_partial else None
+        return None if remaining is None else time.monotonic() + remaining
 
     def _require_generator(self) -> Generator:
         if self.generator is None:
