@@ -75,10 +75,10 @@ def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMAND
 
 def run_command(command: str, argv: list[str], prog: str) -> int:
     """Run a command and return its exit code; expected errors are one line on stderr."""
-    from tgis.config import silence_grpc  # noqa: PLC0415 - `tgis --help` and --version need no options
+    from tgis.config import prepare_command  # noqa: PLC0415 - `tgis --help` and --version need no options
 
     try:
-        silence_grpc()
+        prepare_command()
         module = importlib.import_module(f"tgis.cli.{command.replace('-', '_')}")
         code: int = module.main(argv, prog)
         sys.stdout.flush()

@@ -376,9 +376,12 @@ def cache_config() -> Config:
     return parse(["--model-name", "any"], environ, "tgis")
 
 
-def silence_grpc() -> None:
-    """Call it before grpc is imported: its C++ core logs to stderr what our errors and log lines say already."""
+def prepare_command() -> None:
+    """Set environment variables that every command needs, before it imports a library or starts a child."""
+    # The C++ core logs to stderr what our errors and log lines say already.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Children must not import modules from the working directory: it may be that of a model.
+    os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def prepare_environment(config: Config) -> None:

@@ -87,7 +87,7 @@ def running_server(directory: Path, model: Path, timeout: float = 120, **options
     settings |= {"ESTIMATE_MEMORY": "off", "NUM_THREADS": 1} | options
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tgis", "serve"],
+            [sys.executable, "-P", "-m", "tgis", "serve"],
             env=server_environment(**settings),
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -14,7 +14,8 @@ from typing import Any
 def main() -> None:
     """Export with local files only, without running the model's code; the parent reports exceptions."""
     model_path, out, *packages = sys.argv[1:]
-    sys.path[:1] = packages  # replaces this file's directory, whose modules would shadow others
+    here = os.path.dirname(os.path.abspath(__file__))  # its modules would shadow others
+    sys.path[:] = packages + [path for path in sys.path if path != here]
     os.environ["HF_HUB_OFFLINE"] = "1"  # read by the following imports
     from optimum.exporters.onnx import onnx_export_from_model  # noqa: PLC0415 - see above
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: PLC0415

@@ -1,0 +1,54 @@
+"""Nothing in the working directory is imported, by no command and no child: it may be that of a hostile model."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import torch
+from harness import running_server, unary_request
+from tiny_models import make_model_from_config
+from transformers import LlamaConfig
+
+from tgis.models.fake import make_fake_model
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> Path:
+    """A model directory with a module for every name that could be imported; each leaves a file when it is."""
+    directory = make_fake_model(tmp_path / "model")  # for its tokenizer
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    make_model_from_config(LlamaConfig(vocab_size=300, **sizes), directory)
+    for name in {"tgis", "sitecustomize", "usercustomize"} | sys.stdlib_module_names | packages_distributions().keys():
+        (directory / f"{name}.py").write_text("import posix\nposix.close(posix.open(__file__ + '.ran', 65, 0o600))\n")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ran(poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(poisoned)
+    yield
+    assert list(poisoned.glob("*.ran")) == []
+
+
+def test_python_alone_would_import_them(poisoned: Path) -> None:
+    subprocess.run([sys.executable, "-m", "torch"], check=True)
+    mark = poisoned / "torch.py.ran"
+    assert mark.exists()
+    mark.unlink()
+
+
+def test_server_and_engine(poisoned: Path, tmp_path: Path) -> None:
+    with running_server(tmp_path, poisoned) as server, server.stub() as stub:
+        (response,) = stub.Generate(unary_request("hello", 3), timeout=120).responses
+    assert response.generated_token_count == 3
+
+
+def test_conversion(poisoned: Path) -> None:
+    (poisoned / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": torch.zeros(300, 16)}, poisoned / "pytorch_model.bin")
+    command = [sys.executable, "-P", "-m", "tgis", "convert-to-safetensors", str(poisoned)]
+    subprocess.run(command, check=True, timeout=300)
+    assert (poisoned / "model.safetensors").exists()
