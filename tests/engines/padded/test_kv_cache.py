@@ -97,7 +97,7 @@ def test_an_empty_cache_starts_again_without_growing() -> None:
         for _ in range(20):
             model.decode()
         model.leave(0)
-    assert model.cache.past_key_values.layers[0].key_buffer.shape[2] <= 128
+    assert model.cache.past_key_values.layers[0].buffers[0].shape[2] <= 128
 
 
 def test_bytes_per_token_counts_all_layers() -> None:

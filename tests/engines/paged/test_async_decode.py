@@ -155,7 +155,7 @@ def test_any_plan_may_follow_any_other(
 ) -> None:
     """Sequences that pause, in any order, in chunks of any size, with lookahead blocks or not; some are preempted."""
     if captured:
-        graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine._num_blocks * SIZE)
+        graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine.info.token_capacity)
         graphs.capture(record, subject.engine._device)
         monkeypatch.setattr(subject.engine, "_graphs", graphs)
     changed = mock.Mock(wraps=subject.engine._sampler.invalidate)

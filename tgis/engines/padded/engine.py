@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequences
 from contextlib import contextmanager
 
+import msgspec
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -41,25 +42,20 @@ class PaddedEngine:
         torch.set_grad_enabled(False)
         self._options = options
         self._device = select_device(options)
-        self._max_batch_size = options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
-        self._model = load(options, self._device, self._max_batch_size)
-        self._vocab_size = self._model.info.vocab_size
-        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, self._model.token_history)
-        self._seqs: list[Sequence] = []
-        self._token_capacity = 0  # until `warm_up` has found it
-
-    @property
-    def info(self) -> EngineInfo:
+        max_batch_size = options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
+        self._model = load(options, self._device, max_batch_size)
         model = self._model.info
-        return EngineInfo(
+        self._sampler = BatchSampler(model.vocab_size, options.eos_ids, self._device, self._model.token_history)
+        self._seqs: list[Sequence] = []
+        self.info = EngineInfo(
             model_class=model.model_class,
             device=str(self._device),
             dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=self._vocab_size,
+            vocab_size=model.vocab_size,
             encoder_decoder=model.encoder_decoder,
             padded=True,
-            max_batch_size=self._max_batch_size,
-            token_capacity=self._token_capacity,
+            max_batch_size=max_batch_size,
+            token_capacity=0,  # until `warm_up` has found it
             max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
             max_positions=self._model.max_positions,
             embedding_size=self._model.embedding_size,
@@ -78,9 +74,10 @@ class PaddedEngine:
             seq.tokens += tokens[0]
         cost = self._model.kv_cache_cost
         self.release([seq])
-        self._token_capacity = padded_capacity(
+        capacity = padded_capacity(
             self, self._options, self._device, cost, lambda: self._model.kv_cache_bytes, self._peak
         )
+        self.info = msgspec.structs.replace(self.info, token_capacity=capacity)
 
     def _peak(self, runner: DummyRunner) -> int:
         model = self._model

@@ -47,11 +47,11 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache_view: CacheView) -> None:
         super().__init__()
         self.cache_view = cache_view
+        self.buffers: list[torch.Tensor] = []  # keys and values, [slots, heads, columns, head size]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate with the head count, head size and dtype of the model."""
-        self.key_buffer = self._allocate(key_states)  # [slots, heads, columns, head size]
-        self.value_buffer = self._allocate(value_states)
+        self.buffers = [self._allocate(key_states), self._allocate(value_states)]
         self.is_initialized = True
 
     def update(
@@ -61,16 +61,15 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         w = self.cache_view
-        self.key_buffer[w.rows, :, w.write_start : w.write_end] = key_states
-        self.value_buffer[w.rows, :, w.write_start : w.write_end] = value_states
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[w.rows, :, w.write_start : w.write_end] = states
         self.refresh()
         return self.keys, self.values
 
     def refresh(self) -> None:
         """Set `keys` and `values` to the view."""
         w = self.cache_view
-        self.keys = self.key_buffer[w.rows, :, w.read_start : w.write_end]
-        self.values = self.value_buffer[w.rows, :, w.read_start : w.write_end]
+        self.keys, self.values = (buffer[w.rows, :, w.read_start : w.write_end] for buffer in self.buffers)
 
     def get_seq_length(self) -> int:
         """Columns before those of the pass."""
@@ -88,26 +87,22 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def bytes_per_token(self) -> int:
-        buffers = (self.key_buffer, self.value_buffer) if self.is_initialized else ()
-        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
+        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in self.buffers)
 
     def reallocate(self, rows: slice, source: slice, target: slice) -> None:
         """Move `rows` into new buffers of the view's size; everything else becomes zero."""
-        if self.is_initialized:
-            self.keys = self.values = None  # or they would keep the old buffers alive
-            self.key_buffer = self._reallocated(self.key_buffer, rows, source, target)
-            self.value_buffer = self._reallocated(self.value_buffer, rows, source, target)
+        self.keys = self.values = None  # or they would keep the old buffers alive
+        for index, old in enumerate(self.buffers):
+            self.buffers[index] = self._reallocated(old, rows, source, target)
 
     def copy_row(self, source: int, target: int, columns: slice) -> None:
-        if self.is_initialized:
-            self.key_buffer[target, :, columns] = self.key_buffer[source, :, columns]
-            self.value_buffer[target, :, columns] = self.value_buffer[source, :, columns]
+        for buffer in self.buffers:
+            buffer[target, :, columns] = buffer[source, :, columns]
 
     def zero(self, rows: slice, columns: slice) -> None:
         """Zero a region, since an earlier sequence may have left NaN there."""
-        if self.is_initialized:
-            self.key_buffer[rows, :, columns] = 0
-            self.value_buffer[rows, :, columns] = 0
+        for buffer in self.buffers:
+            buffer[rows, :, columns] = 0
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.cache_view.slots, like.shape[1], self.cache_view.columns, like.shape[3])
@@ -173,13 +168,11 @@ class PaddedKVCache:
         self._reserve(len(self.seq_lens), self.width, extra_columns=1)
         self.seq_lens = [length + 1 for length in self.seq_lens]
         self._end_column += 1
-        self._set_view(
-            slice(0, len(self.seq_lens)), self._end_column - self.width, self._end_column - 1, self._end_column
-        )
+        self._view_all(self._end_column - 1)
 
-    def view_all(self) -> None:
+    def read_all(self) -> None:
         """View all rows to read them only."""
-        self._set_view(slice(0, len(self.seq_lens)), self._end_column - self.width, self._end_column, self._end_column)
+        self._view_all(self._end_column)
         for layer in self.past_key_values.layers:
             layer.refresh()
 
@@ -200,9 +193,12 @@ class PaddedKVCache:
         if not self.seq_lens:
             self._end_column = 0
 
-    def _set_view(self, rows: slice, read_from: int, write_from: int, write_to: int) -> None:
+    def _view_all(self, write_start: int) -> None:
+        self._set_view(slice(0, len(self.seq_lens)), self._end_column - self.width, write_start, self._end_column)
+
+    def _set_view(self, rows: slice, read_start: int, write_start: int, write_end: int) -> None:
         w = self._view
-        w.rows, w.read_start, w.write_start, w.write_end = rows, read_from, write_from, write_to
+        w.rows, w.read_start, w.write_start, w.write_end = rows, read_start, write_start, write_end
 
     def _reserve(self, slots: int, width: int, extra_columns: int = 0) -> None:
         """Ensure `slots` rows, `width` columns left of the end and `extra_columns` right of it."""

@@ -137,7 +137,7 @@ class Seq2SeqLM:
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         self._self_attention_cache.view_decode()
-        self._cross_attention_cache.view_all()
+        self._cross_attention_cache.read_all()
         shape = (len(last_tokens), self._cross_attention_cache.width, 1)
         unread = torch.zeros((1, 1, 1), dtype=self.model.dtype, device=self._device).expand(shape)
         logits = self._forward(last_tokens[:, None], 0, self._self_attention_cache.width, unread)[:, -1]

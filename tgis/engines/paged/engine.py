@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 
+import msgspec
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -65,36 +66,31 @@ class PagedEngine:
         kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, kernels)
         self._embed_tokens = self._model.get_input_embeddings()
-        self._vocab_size = int(self._model.get_output_embeddings().out_features)
+        vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", kernels)
-        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history)
-        self._prompt_logprobs = PromptLogprobs(self._vocab_size)
-        single_gpu = self._device.type == "cuda" and options.num_shards == 1
-        self._async_decode = single_gpu if async_decode is None else async_decode
-        launch_next = self._launch_next if self._async_decode else None
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history)
+        self._prompt_logprobs = PromptLogprobs(vocab_size)
+        if async_decode is None:
+            async_decode = self._device.type == "cuda" and options.num_shards == 1
+        launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
-        self._num_blocks = 0
         self._compiled: CompiledDecoder | None = None
         self._graphs: DecodeGraphs | None = None
         verify_attention(self._model, self._attention, self._forward, block_size, options.max_sequence_length)
-
-    @property
-    def info(self) -> EngineInfo:
         kind = self._device.type
-        return EngineInfo(
+        self.info = EngineInfo(
             model_class=type(self._model).__name__,
             device=str(self._device),
             dtype=str(self._model.dtype).removeprefix("torch."),
-            vocab_size=self._vocab_size,
+            vocab_size=vocab_size,
             encoder_decoder=False,
             padded=False,
-            max_batch_size=self._max_batch_size,
-            token_capacity=self._num_blocks * self._block_size,
+            max_batch_size=options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[kind],
+            token_capacity=0,  # until `warm_up` has found it
             max_prefill_tokens=_PREFILL_TOKENS[kind],
-            block_size=self._block_size,
-            lookahead=int(self._async_decode),
+            block_size=block_size,
+            lookahead=int(async_decode),
             max_slowdown=_MAX_SLOWDOWN[kind],
-            max_request_tokens=self._num_blocks * self._block_size,
             embedding_size=self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0,
             lora_targets=self._lora.targets,
         )
@@ -102,18 +98,20 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Allocate the KV cache, of the memory that the largest step leaves; compile and capture what can be."""
         bytes_per_block = self._attention.cache.bytes_per_block
-        self._num_blocks = self._all_reduce_min(self._num_available_blocks(bytes_per_block))
-        if self._num_blocks < 1:
+        num_blocks = self._all_reduce_min(self._num_available_blocks(bytes_per_block))
+        if num_blocks < 1:
             raise StartError("no memory is left for the KV cache: lower MAX_BATCH_SIZE or grant more memory")
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
-        self._attention.cache = PagedKVCache(self._num_blocks + scratch_blocks, self._block_size)
+        self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size)
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all",
-            self._num_blocks,
+            num_blocks,
             self._block_size,
             bytes_per_block / self._block_size / 1024,
-            self._num_blocks * bytes_per_block / 2**30,
+            num_blocks * bytes_per_block / 2**30,
         )
+        capacity = num_blocks * self._block_size
+        self.info = msgspec.structs.replace(self.info, token_capacity=capacity, max_request_tokens=capacity)
         self._run_dummy_steps()
         if self._options.compile and self._options.num_shards == 1:
             self._compile()
@@ -150,9 +148,8 @@ class PagedEngine:
     def _capture_graphs(self) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
         max_blocks = -(-self._options.max_sequence_length // self._block_size)
-        graphs = DecodeGraphs(
-            self._forward, self._max_batch_size, max_blocks, scratch_slot=self._num_blocks * self._block_size
-        )
+        info = self.info
+        graphs = DecodeGraphs(self._forward, info.max_batch_size, max_blocks, scratch_slot=info.token_capacity)
         try:
             with torch.inference_mode():
                 graphs.capture(cuda_capture(), self._device)
@@ -180,10 +177,6 @@ class PagedEngine:
 
     def close(self) -> None:
         """The process ends, and everything with it."""
-
-    @property
-    def _max_batch_size(self) -> int:
-        return self._options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device."""
@@ -228,7 +221,7 @@ class PagedEngine:
     def _num_available_blocks(self, bytes_per_block: int) -> int:
         """What there is memory for, but no more than the largest batch can fill."""
         blocks_per_seq = -(-self._options.max_sequence_length // self._block_size)
-        useful = self._max_batch_size * blocks_per_seq
+        useful = self.info.max_batch_size * blocks_per_seq
         if self._options.kv_cache_bytes is not None:
             return min(useful, self._options.kv_cache_bytes // self._options.num_shards // bytes_per_block)
         if self._options.estimate_memory == "manual":
