@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import dataclass
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -28,25 +29,22 @@ log = logging.getLogger(__name__)
 _MAX_SNAPSHOT_SEQS = 100  # of those that run and of those that wait
 
 
+@dataclass(frozen=True, slots=True)
 class EngineCore:
     """Owns the batcher and the engine."""
 
-    def __init__(
-        self, channel: Channel, engine: Engine, batcher: Batcher, resolver: AdapterResolver | None = None
-    ) -> None:
-        self._channel = channel
-        self._engine = engine
-        self._batcher = batcher
-        self._resolver = resolver
-        self._padded = engine.info.padded
+    channel: Channel
+    engine: Engine
+    batcher: Batcher
+    resolver: AdapterResolver | None = None
 
     def run(self) -> None:
         """Serve until Shutdown."""
-        while self._handle(self._channel.receive(wait=self._batcher.idle)):
-            if expired := self._batcher.expire(time.monotonic()):
+        while self._handle(self.channel.receive(wait=self.batcher.idle)):
+            if expired := self.batcher.expire(time.monotonic()):
                 self._send_step(expired, [[]] * len(expired))
-            plan = self._batcher.plan(time.monotonic())
-            self._engine.release(plan.to_release)
+            plan = self.batcher.plan(time.monotonic())
+            self.engine.release(plan.to_release)
             if plan.seqs:
                 self._step(plan)
 
@@ -56,11 +54,11 @@ class EngineCore:
                 case Submit(requests, arrival_time):
                     self._submit(requests, arrival_time)
                 case Cancel(ids):
-                    self._batcher.cancel(ids)
-                    if self._resolver:
-                        self._resolver.release(ids)
+                    self.batcher.cancel(ids)
+                    if self.resolver:
+                        self.resolver.release(ids)
                 case GetSnapshot():
-                    self._channel.send(self._batcher.snapshot(time.monotonic(), _MAX_SNAPSHOT_SEQS))
+                    self.channel.send(self.batcher.snapshot(time.monotonic(), _MAX_SNAPSHOT_SEQS))
                 case Shutdown():
                     return False
                 case _:
@@ -68,15 +66,15 @@ class EngineCore:
         return True
 
     def _submit(self, requests: list[Request], arrival_time: float) -> None:
-        for seq in self._batcher.submit(requests, arrival_time):
+        for seq in self.batcher.submit(requests, arrival_time):
             if seq.request.adapter:  # loaded before: validation needs its length, and its errors come first
-                assert self._resolver is not None
-                seq.adapter = self._resolver.adapter(seq.request.adapter)
+                assert self.resolver is not None
+                seq.adapter = self.resolver.adapter(seq.request.adapter)
 
     def _step(self, plan: StepPlan) -> None:
         started_at = time.monotonic()
         try:
-            result = self._engine.step(plan)
+            result = self.engine.step(plan)
         except OutOfMemory as error:
             self._rollback(plan, FailureKind.OUT_OF_MEMORY, str(error))
         except StartError:
@@ -89,24 +87,24 @@ class EngineCore:
 
     def _rollback(self, plan: StepPlan, kind: FailureKind, message: str) -> None:
         """Retry the sequences of a failed step, but for those that failed alone."""
-        failed = self._batcher.rollback(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
+        failed = self.batcher.rollback(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
         log.warning("%d sequences of a failed step (%s) will be retried", len(plan.seqs) - len(failed), kind)
-        self._channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
+        self.channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
 
     def _commit(self, plan: StepPlan, result: StepResult, started_at: float, computed_at: float) -> None:
-        recorder = StepRecorder(plan, self._batcher, padded=self._padded, started_at=started_at)
+        recorder = StepRecorder(plan, self.batcher, padded=self.engine.info.padded, started_at=started_at)
         if result.failed:
             plan, result = self._drop_failed(plan, result)
         lengths = [len(seq.tokens) for seq in plan.sampled]
-        self._batcher.commit(plan, result.tokens, computed_at)
+        self.batcher.commit(plan, result.tokens, computed_at)
         tokens = [seq.tokens[length:] for seq, length in zip(plan.sampled, lengths, strict=True)]
         self._send_step(plan.sampled, tokens, result, recorder.stats(computed_at, time.monotonic()))
 
     def _drop_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """Fail the sequences that the engine could not sample for; the step of the others."""
-        self._batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
+        self.batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
         for request_id, reason in result.failed.items():
-            self._channel.send(Failed([request_id], FailureKind.ERROR, reason))
+            self.channel.send(Failed([request_id], FailureKind.ERROR, reason))
         rest = plan.without(result.failed)
         return rest, StepResult.gather(rest.sampled, [(plan.sampled, result)])
 
@@ -117,7 +115,7 @@ class EngineCore:
         result: StepResult | None = None,
         stats: StepStats | None = None,
     ) -> None:
-        self._channel.send(
+        self.channel.send(
             Step(
                 ids=[seq.id for seq in seqs],
                 tokens=tokens,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import sampling_oracle as oracle
 import torch
-from batches import engine_options, limits
+from batches import check_pool, engine_options, limits
 from fake_cuda_graphs import record
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
@@ -40,7 +40,7 @@ class Launches:
     @classmethod
     def of(cls, engine: PagedEngine, patch: pytest.MonkeyPatch) -> "Launches":
         seen, steps = cls(), engine._decoder
-        launch, launch_next = steps._launch, steps._launch_next
+        launch, launch_next = steps.launch, steps.launch_next
         assert launch_next is not None
 
         def planned(plan: StepPlan) -> Any:
@@ -52,8 +52,8 @@ class Launches:
             return launch_next(rows, *others)
 
         patch.setattr(steps, "_cooldown", 0)
-        patch.setattr(steps, "_launch", planned)
-        patch.setattr(steps, "_launch_next", launch_in_flight)
+        patch.setattr(steps, "launch", planned)
+        patch.setattr(steps, "launch_next", launch_in_flight)
         return seen
 
 
@@ -301,7 +301,7 @@ class Run:
         self.batcher.drop(failed)
         tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
         self.ended += self.batcher.commit(plan.without(result.failed), tokens, 0.0)
-        self._pool().check()
+        check_pool(self._pool())
         return True
 
     def finish(self) -> None:
@@ -387,7 +387,7 @@ def test_sequences_with_invalid_logits_fail_alone(
     assert len(launches.in_flight) > 20
 
 
-@pytest.mark.parametrize("failing", ["_launch", "_launch_next"])
+@pytest.mark.parametrize("failing", ["launch", "launch_next"])
 def test_a_failed_launch_changes_no_result(
     subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:

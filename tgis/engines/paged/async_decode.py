@@ -52,26 +52,18 @@ Launch = Callable[[StepPlan], InFlightStep]
 LaunchNext = Callable[[list[Sequence], Tensor, list[int]], InFlightStep]  # newest tokens, and each sequence's index
 
 
+@dataclass(slots=True)
 class AsyncDecoder:
     """The steps of one engine, from plan to result."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        launch_next: LaunchNext | None,
-        sampler: BatchSampler,
-        prompt_logprobs: PromptLogprobs,
-        block_size: int,
-    ) -> None:
-        """Without `launch_next` every step is launched when it is planned."""
-        self._launch = launch
-        self._launch_next = launch_next
-        self._sampler = sampler
-        self._prompt_logprobs = prompt_logprobs
-        self._block_size = block_size
-        self._cooldown = 0  # steps to go without one in flight
-        self._in_flight: InFlightStep | None = None
-        self._expected_lengths: dict[int, int] = {}  # by request id: number of tokens when the step is reused
+    launch: Launch
+    launch_next: LaunchNext | None  # without it every step is launched when it is planned
+    sampler: BatchSampler
+    prompt_logprobs: PromptLogprobs
+    block_size: int
+    _cooldown: int = 0  # steps to go without one in flight
+    _in_flight: InFlightStep | None = None
+    _expected_lengths: dict[int, int] = field(default_factory=dict)  # by request id: tokens when the step is reused
 
     def step(self, plan: StepPlan) -> StepResult:
         """Reuse what is in flight, launch the rest and the next step, and only then wait for tokens."""
@@ -80,7 +72,7 @@ class AsyncDecoder:
         self._in_flight, self._expected_lengths = None, {}
         rest = plan.without(reused) if reused else plan
         if rest.seqs:
-            steps.append(self._launch(rest))
+            steps.append(self.launch(rest))
         self._launch_ahead(plan, steps)
         return self._collect(plan, steps)
 
@@ -93,7 +85,7 @@ class AsyncDecoder:
 
     def _launch_ahead(self, plan: StepPlan, steps: list[InFlightStep]) -> None:
         seqs = self._continuing(plan)
-        if self._launch_next is None or not seqs:
+        if self.launch_next is None or not seqs:
             return
         if self._cooldown:
             self._cooldown -= 1
@@ -101,7 +93,7 @@ class AsyncDecoder:
         # A sequence that was in flight and is not reused is in both steps: the later one counts.
         indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.seqs)}
         token_ids = torch.cat([step.sampled.token_ids() for step in steps])
-        self._in_flight = self._launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
+        self._in_flight = self.launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
         self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
@@ -115,14 +107,14 @@ class AsyncDecoder:
 
     def _has_free_slot(self, seq: Sequence) -> bool:
         position = len(seq.tokens)  # of the next token: never in a cached block, which others may share
-        assert position >= seq.num_cached_blocks * self._block_size
-        return position < len(seq.block_table) * self._block_size
+        assert position >= seq.num_cached_blocks * self.block_size
+        return position < len(seq.block_table) * self.block_size
 
     def _collect(self, plan: StepPlan, steps: list[InFlightStep]) -> StepResult:
         last_steps = {seq.id: step for step in steps for seq in step.seqs}
         results = []
         for step in steps:
-            result, changed = step.wait(self._prompt_logprobs)
+            result, changed = step.wait(self.prompt_logprobs)
             results.append((step.seqs, result))
             self._discard([seq for seq in changed if last_steps[seq.id] is step and seq in plan.sampled])
         return StepResult.gather(plan.sampled, results)
@@ -131,5 +123,5 @@ class AsyncDecoder:
         """The step in flight was launched with other tokens of these sequences."""
         if changed:
             self.release(changed)
-            self._sampler.invalidate()
+            self.sampler.invalidate()
             self._cooldown = _COOLDOWN_STEPS

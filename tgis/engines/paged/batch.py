@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
 from tgis.prompts.lora import LoraAdapter
 
 _NO_METADATA = np.empty(0)
+
+_Work = list[tuple[Sequence, range]]  # sequences and the positions that they compute, decodes first
 
 
 @dataclass(slots=True)
@@ -75,99 +78,83 @@ class FlatBatch:
         return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
 
 
-def prepare_inputs(
-    plan: StepPlan, block_size: int, device: torch.device, step_metadata: NDArray[np.float64] = _NO_METADATA
-) -> tuple[FlatBatch, dict[int, slice]]:
-    """The batch of a plan, and where in `logits_indices` the logits for prompt logprobs are, by request id. First come
-    those of the sampled sequences, in the plan's order.
-    """
-    work = sorted(zip(plan.seqs, plan.num_scheduled_tokens, strict=True), key=lambda item: item[1] > 1)
-    ends, total = {}, 0
-    for seq, count in work:
-        total += count
-        ends[seq.id] = total
-    logits_indices = [ends[seq.id] - 1 for seq in plan.sampled]
-    prompt_slices = {}
-    for seq, count in work:
-        if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens:
-            prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + count)
-            logits_indices += range(ends[seq.id] - count, ends[seq.id])
-    positions = [(seq, range(seq.num_computed_tokens, seq.num_computed_tokens + count)) for seq, count in work]
-    input_ids = [token for seq, own in positions for token in seq.tokens[own.start : own.stop]]
-    batch = _build_batch(positions, input_ids, logits_indices, step_metadata, block_size, device)
-    batch.spans = list(flat_spans(work))
-    return batch, prompt_slices
+class BatchBuilder:
+    """Makes the batches of an engine."""
 
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
 
-def prepare_next_inputs(
-    seqs: list[Sequence],
-    tokens: Tensor,
-    token_indices: list[int],
-    block_size: int,
-    device: torch.device,
-    step_metadata: NDArray[np.float64],
-) -> FlatBatch:
-    """The decode batch of the tokens that follow those on the host: each sequence's is in `tokens` on the device, at
-    its index.
-    """
-    positions = [(seq, range(len(seq.tokens), len(seq.tokens) + 1)) for seq in seqs]
-    batch = _build_batch(positions, token_indices, list(range(len(seqs))), step_metadata, block_size, device)
-    batch.input_ids = tokens[batch.input_ids]
-    return batch
+    def build(
+        self, plan: StepPlan, step_metadata: NDArray[np.float64] = _NO_METADATA
+    ) -> tuple[FlatBatch, dict[int, slice]]:
+        """The batch of a plan, and where in `logits_indices` the logits for prompt logprobs are, by request id. First
+        come those of the sampled sequences, in the plan's order.
+        """
+        work = sorted(zip(plan.seqs, plan.num_scheduled_tokens, strict=True), key=lambda item: item[1] > 1)
+        ends = dict(zip((seq.id for seq, _ in work), accumulate(count for _, count in work), strict=True))
+        logits_indices = [ends[seq.id] - 1 for seq in plan.sampled]
+        prompt_slices = {}
+        for seq, count in work:
+            if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens:
+                prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + count)
+                logits_indices += range(ends[seq.id] - count, ends[seq.id])
+        positions = [(seq, range(seq.num_computed_tokens, seq.num_computed_tokens + count)) for seq, count in work]
+        input_ids = [token for seq, own in positions for token in seq.tokens[own.start : own.stop]]
+        batch = self._build(positions, input_ids, logits_indices, step_metadata)
+        batch.spans = list(flat_spans(work))
+        return batch, prompt_slices
 
+    def build_next(
+        self, seqs: list[Sequence], tokens: Tensor, token_indices: list[int], step_metadata: NDArray[np.float64]
+    ) -> FlatBatch:
+        """The decode batch of the tokens that follow those on the host: each sequence's is in `tokens` on the device,
+        at its index.
+        """
+        positions = [(seq, range(len(seq.tokens), len(seq.tokens) + 1)) for seq in seqs]
+        batch = self._build(positions, token_indices, list(range(len(seqs))), step_metadata)
+        batch.input_ids = tokens[batch.input_ids]
+        return batch
 
-def _build_batch(
-    work: list[tuple[Sequence, range]],
-    input_ids: list[int],
-    logits_indices: list[int],
-    step_metadata: NDArray[np.float64],
-    block_size: int,
-    device: torch.device,
-) -> FlatBatch:
-    """The batch of sequences and the positions that they compute, decodes first; without soft prompts."""
-    decodes = [(seq, positions.stop) for seq, positions in work if len(positions) == 1]
-    prefills = [(seq, positions) for seq, positions in work if len(positions) > 1]
-    max_blocks = max((_num_blocks(seq_len, block_size) for _, seq_len in decodes), default=0)
-    parts = [
-        input_ids,
-        [p for _, positions in work for p in positions],
-        [seq.block_table[p // block_size] * block_size + p % block_size for seq, positions in work for p in positions],
-        [block for seq, _ in decodes for block in _padded(seq.block_table, max_blocks)],
-        [seq_len for _, seq_len in decodes],
-        logits_indices,
-        step_metadata.view(np.int64).ravel().tolist(),
-        *(seq.block_table[: _num_blocks(positions.stop, block_size)] for seq, positions in prefills),
-    ]
-    tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, *chunk_tables = upload(parts, device)
-    chunks, start = [], len(decodes)
-    for (_, own), block_table in zip(prefills, chunk_tables, strict=True):
-        chunks.append(PrefillChunk(slice(start, start + len(own)), own.start, block_table))
-        start += len(own)
-    return FlatBatch(
-        tokens,
-        positions,
-        slot_mapping,
-        tables.view(len(decodes), max_blocks),
-        seq_lens,
-        chunks,
-        indices,
-        spans=[],
-        adapters=_adapters(work),
-        step_metadata=metadata.view(torch.float64).view(step_metadata.shape),
-    )
+    def _build(
+        self, work: _Work, input_ids: list[int], logits_indices: list[int], step_metadata: NDArray[np.float64]
+    ) -> FlatBatch:
+        """Without soft prompts."""
+        size = self._block_size
+        decodes = [(seq, positions.stop) for seq, positions in work if len(positions) == 1]
+        prefills = [(seq, positions) for seq, positions in work if len(positions) > 1]
+        max_blocks = max((-(-seq_len // size) for _, seq_len in decodes), default=0)
+        parts = [
+            input_ids,
+            [p for _, positions in work for p in positions],
+            [seq.block_table[p // size] * size + p % size for seq, positions in work for p in positions],
+            [block for seq, _ in decodes for block in _padded(seq.block_table, max_blocks)],
+            [seq_len for _, seq_len in decodes],
+            logits_indices,
+            step_metadata.view(np.int64).ravel().tolist(),
+            *(seq.block_table[: -(-positions.stop // size)] for seq, positions in prefills),
+        ]
+        on_device = upload(parts, self._device)
+        tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, *chunk_tables = on_device
+        chunks, start = [], len(decodes)
+        for (_, own), block_table in zip(prefills, chunk_tables, strict=True):
+            chunks.append(PrefillChunk(slice(start, start + len(own)), own.start, block_table))
+            start += len(own)
+        return FlatBatch(
+            *(tokens, positions, slot_mapping, tables.view(len(decodes), max_blocks), seq_lens, chunks, indices),
+            spans=[],
+            adapters=_adapters(work),
+            step_metadata=metadata.view(torch.float64).view(step_metadata.shape),
+        )
 
 
 def _padded(block_table: list[int], length: int) -> list[int]:
     return block_table[:length] + [0] * (length - len(block_table))
 
 
-def _adapters(work: list[tuple[Sequence, range]]) -> list[LoraAdapter | None]:
+def _adapters(work: _Work) -> list[LoraAdapter | None]:
     """By token; empty if no sequence has one."""
     adapters = [lora_of(seq) for seq, _ in work]
     if not any(adapters):
         return []
     return [adapter for adapter, (_, own) in zip(adapters, work, strict=True) for _ in own]
-
-
-def _num_blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)

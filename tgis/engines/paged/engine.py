@@ -21,7 +21,7 @@ from tgis.engines.memory.available import device_errors, memory_for_batches
 from tgis.engines.memory.profiler import profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
-from tgis.engines.paged.batch import FlatBatch, prepare_inputs, prepare_next_inputs
+from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.compile import CompiledDecoder, can_compile
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, cuda_capture
 from tgis.engines.paged.kv_cache import PagedKVCache
@@ -70,13 +70,14 @@ class PagedEngine:
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", kernels)
         self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history)
         self._prompt_logprobs = PromptLogprobs(vocab_size)
+        self._batch_builder = BatchBuilder(block_size, self._device)
         if async_decode is None:
             async_decode = self._device.type == "cuda" and options.num_shards == 1
         launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledDecoder | None = None
         self._graphs: DecodeGraphs | None = None
-        verify_attention(self._model, self._attention, self._forward, block_size, options.max_sequence_length)
+        verify_attention(self._model, self._attention, self.compute_logits, block_size, options.max_sequence_length)
         kind = self._device.type
         self.info = EngineInfo(
             model_class=type(self._model).__name__,
@@ -167,8 +168,8 @@ class PagedEngine:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute_logits(self, plan: StepPlan) -> tuple[torch.Tensor, dict[int, slice]]:
-        """The logits of a step, and the slices of them for prompt logprobs, as `prepare_inputs` has them."""
-        batch, prompt_slices = prepare_inputs(plan, self._block_size, self._device)
+        """The logits of a step, and the slices of them for prompt logprobs, as `BatchBuilder.build` has them."""
+        batch, prompt_slices = self._batch_builder.build(plan)
         return self._run_model(batch), prompt_slices
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -181,7 +182,7 @@ class PagedEngine:
     def _launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device."""
         step_metadata = self._sampler.prepare(plan.sampled)
-        batch, prompt_slices = prepare_inputs(plan, self._block_size, self._device, step_metadata)
+        batch, prompt_slices = self._batch_builder.build(plan, step_metadata)
         logits = self._run_model(batch)
         prompt_chunks = self._prompt_logprobs.start(plan, prompt_slices, logits)
         return InFlightStep(self._sample(batch, logits[: len(plan.sampled)]), prompt_chunks)
@@ -189,7 +190,7 @@ class PagedEngine:
     def _launch_next(self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: list[int]) -> InFlightStep:
         """Queue the step after one whose tokens are still on the device."""
         step_metadata = self._sampler.prepare(seqs, lookahead=1)
-        batch = prepare_next_inputs(seqs, tokens, token_indices, self._block_size, self._device, step_metadata)
+        batch = self._batch_builder.build_next(seqs, tokens, token_indices, step_metadata)
         return InFlightStep(self._sample(batch, self._run_model(batch)), [])
 
     def _sample(self, batch: FlatBatch, logits: torch.Tensor) -> SampledTokens:

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.attention import PagedAttention
-from tgis.engines.paged.batch import FlatBatch, prepare_inputs
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -16,24 +15,25 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 _NUM_TOKENS = 40
 _CHUNKS = (17, _NUM_TOKENS - 18, 1)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; half precision is coarser
+ComputeLogits = Callable[[StepPlan], tuple[Tensor, dict[int, slice]]]  # and the slices for prompt logprobs, by id
 _WINDOW_LAYER_TYPES = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
 
 
 def verify_attention(
     model: PreTrainedModel,
     attention: PagedAttention,
-    forward: Callable[[FlatBatch], Tensor],
+    compute_logits: ComputeLogits,
     block_size: int,
     max_sequence_length: int,
 ) -> None:
     """Replace the model's attention, for good. Unsupported unless its logits stay the same, for a prompt in chunks and
-    a decode, which `forward` computes. Leaves a KV cache of the few tokens of this check.
+    a decode. Leaves a KV cache of the few tokens of this check.
     """
     vocab_size = model.get_output_embeddings().out_features
     tokens = torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0].double()
     model.set_attn_implementation(attention.name)
-    logits = _paged_logits(tokens, attention, forward, block_size, model.device)
+    logits = _paged_logits(tokens, attention, compute_logits, block_size)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(attention.cache) != num_layers:
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
@@ -52,18 +52,14 @@ def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool 
 
 
 def _paged_logits(
-    tokens: list[int],
-    attention: PagedAttention,
-    forward: Callable[[FlatBatch], Tensor],
-    block_size: int,
-    device: torch.device,
+    tokens: list[int], attention: PagedAttention, compute_logits: ComputeLogits, block_size: int
 ) -> Tensor:
     seq = dummy_sequence(tokens, block_size, prompt_logprobs=True)
     attention.cache = PagedKVCache(len(seq.block_table), block_size)
     logits = []
     for count in _CHUNKS:
-        batch, prompt_slices = prepare_inputs(StepPlan([seq], [count], [], has_prefill=True), block_size, device)
-        logits.append(forward(batch)[prompt_slices[seq.id]])
+        computed, prompt_slices = compute_logits(StepPlan([seq], [count], [], has_prefill=True))
+        logits.append(computed[prompt_slices[seq.id]])
         seq.num_computed_tokens += count
     return torch.cat(logits)
 
