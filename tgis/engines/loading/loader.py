@@ -28,7 +28,7 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_a
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class LoadedModelInfo:
     """What a loaded model is."""
 
     model_class: str
@@ -65,29 +65,26 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, ForwardSignature]:
-    """A decoder-only model, optimized for inference on the device."""
+    """A decoder-only model, and what its forward takes."""
     if load_config(options).is_encoder_decoder:
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
-    model = _load_for_inference(AutoModelForCausalLM, options, device)
+    model = load_model(options, device)
     parameters = inspect.signature(model.forward).parameters
     return model, ForwardSignature(*(field.name in parameters for field in fields(ForwardSignature)))
 
 
-def load_seq2seq_lm(options: EngineOptions, device: torch.device) -> PreTrainedModel:
-    """An encoder-decoder model, optimized for inference on the device."""
-    return _load_for_inference(AutoModelForSeq2SeqLM, options, device)
-
-
-def model_info(model: PreTrainedModel) -> ModelInfo:
+def model_info(model: PreTrainedModel) -> LoadedModelInfo:
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    return ModelInfo(type(model).__name__, model.dtype, vocab_size, model.config.is_encoder_decoder)
+    return LoadedModelInfo(type(model).__name__, model.dtype, vocab_size, model.config.is_encoder_decoder)
 
 
-def _load_for_inference(auto_class: Any, options: EngineOptions, device: torch.device) -> PreTrainedModel:
+def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
+    """The model, optimized for inference on the device."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     started = time.monotonic()
     config = load_config(options)
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
     check_model_fits(auto_class, options, config, dtype, device)

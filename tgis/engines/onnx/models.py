@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import ModelInfo
+from tgis.engines.loading.loader import LoadedModelInfo
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, ignores_padding
@@ -209,9 +209,9 @@ class OnnxSeq2SeqLM:
         return self._decoder.empty_past(names, lengths, self._device, left_padded=left)
 
 
-def _model_info(config: PreTrainedConfig, decoder: Decoder) -> ModelInfo:
+def _model_info(config: PreTrainedConfig, decoder: Decoder) -> LoadedModelInfo:
     name = (config.architectures or [type(config).__name__])[0]
-    return ModelInfo(f"{name} (ONNX)", decoder.dtype, decoder.vocab_size, config.is_encoder_decoder)
+    return LoadedModelInfo(f"{name} (ONNX)", decoder.dtype, decoder.vocab_size, config.is_encoder_decoder)
 
 
 def _generation_config(options: EngineOptions, config: PreTrainedConfig) -> GenerationConfig:

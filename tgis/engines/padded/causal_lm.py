@@ -10,9 +10,9 @@ from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import (
+    MAX_LOGPROB_TOKENS,
     MAX_PREFILL_TOKENS,
     chunked_prefill,
-    max_logprob_tokens,
     wanting_prompt_logprobs,
 )
 from tgis.ipc.messages import EngineOptions
@@ -33,7 +33,7 @@ class CausalLM:
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._embed_tokens = self.model.get_input_embeddings()
         self.embedding_size = self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0
-        self.max_logprob_tokens = max_logprob_tokens(device)
+        self.max_logprob_tokens = min(MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS[device.type])
         self._device = device
         self._max_batch_size = max_batch_size
         self._cache = PaddedKVCache(max_batch_size)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import ModelInfo
+from tgis.engines.loading.loader import LoadedModelInfo
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
@@ -18,13 +18,13 @@ from tgis.ipc.request import TokenLogprobs
 
 # Larger passes only take longer: measured on two cores; an H200 needs thousands of tokens.
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
-_MAX_LOGPROB_TOKENS = 128  # of a pass that computes prompt logprobs, since most of its memory is for their logits
+MAX_LOGPROB_TOKENS = 128  # of a pass that computes prompt logprobs, since most of its memory is for their logits
 
 
 class PaddedModel(Protocol):
     """A loaded model, and the KV cache of its sequences."""
 
-    info: ModelInfo
+    info: LoadedModelInfo
     max_positions: int  # tokens that the input, and the output, of a sequence may have
     embedding_size: int  # of a soft prompt's tokens; 0 where there can be none
     lora: LoraLayers  # the caller applies the adapters of the sequences
@@ -65,11 +65,6 @@ class PaddedModel(Protocol):
 def wanting_prompt_logprobs(seqs: list[Sequence]) -> list[Sequence]:
     """Sequences that ask for prompt logprobs and have not got them before."""
     return [seq for seq in seqs if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens]
-
-
-def max_logprob_tokens(device: torch.device) -> int:
-    """Tokens of one pass that computes prompt logprobs."""
-    return min(_MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS[device.type])
 
 
 def chunked_prefill(

@@ -15,7 +15,7 @@ from transformers import EncoderDecoderCache, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import load_seq2seq_lm, model_info, select_kernels
+from tgis.engines.loading.loader import load_model, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, decoder_prompt, embed_with_prompts, encoder_prompt, padded_spans
 from tgis.engines.memory.profiler import KVCacheCost
@@ -62,7 +62,7 @@ class Seq2SeqLM:
     max_logprob_tokens = 0  # inputs have no logprobs
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
-        self.model = load_seq2seq_lm(options, device)
+        self.model = load_model(options, device)
         if device.type == "cpu":
             use_gqa_attention(self.model)
         check_row_independence(self.model)

@@ -89,37 +89,27 @@ class StepInputs:
     uniform: Tensor  # [B, 1] float64
 
 
-@dataclass(frozen=True, slots=True)
+Method = Callable[["SamplingGroup", StepInputs], LogprobTable]
+
+
 class SamplingGroup:
     """Rows that are sampled by the same method, and their parameters."""
 
-    method: "Method"
-    indices: list[int]  # in the batch
-    selector: Tensor | slice  # the same
-    penalties: Penalties
-    filters: Filters
-    logprob_request: LogprobRequest
-    needs_stats: bool  # whether a row has no top_k: its filters need the mass of the whole vocabulary
-    num_candidates: int
-
-    @classmethod
-    def of(
-        cls, method: "Method", seqs: list[Sequence], indices: list[int], vocab_size: int, eos: Tensor
-    ) -> "SamplingGroup":
-        """The group of the sequences at `indices`."""
+    def __init__(self, method: Method, seqs: list[Sequence], indices: list[int], vocab_size: int, eos: Tensor) -> None:
+        """The sequences at `indices` of the batch; `eos` [ids] are the tokens of penalties on the end of a sequence."""
         params = [seqs[index].request.sampling_params for index in indices]
         options = [_logprob_options(seqs[index]) for index in indices]
         needed = max(max(p.top_k or _TOP_P_CANDIDATES, o.top_n_tokens) for p, o in zip(params, options, strict=True))
-        return cls(
-            method,
-            indices,
-            slice(None) if len(indices) == len(seqs) else to_device(indices, torch.int64, eos.device),
-            Penalties(params, indices, eos),
-            Filters.of(params, vocab_size, eos.device),
-            LogprobRequest.of(options, vocab_size, eos.device),
-            any(not 0 < row.top_k < vocab_size for row in params),
-            initial_num_candidates(needed, vocab_size),
-        )
+        is_whole_batch = len(indices) == len(seqs)
+        self.method = method
+        self.indices = indices
+        self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)  # the same
+        self.penalties = Penalties(params, indices, eos)
+        self.filters = Filters.of(params, vocab_size, eos.device)
+        self.logprob_request = LogprobRequest.of(options, vocab_size, eos.device)
+        # Without top_k the filters of a row need the mass of the whole vocabulary.
+        self.needs_stats = any(not 0 < row.top_k < vocab_size for row in params)
+        self.num_candidates = initial_num_candidates(needed, vocab_size)
 
     def scores(self, step: StepInputs) -> Scores:
         """The rows' scores after the penalties; the logits may be changed in place."""
@@ -130,16 +120,13 @@ class SamplingGroup:
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
 
 
-Method = Callable[[SamplingGroup, StepInputs], LogprobTable]
-
-
 def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[SamplingGroup]:
     """The batch by method; `eos` [ids] are the tokens that penalties on the end of a sequence apply to."""
     indices: dict[Method, list[int]] = {}
     for index, seq in enumerate(seqs):
         method = _method(seq.request.sampling_params, _logprob_options(seq), vocab_size)
         indices.setdefault(method, []).append(index)
-    return [SamplingGroup.of(method, seqs, own, vocab_size, eos) for method, own in indices.items()]
+    return [SamplingGroup(method, seqs, own, vocab_size, eos) for method, own in indices.items()]
 
 
 @dataclass(frozen=True, slots=True)
