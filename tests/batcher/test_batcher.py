@@ -8,7 +8,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.memory_model import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
-from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import Request, StopReason
 
 
@@ -189,7 +189,7 @@ def test_only_requests_of_the_next_second_overtake_one_that_does_not_fit() -> No
     batcher.submit([request(4, 1)], 1.1)
     assert ids(next_plan(batcher).seqs) == [1, 3]
     assert batcher.num_waiting == 2
-    assert batcher.take_counters() == AdmissionCounters(queue_jumps=1)
+    assert batcher.take_counters() == BatcherCounters(queue_jumps=1)
 
 
 def test_sequences_that_end_in_time_make_room_for_one_that_grows() -> None:

@@ -3,7 +3,7 @@
 import zlib
 from dataclasses import dataclass, field
 
-from batches import EOS, limits, next_plan, preempted, request
+from batches import EOS, check_pool, limits, next_plan, preempted, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +115,7 @@ class World:
     def _check_blocks(self, plan: StepPlan, batcher: Batcher) -> None:
         """The oldest proceed, the youngest are preempted."""
         assert batcher._block_manager is not None
-        batcher._block_manager.pool.check()
+        check_pool(batcher._block_manager.pool)
         assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
         oldest = batcher.running_seqs[0]
         assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group

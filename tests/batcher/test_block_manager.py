@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from batches import EOS, busy, ids, limits, next_plan, preempted
+from batches import EOS, busy, check_pool, ids, limits, next_plan, preempted
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 from tgis.ipc.snapshot import WaitReason
 
@@ -35,7 +35,7 @@ def ask(
 def step(one: Batcher, token: int = 7, now: float = 0.0) -> StepPlan:
     plan = next_plan(one, now)
     one.commit(plan, [[token]] * len(plan.sampled), now)
-    pool_of(one).check()
+    check_pool(pool_of(one))
     return plan
 
 
@@ -70,10 +70,10 @@ def test_a_cached_prompt_is_computed_from_its_last_block_on(length: int, hits: i
     one = batcher()
     one.submit([ask(1, prompt(length), 2)], 0.0)
     assert computed(one, 1) == length + 1
-    assert one.take_counters() == AdmissionCounters(prefix_cache_queries=length)
+    assert one.take_counters() == BatcherCounters(prefix_cache_queries=length)
     one.submit([ask(2, prompt(length))], 0.0)
     assert computed(one, 2) == length - hits  # at least one, for its logits
-    assert one.take_counters() == AdmissionCounters(prefix_cache_queries=length, prefix_cache_hits=hits)
+    assert one.take_counters() == BatcherCounters(prefix_cache_queries=length, prefix_cache_hits=hits)
 
 
 def test_only_equal_beginnings_are_shared() -> None:
@@ -124,7 +124,7 @@ def test_without_the_cache_everything_is_computed() -> None:
     for number in (1, 2):
         one.submit([ask(number, prompt(20))], 0.0)
         assert computed(one, number) == 20
-    assert one.take_counters() == AdmissionCounters()
+    assert one.take_counters() == BatcherCounters()
 
 
 def test_prompts_with_prompt_logprobs_are_computed() -> None:
@@ -134,7 +134,7 @@ def test_prompts_with_prompt_logprobs_are_computed() -> None:
     assert computed(one, 1) == 20
     one.submit([ask(2, prompt(20), details=facts)], 0.0)
     assert computed(one, 2) == 20
-    assert one.take_counters() == AdmissionCounters()
+    assert one.take_counters() == BatcherCounters()
     one.submit([ask(3, prompt(20))], 0.0)  # others use what they have computed
     assert computed(one, 3) == 4
 
@@ -155,7 +155,7 @@ def test_a_prompt_waits_for_an_inflight_prefix() -> None:
     one, plan = started()
     one.commit(plan, [], 0.0)
     assert computed(one, 2) == 1
-    assert one.take_counters() == AdmissionCounters(prefix_cache_queries=24 + 25, prefix_cache_hits=24)
+    assert one.take_counters() == BatcherCounters(prefix_cache_queries=24 + 25, prefix_cache_hits=24)
 
 
 def test_a_prompt_waits_only_for_the_shared_part() -> None:
@@ -299,7 +299,7 @@ def test_a_request_as_large_as_the_pool_always_proceeds(prefix_cache: bool) -> N
         plan = next_plan(one)
         assert 0 in ids(plan.seqs) or 0 in order  # it proceeds in every step
         order += ids(one.commit(plan, [[7]] * len(plan.sampled), 0.0))
-        pool_of(one).check()
+        check_pool(pool_of(one))
     assert sorted(order) == list(range(7))
     assert one.take_counters().preemptions > 0
 
@@ -364,7 +364,7 @@ def test_a_failed_step_is_retried_in_halves_beside_sequences_that_keep_their_blo
             refused += one.rollback(plan, out_of_memory=False)
         else:
             one.commit(plan, [[7]] * len(plan.sampled), 0.0)
-        pool_of(one).check()
+        check_pool(pool_of(one))
     assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
     assert ids(refused) == [2]
     assert tried[-1] == [0, 1, 3]

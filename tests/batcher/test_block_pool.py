@@ -1,5 +1,6 @@
 """The block pool under random operations, against the simplest model of it."""
 
+from batches import check_pool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -79,7 +80,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        self.pool.check()
+        check_pool(self.pool)
         used = self.used()
         assert (self.pool.num_used, self.pool.num_available) == (len(used), self.count - len(used))
         assert [self.pool.count_used([block]) for block in range(self.count)] == [n in used for n in range(self.count)]

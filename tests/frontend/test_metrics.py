@@ -11,7 +11,7 @@ from scraped_metrics import Series, samples, value
 
 from tgis.frontend.calls import CallKind
 from tgis.frontend.metrics import FailureReason, Metrics
-from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats
+from tgis.ipc.messages import BatcherCounters, FailureKind, StepStats
 from tgis.ipc.request import StopReason
 
 # What dashboards are built on. name: labels with their values
@@ -340,7 +340,7 @@ def test_queue_size_is_new_and_requeued_requests(metrics: Metrics) -> None:
 def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
-        stats = msgspec.structs.replace(PREFILL, admissions=AdmissionCounters(1, 2, 3, 4), token_capacity=900)
+        stats = msgspec.structs.replace(PREFILL, counters=BatcherCounters(1, 2, 3, 4), token_capacity=900)
         metrics.step_succeeded(stats, 3, 0.0)
     assert value(metrics, "tgi_batch_context_limit") == 900
     assert value(metrics, "tgi_queue_jump") == 2

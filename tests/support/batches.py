@@ -7,6 +7,7 @@ from typing import Any
 from cpu_kernels import CACHE_DIR, CPU_ISA
 
 from tgis.batcher.batcher import Batcher
+from tgis.batcher.block_pool import BlockPool
 from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import EngineOptions
@@ -91,3 +92,14 @@ def next_prefill(batcher: Batcher) -> StepPlan:
     while not (plan := next_plan(batcher)).has_prefill:
         batcher.commit(plan, [[7]] * len(plan.sampled), 0.0)
     return plan
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Assert that every block is in one state only, and that hashes lead back to their blocks."""
+    free, evictable, used = set(pool._free_blocks), set(pool._evictable), set(pool._ref_counts)
+    assert len(free) == len(pool._free_blocks)
+    assert len(free) + len(evictable) + len(used) == pool._first_untouched <= pool.num_blocks
+    assert free | evictable | used == set(range(pool._first_untouched))
+    assert min(pool._ref_counts.values(), default=1) > 0
+    assert evictable <= set(pool._hashes) <= evictable | used
+    assert {block_hash: block for block, block_hash in pool._hashes.items()} == pool._cached_blocks

@@ -8,7 +8,7 @@ from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.memory_model import BatchLimits, BatchShape, CapacityLimits, PeakEstimator
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting_queue import MAX_OVERTAKERS, OVERTAKING_WINDOW_SECONDS
-from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.snapshot import WaitReason
 
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for those that would overtake: about 0.2 ms
@@ -25,7 +25,7 @@ class Admission(Protocol):
 
 
 def select_waiting(
-    waiting: Iterable[Sequence], admission: Admission, max_seqs: int, counters: AdmissionCounters
+    waiting: Iterable[Sequence], admission: Admission, max_seqs: int, counters: BatcherCounters
 ) -> tuple[list[Sequence], WaitReason | None]:
     """The sequences that join, in order, and why the first of the others has to wait, if there are any.
 
@@ -59,7 +59,7 @@ class PaddedAdmission:
     """Sequences join by a prefill of whole prompts, while those that run wait."""
 
     def __init__(
-        self, limits: BatchLimits, capacity: CapacityLimits, running: list[Sequence], counters: AdmissionCounters
+        self, limits: BatchLimits, capacity: CapacityLimits, running: list[Sequence], counters: BatcherCounters
     ) -> None:
         self._limits = limits
         self._capacity = capacity
@@ -110,7 +110,7 @@ class PagedAdmission:
         max_blocks: int,
         running: list[Sequence],
         budget: int,
-        counters: AdmissionCounters,
+        counters: BatcherCounters,
     ) -> None:
         """At most `max_blocks` are to be in use; each running sequence may soon need one more."""
         prefilling = [seq for seq in running if not seq.decoding]

@@ -15,7 +15,7 @@ from tgis.batcher.memory_model import BatchLimits, CapacityLimits, PeakEstimator
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
-from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
@@ -41,7 +41,7 @@ class Batcher:
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
         self._block_manager = BlockManager.from_limits(limits) if limits.block_size else None
         self._fault_isolator = FaultIsolator()
-        self._counters = AdmissionCounters()
+        self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
         self._last_wait_reason: tuple[WaitReason, float] | None = None  # and when
 
@@ -163,9 +163,9 @@ class Batcher:
         self._wait_reason = None  # it was of those behind them
         return failed
 
-    def take_counters(self) -> AdmissionCounters:
+    def take_counters(self) -> BatcherCounters:
         """What has been counted since the last call."""
-        taken, self._counters = self._counters, AdmissionCounters()
+        taken, self._counters = self._counters, BatcherCounters()
         return taken
 
     def snapshot(self, now: float, max_seqs: int) -> Snapshot:
@@ -181,9 +181,9 @@ class Batcher:
             context_tokens=self.context_tokens,
             peak_context_tokens=self._peak_context_tokens(),
             token_capacity=capacity.context_tokens,
-            initial_token_capacity=capacity.max_context_tokens,
+            initial_token_capacity=limits.token_capacity,
             max_prefill_tokens=capacity.prefill_tokens,
-            initial_max_prefill_tokens=capacity.max_prefill_tokens,
+            initial_max_prefill_tokens=limits.prefill_tokens,
             max_batch_size=limits.max_batch_size,
             max_prefill_padding=limits.max_prefill_padding,
             max_waiting_tokens=limits.max_waiting_tokens,

@@ -12,7 +12,7 @@ from typing import Self
 from tgis.batcher.block_pool import BlockPool
 from tgis.batcher.memory_model import BatchLimits
 from tgis.batcher.sequence import Sequence
-from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.messages import BatcherCounters
 
 _HASH_BYTES = 16
 
@@ -73,7 +73,7 @@ class BlockManager:
         """Free blocks needed for a waiting sequence plus one token; blocks that others use are not counted."""
         return self.blocks_for(len(seq.tokens) + 1) - self.pool.count_used(self.cached_prefix(seq))
 
-    def attach_cached_prefix(self, seq: Sequence, counters: AdmissionCounters) -> None:
+    def attach_cached_prefix(self, seq: Sequence, counters: BatcherCounters) -> None:
         """Let a sequence begin with the blocks that are cached of it."""
         seq.block_table = self.cached_prefix(seq)
         self.pool.incref(seq.block_table)

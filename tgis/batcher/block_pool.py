@@ -76,16 +76,6 @@ class BlockPool:
             self._hashes[block] = block_hash
             self._cached_blocks[block_hash] = block
 
-    def check(self) -> None:
-        """Assert that every block is in one state only, and that hashes lead back to their blocks."""
-        free, evictable, used = set(self._free_blocks), set(self._evictable), set(self._ref_counts)
-        assert len(free) == len(self._free_blocks)
-        assert len(free) + len(evictable) + len(used) == self._first_untouched <= self.num_blocks
-        assert free | evictable | used == set(range(self._first_untouched))
-        assert min(self._ref_counts.values(), default=1) > 0
-        assert evictable <= set(self._hashes) <= evictable | used
-        assert {block_hash: block for block, block_hash in self._hashes.items()} == self._cached_blocks
-
     def _allocate_one(self) -> int:
         if self._free_blocks:
             return self._free_blocks.pop()

@@ -86,10 +86,9 @@ class CapacityLimits:
     """
 
     def __init__(self, limits: BatchLimits) -> None:
-        self.max_context_tokens = limits.token_capacity
-        self.max_prefill_tokens = limits.prefill_tokens
-        self.context_tokens = self.max_context_tokens
-        self.prefill_tokens = self.max_prefill_tokens
+        self._limits = limits
+        self.context_tokens = limits.token_capacity
+        self.prefill_tokens = limits.prefill_tokens
         self._steps_since_shrink = 0
 
     def shrink_prefill(self, tokens: int) -> None:
@@ -105,8 +104,8 @@ class CapacityLimits:
     def step_succeeded(self) -> None:
         self._steps_since_shrink += 1
         if self._steps_since_shrink % _RECOVERY_STEPS == 0:
-            self.context_tokens = _grow(self.context_tokens, self.max_context_tokens)
-            self.prefill_tokens = _grow(self.prefill_tokens, self.max_prefill_tokens)
+            self.context_tokens = _grow(self.context_tokens, self._limits.token_capacity)
+            self.prefill_tokens = _grow(self.prefill_tokens, self._limits.prefill_tokens)
 
 
 def _grow(value: int, maximum: int) -> int:

@@ -39,7 +39,7 @@ class StepRecorder:
             queue_durations=[self._started_at - seq.arrival_time for seq in self._first_scheduled],
             first_scheduled=[seq.id for seq in self._first_scheduled],
             prompt_tokens=self._prompt_tokens,
-            admissions=batcher.take_counters(),
+            counters=batcher.take_counters(),
             token_capacity=batcher.context_limit,
         )
 

@@ -20,7 +20,7 @@ from tgis.batcher.memory_model import BatchLimits, padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
-from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 # SmolLM2-135M in bf16 on two cores: steps of 16.9, 21.4, 40.7 and 70 ms at 1, 8, 32 and 64 sequences of 150 tokens.
@@ -61,7 +61,7 @@ class SimulationResult:
     num_prefills: int = 0
     prefill_tokens: list[int] = field(default_factory=lambda: [0, 0])  # tokens, and with padding
     decode_tokens: list[int] = field(default_factory=lambda: [0, 0])  # tokens of context, and with padding
-    counters: AdmissionCounters = field(default_factory=AdmissionCounters)
+    counters: BatcherCounters = field(default_factory=BatcherCounters)
     samples: list[QueueSample] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from tgis.frontend.calls import CallKind
 from tgis.frontend.prometheus import Labels, MetricFamilies
-from tgis.ipc.messages import AdmissionCounters, FailureKind, StepStats
+from tgis.ipc.messages import BatcherCounters, FailureKind, StepStats
 from tgis.ipc.request import StopReason
 
 
@@ -138,7 +138,7 @@ class Metrics:
         batches.concatenation.inc(stats.concatenated)
         for seconds in stats.queue_durations:
             self._requests.queue.observe(seconds)
-        batches.count_admissions(stats.admissions)
+        batches.count_admissions(stats.counters)
         batches.context_limit.set(stats.token_capacity)
         self._set_batch_gauges(stats.num_running, stats.context_tokens, stats.remaining_tokens)
         self._num_requeued = stats.num_requeued
@@ -268,7 +268,7 @@ class _BatchMetrics:
         self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache.")
         self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache.")
 
-    def count_admissions(self, counts: AdmissionCounters) -> None:
+    def count_admissions(self, counts: BatcherCounters) -> None:
         self.queue_jumps.inc(counts.queue_jumps)
         self.granular.inc(counts.granular_additions)
         self.prefill_weight.inc(counts.prefill_weight_exceeded)

@@ -94,7 +94,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     info: EngineInfo
 
 
-class AdmissionCounters(msgspec.Struct, array_like=True, gc=False):
+class BatcherCounters(msgspec.Struct, array_like=True, gc=False):
     """How requests joined the batch, and what kept others waiting, since the last report."""
 
     queue_jumps: int = 0  # joined before an older request
@@ -123,7 +123,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queue_durations: list[float]  # seconds in the queue, one per sequence scheduled for the first time
     first_scheduled: list[int] = []  # ids of those sequences
     prompt_tokens: int = 0  # of inputs, computed in this step or found in the prefix cache for it; each counts once
-    admissions: AdmissionCounters = msgspec.field(default_factory=AdmissionCounters)
+    counters: BatcherCounters = msgspec.field(default_factory=BatcherCounters)
     token_capacity: int = 0  # less than at the start after running out of memory
 
 

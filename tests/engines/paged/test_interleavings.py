@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from batches import engine_options, limits, preempted
+from batches import check_pool, engine_options, limits, preempted
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import AdmissionCounters
+from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 MAX_NEW_TOKENS, MAX_BATCH_SIZE = 20, 6
@@ -116,7 +116,7 @@ class Run:
     subject: Subject
     batcher: Batcher
     facts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    counts: AdmissionCounters = field(default_factory=AdmissionCounters)
+    counts: BatcherCounters = field(default_factory=BatcherCounters)
 
     def step(self) -> StepPlan | None:
         plan = self.batcher.plan(0.0)
@@ -145,7 +145,7 @@ class Run:
             pass
         block_manager = self.batcher._block_manager
         assert block_manager is not None
-        block_manager.pool.check()
+        check_pool(block_manager.pool)
         assert (self.batcher.idle, block_manager.pool.num_used) == (True, 0)
 
     def _count(self) -> None:
@@ -186,7 +186,7 @@ def _interleave(rng: random.Random, run: Run) -> int:
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
 def test_two_hundred_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool) -> None:
     """Fifty of each kind, and as many with asynchronous decoding."""
-    total, left = AdmissionCounters(), 0
+    total, left = BatcherCounters(), 0
     for seed in range(50):
         rng = random.Random(seed)
         blocks = rng.randint(22, 30) if few_blocks else 200  # the largest request has 22
