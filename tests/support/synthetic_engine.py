@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
+from tgis.engines.memory.profiler import DummyRunner
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo
 
@@ -77,8 +78,8 @@ class SyntheticEngine:
         """Account for the memory of the step."""
         self.steps += 1
         beside = self._chunked(plan) if self.block_size else self._padded(plan)
-        self.peak_bytes = max(self.peak_bytes, MODEL_BYTES + self.held() + beside)
-        if self.held() + beside > self.capacity:
+        self.peak_bytes = max(self.peak_bytes, MODEL_BYTES + self.kv_cache_bytes + beside)
+        if self.kv_cache_bytes + beside > self.capacity:
             raise OutOfMemory("no room")
         return StepResult([[0]] * len(plan.sampled), [])
 
@@ -86,13 +87,17 @@ class SyntheticEngine:
         gone = {row.id for row in rows}
         self.rows = [row for row in self.rows if row.id not in gone]
 
-    def held(self) -> int:
-        """Bytes of the KV cache, without spare columns."""
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Without spare columns."""
         return len(self.rows) * _width(self.rows) * self.formula.kv_token
+
+    def find_peak(self, runner: DummyRunner) -> int:
+        return runner.padded_peak(2046, 512, chunked=True)
 
     def reset(self) -> int:
         """As a meter."""
-        self.peak_bytes = MODEL_BYTES + self.held()
+        self.peak_bytes = MODEL_BYTES + self.kv_cache_bytes
         return self.peak_bytes
 
     def peak(self) -> int:

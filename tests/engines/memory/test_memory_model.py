@@ -12,7 +12,7 @@ from batches import engine_options
 from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
 
 from tgis.engines.memory import available, profiler
-from tgis.engines.memory.profiler import DummyRunner, KVCacheCost, manual_capacity
+from tgis.engines.memory.profiler import KVCacheCost, manual_capacity
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -40,13 +40,9 @@ def start(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> Start:
         monkeypatch.setattr(available, "available_memory", lambda _: FREE)
         monkeypatch.setattr(profiler, "PeakMeter", lambda _: engine)
         changed = msgspec.structs.replace(options, **changes)
-        return profiler.padded_capacity(engine, changed, CPU, COST, engine.held, padded_peak), engine
+        return profiler.padded_capacity(engine, changed, CPU, COST), engine
 
     return run
-
-
-def padded_peak(runner: DummyRunner) -> int:
-    return runner.padded_peak(2046, 512, chunked=True)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -90,7 +86,7 @@ def test_a_system_that_reports_nothing_is_as_off(
         raise PermissionError("no clear_refs")
 
     monkeypatch.setattr(profiler, "PeakMeter", refuse)
-    assert profiler.padded_capacity(engine, options, CPU, COST, engine.held, padded_peak) == expected
+    assert profiler.padded_capacity(engine, options, CPU, COST) == expected
     assert warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
 
 

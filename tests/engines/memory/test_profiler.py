@@ -32,7 +32,7 @@ WHOLE = st.builds(
 
 def runner(engine: SyntheticEngine, available_bytes: int = 64 * GiB) -> DummyRunner:
     meter: Any = engine
-    return DummyRunner(engine, meter, engine.held, available_bytes, max_top_n_tokens=10)
+    return DummyRunner(engine, meter, available_bytes, max_top_n_tokens=10)
 
 
 @settings(max_examples=50)

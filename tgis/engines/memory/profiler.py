@@ -6,9 +6,9 @@ counts the KV cache only.
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 import torch
 
@@ -43,17 +43,21 @@ class KVCacheCost:
         return KVCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
 
 
-def padded_capacity(
-    engine: Engine,
-    options: EngineOptions,
-    device: torch.device,
-    cost: KVCacheCost,
-    kv_cache_bytes: Callable[[], int],
-    peak: Callable[["DummyRunner"], int],
-) -> int:
+class ProfiledEngine(Engine, Protocol):
+    """An engine whose largest steps can be measured."""
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The present size of the KV cache."""
+
+    def find_peak(self, runner: "DummyRunner") -> int:
+        """Let the runner find the peak of the largest steps."""
+
+
+def padded_capacity(engine: ProfiledEngine, options: EngineOptions, device: torch.device, cost: KVCacheCost) -> int:
     """Tokens of context that fit into memory, padding included, for a padded engine without sequences.
 
-    `kv_cache_bytes` tells the present size of the KV cache. StartError where nothing would fit.
+    StartError where nothing would fit.
     """
     max_batch_size = engine.info.max_batch_size
     if options.estimate_memory == "manual":
@@ -61,7 +65,7 @@ def padded_capacity(
     available = memory_for_batches(options, device)
     reserved = cost.fixed_bytes
     if options.estimate_memory == "auto":
-        reserved += profile(engine, options, device, kv_cache_bytes, peak)
+        reserved += profile(engine, options, device)
     tokens = int((available - reserved) / cost.bytes_per_token)
     text = (
         f"{format_bytes(available)} are there for batches, BATCH_SAFETY_MARGIN taken off; steps of {max_batch_size} "
@@ -74,14 +78,8 @@ def padded_capacity(
     return tokens
 
 
-def profile(
-    engine: Engine,
-    options: EngineOptions,
-    device: torch.device,
-    kv_cache_bytes: Callable[[], int],
-    peak: Callable[["DummyRunner"], int],
-) -> int:
-    """Bytes that steps need beside the KV cache, as `peak` finds by dummy batches; 0 where nothing can be measured."""
+def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device) -> int:
+    """Bytes that steps need beside the KV cache, found by dummy batches; 0 where nothing can be measured."""
     try:
         meter = PeakMeter(device)
     except OSError as error:
@@ -89,9 +87,8 @@ def profile(
         return 0
     started = time.monotonic()
     log.info("measuring the memory of the largest steps")
-    found = peak(
-        DummyRunner(engine, meter, kv_cache_bytes, memory_for_batches(options, device), options.max_top_n_tokens)
-    )
+    runner = DummyRunner(engine, meter, memory_for_batches(options, device), options.max_top_n_tokens)
+    found = engine.find_peak(runner)
     log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(found))
     return found
 
@@ -107,21 +104,13 @@ def manual_capacity(max_length: int, max_batch_size: int, margin: int) -> int:
 class DummyRunner:
     """Runs dummy batches on an engine without sequences; peaks are in bytes beyond the model and the KV cache."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        meter: PeakMeter,
-        kv_cache_bytes: Callable[[], int],
-        available_bytes: int,
-        max_top_n_tokens: int,
-    ) -> None:
+    def __init__(self, engine: ProfiledEngine, meter: PeakMeter, available_bytes: int, max_top_n_tokens: int) -> None:
         self._engine = engine
         self._meter = meter
-        self._kv_cache_bytes = kv_cache_bytes
         self._available_bytes = available_bytes
         self._max_top_n_tokens = max_top_n_tokens
         self._ids = count(-2, -1)
-        self._baseline = meter.reset() - kv_cache_bytes()
+        self._baseline = meter.reset() - engine.kv_cache_bytes
 
     def padded_peak(self, max_length: int, max_logprob_tokens: int, *, chunked: bool) -> int:
         """Peak of a padded engine, one pass of which computes prompt logprobs of at most `max_logprob_tokens`.
@@ -207,7 +196,7 @@ class DummyRunner:
             self._engine.step(plan)
         except OutOfMemory:
             raise self._refusal() from None
-        measured = self._meter.peak() - self._baseline - self._kv_cache_bytes()
+        measured = self._meter.peak() - self._baseline - self._engine.kv_cache_bytes
         peak = max(measured, self._logits_bytes(min(sum(plan.num_scheduled_tokens), max_logprob_tokens)))
         length = max(len(seq.tokens) for seq in plan.seqs)
         log.info("  %d sequences of %d tokens: %s beside the KV cache", len(plan.seqs), length, format_bytes(peak))

@@ -74,12 +74,14 @@ class PaddedEngine:
             seq.tokens += tokens[0]
         cost = self._model.kv_cache_cost
         self.release([seq])
-        capacity = padded_capacity(
-            self, self._options, self._device, cost, lambda: self._model.kv_cache_bytes, self._peak
-        )
+        capacity = padded_capacity(self, self._options, self._device, cost)
         self.info = msgspec.structs.replace(self.info, token_capacity=capacity)
 
-    def _peak(self, runner: DummyRunner) -> int:
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._model.kv_cache_bytes
+
+    def find_peak(self, runner: DummyRunner) -> int:
         model = self._model
         longest = max(1, min(self._options.max_sequence_length, model.max_positions) - 2)  # two tokens are generated
         return runner.padded_peak(longest, model.max_logprob_tokens, chunked=model.chunked_prefill)

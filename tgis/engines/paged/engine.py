@@ -18,7 +18,7 @@ from tgis.engines.loading.loader import load_causal_lm, select_device, select_ke
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import device_errors, memory_for_batches
-from tgis.engines.memory.profiler import profile
+from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
@@ -176,6 +176,13 @@ class PagedEngine:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seqs)
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._attention.cache.nbytes
+
+    def find_peak(self, runner: DummyRunner) -> int:
+        return runner.paged_peak(self._options.max_sequence_length, self._attention.cache.num_blocks)
+
     def close(self) -> None:
         """The process ends, and everything with it."""
 
@@ -236,15 +243,7 @@ class PagedEngine:
         share = int(free * _CPU_KV_FRACTION) if on_cpu else free
         if self._options.estimate_memory == "off":
             return share
-        length, cache = self._options.max_sequence_length, self._attention.cache
-        peak = profile(
-            self,
-            self._options,
-            self._device,
-            lambda: cache.nbytes,
-            lambda runner: runner.paged_peak(length, cache.num_blocks),
-        )
-        return min(share, free - peak)
+        return min(share, free - profile(self, self._options, self._device))
 
 
 def _token_history(seq: Sequence) -> list[int]:
