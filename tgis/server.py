@@ -143,11 +143,7 @@ class Server:
         return client.ready.result() if client.ready.done() and not client.died.done() else None
 
     def _start_serving(
-        self,
-        grpc_server: GrpcServer,
-        client: EngineClient,
-        info: EngineInfo,
-        ports: tuple[int, int],
+        self, grpc_server: GrpcServer, client: EngineClient, info: EngineInfo, ports: tuple[int, int]
     ) -> None:
         config = self._config
         server_info = ServerInfo(

@@ -10,17 +10,7 @@ from tgis.batcher.step_stats import StepRecorder
 from tgis.engines.base import Engine, StepResult
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.channel import Channel
-from tgis.ipc.messages import (
-    Cancel,
-    Failed,
-    FailureKind,
-    GetSnapshot,
-    Shutdown,
-    Step,
-    StepStats,
-    Submit,
-    ToEngine,
-)
+from tgis.ipc.messages import Cancel, Failed, FailureKind, GetSnapshot, Shutdown, Step, StepStats, Submit, ToEngine
 from tgis.ipc.request import Request
 from tgis.prompts.resolver import AdapterResolver
 

@@ -31,12 +31,7 @@ class TokenDecoder:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        eos_ids: Collection[int],
-        *,
-        encoder_decoder: bool,
-        output_special_tokens: bool,
+        self, tokenizer: Tokenizer, eos_ids: Collection[int], *, encoder_decoder: bool, output_special_tokens: bool
     ) -> None:
         types = tokenizer.decoder_types or ("none",)
         if not encoder_decoder and types[0] not in _KEEP_FIRST_SPACE | _DROP_FIRST_SPACE:

@@ -50,9 +50,7 @@ class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-ar
         self._tokens = tokens
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         if details.method.startswith(_PUBLIC_METHODS) or self._tokens.accepts(_token_of(details.invocation_metadata)):
             return await continuation(details)

@@ -23,11 +23,7 @@ class BatchSampler:
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        eos_ids: Iterable[int],
-        device: torch.device,
-        history_of: Callable[[Sequence], list[int]],
+        self, vocab_size: int, eos_ids: Iterable[int], device: torch.device, history_of: Callable[[Sequence], list[int]]
     ) -> None:
         """`vocab_size` is the width of the logits; penalties on the end of a sequence apply to all of `eos_ids`, a
         repetition penalty to the tokens that `history_of` returns, the newest last.
