@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
 
 from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.memory_model import BatchLimits, BatchShape, CapacityLimits, PeakEstimator
@@ -14,18 +13,11 @@ from tgis.ipc.snapshot import WaitReason
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for those that would overtake: about 0.2 ms
 
 
-class Admission(Protocol):
-    """The rules by which sequences join one step."""
-
-    def wait_reason(self, seq: Sequence) -> WaitReason | None:
-        """Why this sequence cannot join those already admitted; None if it can."""
-
-    def admit(self, seq: Sequence) -> None:
-        """Admit a sequence that has no reason to wait."""
-
-
 def select_waiting(
-    waiting: Iterable[Sequence], admission: Admission, max_seqs: int, counters: BatcherCounters
+    waiting: Iterable[Sequence],
+    admission: "PaddedAdmission | PagedAdmission",
+    max_seqs: int,
+    counters: BatcherCounters,
 ) -> tuple[list[Sequence], WaitReason | None]:
     """The sequences that join, in order, and why the first of the others has to wait, if there are any.
 
@@ -70,12 +62,14 @@ class PaddedAdmission:
         self._alone = not running
 
     def wait_reason(self, seq: Sequence) -> WaitReason | None:
-        """The batch must stay within memory until its end, the prefill within its limits."""
+        """Why a sequence cannot join those already admitted, None if it can: the batch must stay within memory until
+        its end, the prefill within its limits.
+        """
         if self._alone:
             return None  # checked at start
         if not self._peak_estimator.fits(*_after_prefill(seq)):
             return WaitReason.MEMORY
-        prefill = self._with(seq)
+        prefill = self._prefill.with_seq(len(seq.tokens))
         if prefill.num_seqs > 1 and prefill.padded_tokens > self._capacity.prefill_tokens:
             self._counters.prefill_weight_exceeded += 1
             return WaitReason.PREFILL_SIZE
@@ -89,11 +83,7 @@ class PaddedAdmission:
         self._counters.granular_additions += not (self._alone or self._peak_estimator.fits_worst_case(*after))
         self._alone = False
         self._peak_estimator.add(*after)
-        self._prefill = self._with(seq)
-
-    def _with(self, seq: Sequence) -> BatchShape:
-        length = len(seq.tokens)
-        return self._prefill.merge(BatchShape(self._limits.padded, 1, length, length))
+        self._prefill = self._prefill.with_seq(len(seq.tokens))
 
 
 def _after_prefill(seq: Sequence) -> tuple[int, int]:
@@ -105,29 +95,26 @@ class PagedAdmission:
     """Sequences join on the KV blocks that they need now; when they grow, the youngest give up theirs."""
 
     def __init__(
-        self,
-        block_manager: BlockManager,
-        max_blocks: int,
-        running: list[Sequence],
-        budget: int,
-        counters: BatcherCounters,
+        self, manager: BlockManager, max_blocks: int, running: list[Sequence], budget: int, counters: BatcherCounters
     ) -> None:
         """At most `max_blocks` are to be in use; each running sequence may soon need one more."""
         prefilling = [seq for seq in running if not seq.decoding]
-        promised = sum(block_manager.missing_blocks(seq, len(seq.tokens) + 1) for seq in prefilling)
-        pool = block_manager.pool
-        self._block_manager = block_manager
+        promised = sum(manager.missing_blocks(seq, len(seq.tokens) + 1) for seq in prefilling)
+        pool = manager.pool
+        self._block_manager = manager
         self._free_blocks = min(pool.num_available, max_blocks - pool.num_used) - promised - len(running)
-        self._worst_case_free_blocks = max_blocks - sum(block_manager.blocks_for(seq.max_length) for seq in running)
+        self._worst_case_free_blocks = max_blocks - sum(manager.blocks_for(seq.max_length) for seq in running)
         self._budget = budget - sum(seq.num_uncomputed_tokens for seq in prefilling[1:])  # the first has its own share
         self._prefilling = prefilling
         self._alone = not running
         self._overtaking = False  # whether a sequence has to wait already
-        self._num_hashed_before = block_manager.num_hashed_blocks
+        self._num_hashed_before = manager.num_hashed_blocks
         self._counters = counters
 
     def wait_reason(self, seq: Sequence) -> WaitReason | None:
-        """There must be blocks for its prompt, and tokens left in the step to start it."""
+        """Why a sequence cannot join those already admitted, None if it can: there must be blocks for its prompt, and
+        tokens left in the step to start it.
+        """
         if self._alone:
             return None  # checked at start
         reason = self._reason(seq)

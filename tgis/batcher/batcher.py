@@ -8,7 +8,7 @@ computed it, or `rollback` if it could not.
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-from tgis.batcher.admission import Admission, PaddedAdmission, PagedAdmission, select_waiting
+from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiting
 from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.fault_isolation import FaultIsolator
 from tgis.batcher.memory_model import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
@@ -39,7 +39,7 @@ class Batcher:
         self._capacity = CapacityLimits(limits)
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
-        self._block_manager = BlockManager.from_limits(limits) if limits.block_size else None
+        self._block_manager = BlockManager(limits) if limits.block_size else None
         self._fault_isolator = FaultIsolator()
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
@@ -111,8 +111,6 @@ class Batcher:
         plan = StepPlan.of([seq for seq, _ in work], [count for _, count in work], self._to_release)
         self._to_release = []
         self._planned_at = now
-        self._interleaving.step_started(now)
-        self._prefill_budget.step_started(plan, now)
         if self._wait_reason is not None:
             self._last_wait_reason = self._wait_reason, now
         return plan
@@ -124,6 +122,7 @@ class Batcher:
         """
         self._num_steps += 1
         self._step_seconds = now - self._planned_at
+        self._prefill_budget.step_succeeded(plan, self._step_seconds)
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             seq.num_computed_tokens += count
             if self._block_manager:
@@ -133,8 +132,7 @@ class Batcher:
         for seq in self._running:
             seq.was_scheduled = True
         self._capacity.step_succeeded()
-        self._interleaving.step_succeeded(plan, now)
-        self._prefill_budget.step_succeeded(now)
+        self._interleaving.step_succeeded(plan, now, self._step_seconds)
         return self._remove_running(lambda seq: seq.finished)
 
     def drop(self, seqs: Iterable[Sequence]) -> None:
@@ -260,7 +258,7 @@ class Batcher:
     def _free_slots(self) -> int:
         return self._limits.max_batch_size - len(self._running)
 
-    def _admit(self, admission: Admission) -> list[Sequence]:
+    def _admit(self, admission: PaddedAdmission | PagedAdmission) -> list[Sequence]:
         admitted, self._wait_reason = select_waiting(self._waiting, admission, self._free_slots(), self._counters)
         if admitted:
             self._waiting.remove({seq.id for seq in admitted})

@@ -7,7 +7,6 @@ preempts the youngest; the oldest always proceeds. BlockPool owns the blocks' st
 import hashlib
 from array import array
 from collections.abc import Iterable
-from typing import Self
 
 from tgis.batcher.block_pool import BlockPool
 from tgis.batcher.memory_model import BatchLimits
@@ -20,18 +19,13 @@ _HASH_BYTES = 16
 class BlockManager:
     """Block n of a block table holds tokens n * block_size up to (n + 1) * block_size."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool, lookahead: int = 0) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.num_hashed_blocks = 0  # ever: hashing takes time
-        self._prefix_cache = prefix_cache
-        self._lookahead = lookahead
-
-    @classmethod
-    def from_limits(cls, limits: BatchLimits) -> Self:
+    def __init__(self, limits: BatchLimits) -> None:
         """As many blocks as fit into memory."""
-        num_blocks = limits.token_capacity // limits.block_size
-        return cls(num_blocks, limits.block_size, prefix_cache=limits.prefix_cache, lookahead=limits.lookahead)
+        self.pool = BlockPool(limits.token_capacity // limits.block_size)
+        self.block_size = limits.block_size
+        self.num_hashed_blocks = 0  # ever: hashing takes time
+        self._prefix_cache = limits.prefix_cache
+        self._lookahead = limits.lookahead
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""

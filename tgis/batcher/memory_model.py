@@ -29,11 +29,9 @@ class BatchShape:
     def of(cls, lengths: Collection[int], padded: bool) -> "BatchShape":
         return cls(padded, len(lengths), max(lengths, default=0), sum(lengths))
 
-    def merge(self, other: "BatchShape") -> "BatchShape":
-        """Both as one batch."""
-        max_length = max(self.max_length, other.max_length)
-        total_tokens = self.total_tokens + other.total_tokens
-        return BatchShape(self.padded, self.num_seqs + other.num_seqs, max_length, total_tokens)
+    def with_seq(self, length: int) -> "BatchShape":
+        """With one more sequence."""
+        return BatchShape(self.padded, self.num_seqs + 1, max(self.max_length, length), self.total_tokens + length)
 
     @property
     def padded_tokens(self) -> int:
@@ -129,7 +127,7 @@ class PeakEstimator:
 
     def fits_worst_case(self, length: int, remaining: int) -> bool:
         """Whether one more sequence fits even if all last as long as the last one."""
-        shape = self._shape.merge(BatchShape(self._padded, 1, length, length))
+        shape = self._shape.with_seq(length)
         last = max([remaining, *(-end for end, _ in self._seqs[:1])])
         extra = last * shape.num_seqs if self._padded else remaining - sum(end for end, _ in self._seqs)
         return shape.padded_tokens + extra <= self._limit
@@ -149,7 +147,7 @@ class PeakEstimator:
 
     def add(self, length: int, remaining: int) -> None:
         insort(self._seqs, (-remaining, length))
-        self._shape = self._shape.merge(BatchShape(self._padded, 1, length, length))
+        self._shape = self._shape.with_seq(length)
 
     def peak(self) -> int:
         """The largest context, if no sequence ends before its time."""

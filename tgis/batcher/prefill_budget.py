@@ -24,24 +24,20 @@ class PrefillInterleaving:
         self._max_decode_steps = max(max_waiting_tokens, 1)
         self._decode_steps = 0  # since the last prefill
         self._next_prefill_at = 0.0  # when the running sequences have had their share
-        self._step_started_at = 0.0
 
     def may_prefill(self, num_running: int, now: float) -> bool:
         had_share = self._decode_steps > 0 and now >= self._next_prefill_at
         return not num_running or had_share or self._decode_steps >= self._max_decode_steps
-
-    def step_started(self, now: float) -> None:
-        self._step_started_at = now
 
     def step_failed(self, plan: StepPlan) -> None:
         """A failed prefill took time too."""
         if plan.has_prefill:
             self._decode_steps = 0
 
-    def step_succeeded(self, plan: StepPlan, now: float) -> None:
+    def step_succeeded(self, plan: StepPlan, now: float, seconds: float) -> None:
         if plan.has_prefill:
             self._decode_steps = 0
-            self._next_prefill_at = now + (now - self._step_started_at) / 2
+            self._next_prefill_at = now + seconds / 2
         else:
             self._decode_steps += 1
 
@@ -76,9 +72,7 @@ class PrefillBudget:
         self._max_prefill_tokens = max_prefill_tokens
         self._max_slowdown = max_slowdown
         self._mixed_prefill_tokens = max(max_prefill_tokens // 8, 2 * _MIN_MIXED_PREFILL_TOKENS)
-        self._step_started_at = 0.0
         self._decode_times = DecodeTimes()
-        self._num_decodes = self._num_prefill_tokens = 0  # of the current step
 
     def budget(self, seqs: list[Sequence], max_tokens: int) -> int:
         """Tokens of prompts that the next step may compute; `max_tokens` if nothing decodes."""
@@ -87,24 +81,21 @@ class PrefillBudget:
             return max_tokens
         return max(min(max_tokens - decoding, self._mixed_prefill_tokens), max_tokens // _MIN_PREFILL_SHARE, 1)
 
-    def step_started(self, plan: StepPlan, now: float) -> None:
-        self._step_started_at = now
-        self._num_decodes = len(plan.seqs) - len(plan.num_prefill_tokens)
-        self._num_prefill_tokens = sum(plan.num_scheduled_tokens) - self._num_decodes
+    def step_succeeded(self, plan: StepPlan, seconds: float) -> None:
+        """To be called before the step is committed."""
+        chunks = plan.num_prefill_tokens
+        num_decodes = len(plan.seqs) - len(chunks)
+        if not chunks:
+            self._decode_times.add(num_decodes, seconds)
+        elif num_decodes and (expected := self._decode_times.expected(num_decodes)):
+            self._adapt(sum(chunks), seconds / (self._max_slowdown * expected))
 
-    def step_succeeded(self, now: float) -> None:
-        seconds = now - self._step_started_at
-        if not self._num_prefill_tokens:
-            self._decode_times.add(self._num_decodes, seconds)
-        elif self._num_decodes and (expected := self._decode_times.expected(self._num_decodes)):
-            self._adapt(seconds / (self._max_slowdown * expected))
-
-    def _adapt(self, slowdown_ratio: float) -> None:
+    def _adapt(self, prefill_tokens: int, slowdown_ratio: float) -> None:
         """Adjust to a step that took so many times as long as it may."""
         tokens = self._mixed_prefill_tokens
         if slowdown_ratio > 1:
             self._mixed_prefill_tokens = max(int(tokens / min(slowdown_ratio, 2)), _MIN_MIXED_PREFILL_TOKENS)
-        elif self._num_prefill_tokens >= tokens:
+        elif prefill_tokens >= tokens:
             self._mixed_prefill_tokens = min(tokens + tokens // 8 + 1, self._max_prefill_tokens)
 
 
