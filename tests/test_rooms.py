@@ -31,10 +31,10 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "batcher": "errors ipc",
     "prompts": "errors ipc models utils",
     "engines": "batcher errors ipc",
-    "engines/kernels": "errors utils",
+    "engines/kernels": "engines errors utils",
     "engines/memory": "batcher engines errors ipc",
     "engines/loading": "engines/kernels engines/memory errors ipc utils",
-    "engines/lora": "batcher engines/kernels prompts",
+    "engines/lora": "batcher engines engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels ipc",
     "engines/padded": "batcher engines engines/loading engines/lora engines/memory engines/sampling errors ipc",
     "engines/onnx": (

@@ -5,7 +5,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,10 @@ _ids = itertools.count()
 
 
 def make_row(
-    sampling: SamplingParams, details: LogprobOptions | None = None, generated: int = 0, prompt: Many[int] = (1, 2)
+    sampling: SamplingParams,
+    details: LogprobOptions | None = None,
+    generated: int = 0,
+    prompt: Collection[int] = (1, 2),
 ) -> Sequence:
     """A row that has generated so many tokens."""
     request = Request(next(_ids), list(prompt), 10_000, False, sampling, details or LogprobOptions())
@@ -81,7 +84,7 @@ class ProcessedScores:
 
 
 def process(
-    logits: Many[float], sampling: SamplingParams, generated: int, eos: Many[int], context: Many[int]
+    logits: Collection[float], sampling: SamplingParams, generated: int, eos: Collection[int], context: Collection[int]
 ) -> ProcessedScores:
     """Penalties, then the filters of a sampled row."""
     result = ProcessedScores(np.array(logits, dtype=np.float64))
@@ -100,7 +103,7 @@ def process(
     return result
 
 
-def _eos(scores: Scores, sampling: SamplingParams, generated: int, eos: Many[int]) -> None:
+def _eos(scores: Scores, sampling: SamplingParams, generated: int, eos: Collection[int]) -> None:
     for token in set(eos):
         if generated < sampling.min_new_tokens:
             scores[token] = -math.inf

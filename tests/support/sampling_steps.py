@@ -1,6 +1,6 @@
 """One sampling step of a batch, its result by row."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ class Sampled(NamedTuple):
 
 
 def sample_batch(
-    seqs: list[Sequence], logits: torch.Tensor, histories: Many[list[int]], eos: Many[int] = ()
+    seqs: list[Sequence], logits: torch.Tensor, histories: list[list[int]], eos: Iterable[int] = ()
 ) -> Sampled:
     """By a new sampler; `histories` are the tokens that repetition penalties apply to."""
     by_seq = {id(seq): history for seq, history in zip(seqs, histories, strict=True)}

@@ -1,6 +1,6 @@
 """An engine that computes nothing and reports the memory of a formula; it is its own meter."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -83,7 +83,7 @@ class SyntheticEngine:
             raise OutOfMemory("no room")
         return StepResult([[0]] * len(plan.sampled), [])
 
-    def release(self, rows: Rows[Sequence]) -> None:
+    def release(self, rows: Collection[Sequence]) -> None:
         gone = {row.id for row in rows}
         self.rows = [row for row in self.rows if row.id not in gone]
 

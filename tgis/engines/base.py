@@ -1,7 +1,7 @@
 """What every engine is: it computes one plan at a time and knows no text, no queue and no clock."""
 
 import logging
-from collections.abc import Sequence as Sequences
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,7 +64,7 @@ class Engine(Protocol):
         StartError means that no step will ever succeed again.
         """
 
-    def release(self, seqs: Sequences[Sequence]) -> None:
+    def release(self, seqs: Collection[Sequence]) -> None:
         """Forget sequences; unknown ones are ignored."""
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ breaks them, is configured in the model's config.json under the key "fake".
 
 import json
 import time
-from collections.abc import Sequence as Sequences
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -107,7 +107,7 @@ class FakeEngine:
             failed={seq.id: "a poisoned row" for seq in plan.seqs if model.poison_token in seq.tokens},
         )
 
-    def release(self, seqs: Sequences[Sequence]) -> None:
+    def release(self, seqs: Collection[Sequence]) -> None:
         for seq in seqs:
             self._num_computed_tokens.pop(seq.id, None)
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Sequence as Many
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ INFINITY = math.inf
 
 
 def choose(
-    rows: list[Sequence], logits: torch.Tensor, context: torch.Tensor | None = None, eos: Many[int] = ()
+    rows: list[Sequence], logits: torch.Tensor, context: torch.Tensor | None = None, eos: Collection[int] = ()
 ) -> Sampled:
     """One step; the history is token 0 alone where a test does not care."""
     return sample_batch(rows, logits, [[0]] * len(rows) if context is None else context.tolist(), eos)
@@ -43,10 +43,10 @@ def logprobs_of(sampled: Sampled, row: int = 0) -> TokenLogprobs:
 
 def candidates(
     sampling: SamplingParams,
-    logits: Many[float] | torch.Tensor,
+    logits: Collection[float] | torch.Tensor,
     generated: int = 0,
-    eos: Many[int] = (),
-    context: Many[int] = (0,),
+    eos: Collection[int] = (),
+    context: Collection[int] = (0,),
 ) -> dict[int, float]:
     """The logprob of each token that a single row may sample."""
     scores = torch.as_tensor(logits, dtype=torch.float32)[None]

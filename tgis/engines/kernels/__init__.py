@@ -1,1 +1,1 @@
-"""Kernels for CPU and CUDA, and transfers between host and device."""
+"""Kernels for CPU and CUDA."""

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.transfers import to_device
+from tgis.engines.transfers import to_device
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 _UNOWNED, _NO_ADAPTER = -1, -2

@@ -4,7 +4,7 @@ A layer multiplies its input by the A matrices of all adapters, masks what belon
 the B matrices: two GEMMs and a mask, however many adapters there are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tgis.batcher.sequence import Sequence as Seq
+from tgis.batcher.sequence import Sequence
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import Gemm, cpu_gemm
 from tgis.engines.lora.adapter_bank import AdapterBank
@@ -23,7 +23,7 @@ from tgis.prompts.lora import LoraAdapter
 _IDLE_PASSES = 64  # before an adapter that no sequence has leaves the bank
 
 
-def lora_of(seq: Seq) -> LoraAdapter | None:
+def lora_of(seq: Sequence) -> LoraAdapter | None:
     return seq.adapter if isinstance(seq.adapter, LoraAdapter) else None
 
 
@@ -46,7 +46,7 @@ class LoraLayers:
         return {name: _shape(module) for name, module in self._modules.items()}
 
     @contextmanager
-    def applied(self, adapters: Sequence[LoraAdapter | None]) -> Iterator[None]:
+    def applied(self, adapters: Collection[LoraAdapter | None]) -> Iterator[None]:
         """Change the layers inside of the block: their inputs have one part per adapter (a row, or a token)."""
         outer = self._foreign_columns
         used = {adapter for adapter in adapters if adapter is not None}

@@ -1,11 +1,11 @@
 """Soft prompts in a forward pass: they replace the embeddings of placeholder tokens."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from tgis.batcher.sequence import Sequence as Seq
+from tgis.batcher.sequence import Sequence
 from tgis.prompts.soft_prompt import SoftPrompt
 
 
@@ -32,19 +32,17 @@ def embed_with_prompts(
     return found
 
 
-def decoder_prompt(seq: Seq) -> torch.Tensor | None:
+def decoder_prompt(seq: Sequence) -> torch.Tensor | None:
     """The soft prompt of a decoder, [tokens, H]."""
     return seq.adapter.decoder if isinstance(seq.adapter, SoftPrompt) else None
 
 
-def encoder_prompt(seq: Seq) -> torch.Tensor | None:
+def encoder_prompt(seq: Sequence) -> torch.Tensor | None:
     """The soft prompt of an encoder, [tokens, H]."""
     return seq.adapter.encoder if isinstance(seq.adapter, SoftPrompt) else None
 
 
-def padded_spans(
-    prompts: Sequence[torch.Tensor | None], lengths: Sequence[int], start: int, stop: int
-) -> Iterator[PromptSpan]:
+def padded_spans(prompts: list[torch.Tensor | None], lengths: list[int], start: int, stop: int) -> Iterator[PromptSpan]:
     """Spans in the columns `start` to `stop` of right-aligned sequences that begin with the prompts."""
     width = max(lengths)
     for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -55,7 +53,7 @@ def padded_spans(
             yield PromptSpan(row, begin - start, prompt[begin - padding : end - padding])
 
 
-def flat_spans(scheduled: Iterable[tuple[Seq, int]]) -> Iterator[PromptSpan]:
+def flat_spans(scheduled: Iterable[tuple[Sequence, int]]) -> Iterator[PromptSpan]:
     """Spans of a batch without padding, of sequences and their scheduled tokens."""
     start = 0
     for seq, num_tokens in scheduled:

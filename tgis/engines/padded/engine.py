@@ -4,8 +4,7 @@ The model code is transformers' own. Around it are KV caches that sequences join
 layers on the CPU, and sampling over the whole batch. Nothing is downloaded, and no code of a model directory runs.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -91,7 +90,7 @@ class PaddedEngine:
         with device_errors(f"a step of {len(plan.seqs)} rows"):
             return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
-    def release(self, seqs: Sequences[Sequence]) -> None:
+    def release(self, seqs: Collection[Sequence]) -> None:
         """The last sequence moves to the row of each that leaves; an empty batch holds no memory."""
         held = [seq for seq in seqs if seq in self._seqs]
         for seq in held:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
-from tgis.engines.kernels.transfers import upload
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
+from tgis.engines.transfers import upload
 from tgis.prompts.lora import LoraAdapter
 
 _NO_METADATA = np.empty(0)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.kernels.transfers import to_device
 from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups, uniforms
 from tgis.engines.sampling.token_history import TokenHistory
+from tgis.engines.transfers import to_device
 
 _Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tgis.engines.kernels.transfers import to_device
+from tgis.engines.transfers import to_device
 from tgis.ipc.request import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30  # a lower one would divide to infinity; sampling is greedy long before

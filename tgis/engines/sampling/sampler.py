@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.kernels.transfers import to_device
 from tgis.engines.sampling.logits_processors import (
     Candidates,
     Filters,
@@ -38,6 +37,7 @@ from tgis.engines.sampling.logprobs import (
     token_logprobs,
     token_ranks,
 )
+from tgis.engines.transfers import to_device
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
 _TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k

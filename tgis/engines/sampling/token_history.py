@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from tgis.engines.kernels.transfers import to_device
+from tgis.engines.transfers import to_device
 
 _SPARE_COLUMNS = 128  # for tokens to come, before the tensor grows
 

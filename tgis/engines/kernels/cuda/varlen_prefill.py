@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tgis.engines.kernels.attention_params import AttentionParams
-from tgis.engines.kernels.transfers import to_device
+from tgis.engines.transfers import to_device
 
 MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied per call, unless a single sequence has more
 
