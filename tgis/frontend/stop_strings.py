@@ -5,6 +5,7 @@ caller says for each token whether a stop sequence may end the output there.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import regex
 
@@ -13,6 +14,7 @@ _GRAPHEME = regex.compile(r"\X")
 MAX_GRAPHEME_LENGTH = 64
 
 
+@dataclass(slots=True)
 class StopStringMatcher:
     """Releases the text of one output as soon as it is final.
 
@@ -21,26 +23,16 @@ class StopStringMatcher:
     UTF-8 bytes: no UTF-8 string occurs inside another one off a character boundary.
     """
 
-    __slots__ = (
-        "_held",
-        "_hold_last_grapheme",
-        "_include",
-        "_max_stop_length",
-        "_partial_match",
-        "_stop_strings",
-        "matched",
-    )
+    stop_sequences: Sequence[str] = ()
+    include_stop_sequence: bool = field(kw_only=True)
+    hold_last_grapheme: bool = field(kw_only=True)
+    matched: str | None = field(default=None, init=False)  # the stop sequence that ended the output
+    _held: str = field(default="", init=False)  # the end of the text, not released yet
+    _partial_match: str = field(default="", init=False)  # longest suffix that is a proper prefix of a stop sequence
+    _max_stop_length: int = field(init=False)
 
-    def __init__(
-        self, stop_sequences: Sequence[str] = (), *, include_stop_sequence: bool, hold_last_grapheme: bool
-    ) -> None:
-        self._stop_strings = stop_sequences
-        self._max_stop_length = max(map(len, stop_sequences), default=0)
-        self._include = include_stop_sequence
-        self._hold_last_grapheme = hold_last_grapheme
-        self._held = ""  # the end of the text, not released yet
-        self._partial_match = ""  # the longest suffix of the text that is a proper prefix of a stop sequence
-        self.matched: str | None = None  # the stop sequence that ended the output
+    def __post_init__(self) -> None:
+        self._max_stop_length = max(map(len, self.stop_sequences), default=0)
 
     def add(self, text: str, *, may_stop: bool) -> str:
         """Append the text of a token, and return the text that is final now.
@@ -65,10 +57,10 @@ class StopStringMatcher:
     def _match(self, window: str) -> bool:
         """Cut the text at the last new occurrence of the first stop sequence in the list that has one."""
         known = len(self._partial_match)
-        for stop in self._stop_strings:
+        for stop in self.stop_sequences:
             start = window.rfind(stop, max(0, known + 1 - len(stop)))
             if start >= 0:
-                cut = start + len(stop) if self._include else start
+                cut = start + len(stop) if self.include_stop_sequence else start
                 self._held = self._held[: len(self._held) - len(window) + cut]
                 self.matched = stop
                 return True
@@ -78,13 +70,13 @@ class StopStringMatcher:
         # Nothing before the last partial match can start another one: linear over all tokens.
         for start in range(max(0, len(window) + 1 - self._max_stop_length), len(window)):
             suffix = window[start:]
-            if any(stop.startswith(suffix) and stop != suffix for stop in self._stop_strings):
+            if any(stop.startswith(suffix) and stop != suffix for stop in self.stop_sequences):
                 return suffix
         return ""
 
     def _final_length(self) -> int:
-        limit = len(self._held) if self._include else len(self._held) - len(self._partial_match)
-        if not self._hold_last_grapheme:
+        limit = len(self._held) if self.include_stop_sequence else len(self._held) - len(self._partial_match)
+        if not self.hold_last_grapheme:
             return limit
         start = _last_grapheme_start(self._held, limit)
         return start if limit - start <= MAX_GRAPHEME_LENGTH else limit
