@@ -54,20 +54,43 @@ def config(server: dict[str, Any]) -> Config:
 def test_the_kustomization_names_its_files() -> None:
     kustomization = load("kustomization.yaml")
     assert kustomization["resources"] == ["deployment.yaml", "service.yaml"]
-    assert (
-        kustomization["images"][0]["name"]
-        == load("deployment.yaml")["spec"]["template"]["spec"]["containers"][0]["image"]
-    )
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_an_overlay_sets_the_image_of_both_containers(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "deployment", tmp_path / "deployment")
+    (tmp_path / "overlay").mkdir()
+    overlay = {
+        "resources": ["../deployment"],
+        "components": ["../deployment/download-weights"],
+        "images": [{"name": "tgis", "newName": "registry.example/tgis", "newTag": "1.0"}],
+    }
+    (tmp_path / "overlay" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    rendered = subprocess.run(
+        ["kubectl", "kustomize", tmp_path / "overlay"], check=True, capture_output=True, text=True
+    ).stdout
+    (pod,) = [each["spec"]["template"]["spec"] for each in yaml.safe_load_all(rendered) if each["kind"] == "Deployment"]
+    images = {container["name"]: container["image"] for container in (*pod["initContainers"], *pod["containers"])}
+    assert images == dict.fromkeys(("download-weights", "server"), "registry.example/tgis:1.0")
+
+
+def test_no_kustomization_below_an_overlay_sets_images() -> None:
+    """The base's would rename the server's image before the component adds its container."""
+    assert not [name for name in ("", "download-weights/") if "images" in load(f"{name}kustomization.yaml")]
 
 
 def test_the_environment_is_a_valid_configuration(config: Config) -> None:
     assert not config.warnings
-    assert (config.max_sequence_length, config.max_concurrent_requests) == (2048, 64)
+    assert config.max_sequence_length == 2048
+    assert config.max_batch_size is not None
+    assert config.max_concurrent_requests >= 2 * config.max_batch_size  # a full batch may wait
     assert str(config.hub_cache).startswith("/shared_model_storage/")
 
 
-def test_the_drain_fits_into_the_grace_of_the_pod(config: Config, pod: dict[str, Any]) -> None:
-    assert config.shutdown_grace_seconds < pod["terminationGracePeriodSeconds"] == 120
+def test_the_drain_fits_into_the_grace_of_the_pod(config: Config, pod: dict[str, Any], server: dict[str, Any]) -> None:
+    (_, seconds) = server["lifecycle"]["preStop"]["exec"]["command"]
+    exit_seconds = 10  # of the engine process and what is left in the front end
+    assert int(seconds) + config.shutdown_grace_seconds + exit_seconds <= pod["terminationGracePeriodSeconds"] == 120
 
 
 def test_the_ports_are_those_of_the_server(config: Config, server: dict[str, Any]) -> None:
@@ -152,11 +175,32 @@ def test_the_image_starts_the_server_as_its_first_process(recipe: str) -> None:
 
 def test_the_environment_of_the_image_is_a_valid_configuration(recipe: str) -> None:
     image = containerfile.describe(recipe, Path("/"))
-    assert set(image.environment) - NAMES == {"HOME", "LANG", "PYTHONUNBUFFERED"}
+    assert set(image.environment) - NAMES == {"HOME", "LANG", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
     config = parse([], {"MODEL_NAME": "m", **image.environment}, "tgis serve")
     assert image.ports == [config.port, config.grpc_port]
     assert config.cache_dir.is_relative_to("/tmp")
     assert config.hf_home.is_relative_to("/tmp")
+
+
+def test_the_build_context_is_what_the_image_copies(recipe: str) -> None:
+    copied = {
+        source.rstrip("/")
+        for instruction, argument in containerfile.steps(recipe)
+        if instruction == "COPY" and not argument.startswith("--from=")
+        for source in argument.split()[:-1]
+    }
+    lines = (ROOT / ".containerignore").read_text().splitlines()
+    allowed = {line[1:] for line in lines if line.startswith("!")}
+    assert "*" in lines
+    assert {source.split("/")[0] for source in copied} == allowed
+
+
+@pytest.mark.parametrize(("extras", "installed"), [("", "."), ("onnx", ".[onnx]")])
+def test_the_image_installs_an_extra_on_demand(recipe: str, extras: str, installed: str) -> None:
+    (argument,) = re.findall(r"^RUN pip install .* (\S+EXTRAS\S+)$", recipe, re.MULTILINE)
+    shown = subprocess.check_output(["sh", "-c", f"echo {argument}"], env={"EXTRAS": extras}, text=True)
+    assert shown == f"{installed}\n"
+    assert not extras or extras in setup_cfg()["options.extras_require"]
 
 
 @pytest.mark.slow
@@ -216,6 +260,7 @@ def test_the_console_scripts_exist() -> None:
         "text-generation-launcher",
         "text-generation-server",
         "model-util",
+        "grpc_healthcheck",
     ]
     for _, target in (script.split(" = ") for script in scripts if script):
         module, _, function = target.partition(":")
