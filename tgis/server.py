@@ -226,33 +226,24 @@ class Server:
         raise StartError(client.died.result())
 
     def _engine_options(self) -> EngineOptions:
+        """Fields that are not given here are the options of the same names; the engine process checks their types."""
         config = self._config
-        return EngineOptions(
-            engine=config.engine,
-            model_path=str(self._model.path),
-            dtype=None if config.dtype == "auto" else config.dtype,
-            eos_ids=self._eos_ids,
-            max_sequence_length=self._limits.max_sequence_length,
-            max_batch_size=config.max_batch_size,
-            max_prefill_padding=config.max_prefill_padding,
-            max_waiting_tokens=config.max_waiting_tokens,
-            max_prefill_tokens=config.max_batch_prefill_tokens,
-            max_top_n_tokens=config.max_top_n_tokens,
-            batch_safety_margin=config.batch_safety_margin,
-            compile=config.pt2_compile,
-            strict=config.strict_options,
-            estimate_memory=config.estimate_memory,
-            cache_dir=str(config.cache_dir),
-            cpu_isa=config.cpu_isa,
-            cuda_memory_fraction=config.cuda_process_memory_fraction,
-            num_threads=config.num_threads,
-            log_level=config.log_level,
-            json_output=config.json_output,
-            prefix_cache=config.prefix_cache,
-            num_shards=config.num_shard,
-            kv_cache_bytes=config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
-            adapter_store=self._adapter_store,
-        )
+        given: dict[str, Any] = {
+            "model_path": str(self._model.path),
+            "dtype": None if config.dtype == "auto" else config.dtype,
+            "eos_ids": self._eos_ids,
+            "max_sequence_length": self._limits.max_sequence_length,
+            "max_prefill_tokens": config.max_batch_prefill_tokens,
+            "compile": config.pt2_compile,
+            "strict": config.strict_options,
+            "cache_dir": str(config.cache_dir),
+            "cuda_memory_fraction": config.cuda_process_memory_fraction,
+            "num_shards": config.num_shard,
+            "kv_cache_bytes": config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
+            "adapter_store": self._adapter_store,
+        }
+        same = {name: getattr(config, name) for name in EngineOptions.__struct_fields__ if name not in given}
+        return EngineOptions(**same, **given)
 
 
 async def _wait_first(events: list[asyncio.Future[Any]], timeout: float | None = None) -> None:

@@ -54,22 +54,16 @@ class FakeEngine:
     def __init__(self, options: EngineOptions) -> None:
         config = json.loads((Path(options.model_path) / "config.json").read_bytes())
         self._model = msgspec.convert(config.get("fake", {}), StepModel)
-        self._options = options
-        self._vocab_size = int(config["vocab_size"])
         self._num_computed_tokens: dict[int, int] = {}  # request id -> computed tokens
         self._kv_slots: dict[int, int] = {}  # of KV blocks -> the token there
-
-    @property
-    def info(self) -> EngineInfo:
-        """As the model's config says; without memory limits, unless it has some."""
-        return EngineInfo(
+        self.info = EngineInfo(  # without memory limits, unless the model's config has some
             model_class="FakeEngine",
             device="none",
             dtype="none",
-            vocab_size=self._vocab_size,
+            vocab_size=int(config["vocab_size"]),
             encoder_decoder=False,
             padded=self._model.padded,
-            max_batch_size=self._options.max_batch_size or 256,
+            max_batch_size=options.max_batch_size or 256,
             token_capacity=self._model.weight_limit,
             max_prefill_tokens=self._model.prefill_tokens,
             block_size=self._model.block_size,
@@ -138,5 +132,5 @@ class FakeEngine:
 
     def _make_logprobs(self, options: LogprobOptions, token: int) -> TokenLogprobs:
         logprob, step = (-0.5, 1) if options.logprobs else (0.0, 0)
-        top = [((token + i) % self._vocab_size, logprob - i * step) for i in range(options.top_n_tokens)]
+        top = [((token + i) % self.info.vocab_size, logprob - i * step) for i in range(options.top_n_tokens)]
         return TokenLogprobs(logprob, int(options.ranks), top)

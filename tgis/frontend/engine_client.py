@@ -14,24 +14,9 @@ from typing import TYPE_CHECKING
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
 from tgis.frontend.output_queue import OutputQueue, RequestTimings
+from tgis.ipc import messages
 from tgis.ipc.adapters import AdapterResolved
 from tgis.ipc.framing import FrameReader, encode_frame
-from tgis.ipc.messages import (
-    Cancel,
-    EngineInfo,
-    EngineOptions,
-    Failed,
-    FailureKind,
-    Fatal,
-    FromEngine,
-    GetSnapshot,
-    Ready,
-    Shutdown,
-    Step,
-    StepStats,
-    Submit,
-    ToEngine,
-)
 from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import Snapshot
 
@@ -53,9 +38,9 @@ class EngineClient:
         self._next_id = 0
         self._last_progress = time.monotonic()
         loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[EngineInfo] = loop.create_future()
+        self.ready: asyncio.Future[messages.EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
-        self._snapshot_query = SnapshotQuery(lambda: self._send(GetSnapshot()))
+        self._snapshot_query = SnapshotQuery(lambda: self._send(messages.GetSnapshot()))
         self._adapter_queries = AdapterQueries(self._send)
         self._death_cause = ""
         self._dead = False
@@ -63,7 +48,7 @@ class EngineClient:
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, options: EngineOptions) -> None:
+    async def start(self, options: messages.EngineOptions) -> None:
         """Spawn the engine process; then `ready` or `died` gets a result."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -109,7 +94,7 @@ class EngineClient:
             self._last_progress = time.monotonic()
         self._queues.update((queue.request.id, queue) for queue in queues)
         self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
-        self._send(Submit(requests, time.monotonic()))
+        self._send(messages.Submit(requests, time.monotonic()))
         try:
             yield queues
         finally:
@@ -119,7 +104,7 @@ class EngineClient:
     def close(self, queue: OutputQueue) -> None:
         """Cancel the request unless it has ended."""
         if self._remove(queue) and not self._dead:
-            self._send(Cancel([queue.request.id]))
+            self._send(messages.Cancel([queue.request.id]))
 
     def kill(self, cause: str) -> None:
         """Kill an engine process that makes no progress."""
@@ -133,7 +118,7 @@ class EngineClient:
         if self._process is None:
             return
         if not self._dead:
-            self._send(Shutdown())
+            self._send(messages.Shutdown())
         try:
             await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
         except TimeoutError:
@@ -142,7 +127,7 @@ class EngineClient:
         if self._transport is not None:
             self._transport.close()
 
-    def handle(self, message: FromEngine) -> None:
+    def handle(self, message: messages.FromEngine) -> None:
         """Handle one message from the engine process."""
         if not isinstance(message, Snapshot | AdapterResolved):  # an engine that only answers questions is stuck
             self._last_progress = time.monotonic()
@@ -151,16 +136,16 @@ class EngineClient:
                 self._snapshot_query.resolve(message)
             case AdapterResolved():
                 self._adapter_queries.resolve(message)
-            case Step():
+            case messages.Step():
                 self._deliver(message)
-            case Failed(ids, kind, text, prefill):
+            case messages.Failed(ids, kind, text, prefill):
                 for request_id in ids:
                     self._fail(request_id, _request_error(kind, text))
                 if self.metrics and prefill is not None:
                     self.metrics.step_failed(kind, prefill=prefill)
-            case Ready(info):
+            case messages.Ready(info):
                 self.ready.set_result(info)
-            case Fatal(text):
+            case messages.Fatal(text):
                 self._death_cause = text
 
     def disconnected(self) -> None:
@@ -181,7 +166,7 @@ class EngineClient:
                 self._death_cause = _describe_exit(code)
         self.died.set_result(self._death_cause)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: messages.Step) -> None:
         now = time.monotonic()
         for request_id, prompt_logprobs in step.prompt_logprobs.items():
             if queue := self._queues.get(request_id):
@@ -206,7 +191,7 @@ class EngineClient:
             if not self._queues:  # the step was in flight when the last request was cancelled
                 self.metrics.engine_idle()
 
-    def _record_scheduled(self, stats: StepStats) -> None:
+    def _record_scheduled(self, stats: messages.StepStats) -> None:
         scheduled = time.monotonic() - stats.duration
         for request_id in stats.first_scheduled:
             if queue := self._queues.get(request_id):
@@ -242,7 +227,7 @@ class EngineClient:
         if self.metrics:
             self.metrics.set_queued(self._num_queued)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         assert self._transport is not None
         self._transport.write(encode_frame(message))
 
@@ -250,7 +235,7 @@ class EngineClient:
 class _EngineProtocol(asyncio.Protocol):
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._reader = FrameReader(FromEngine)
+        self._reader = FrameReader(messages.FromEngine)
 
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):
@@ -260,11 +245,11 @@ class _EngineProtocol(asyncio.Protocol):
         self._client.disconnected()
 
 
-def _request_error(kind: FailureKind, text: str) -> RequestError:
+def _request_error(kind: messages.FailureKind, text: str) -> RequestError:
     match kind:
-        case FailureKind.OUT_OF_MEMORY:
+        case messages.FailureKind.OUT_OF_MEMORY:
             return OutOfMemory(text)
-        case FailureKind.ERROR:
+        case messages.FailureKind.ERROR:
             return EngineFailure(f"Request failed during generation: {text}")
 
 

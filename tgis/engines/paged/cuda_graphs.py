@@ -104,12 +104,11 @@ class DecodeGraphs:
         return FlatBatch(input_ids, positions, slots, tables, seq_lens, [], indices, [])
 
     def _copy_inputs(self, batch: FlatBatch, size: int) -> None:
-        input_ids, positions, slot_mapping, seq_lens, block_tables, _ = self._buffers
+        *columns, block_tables, _ = self._buffers
         count, width = batch.block_tables.shape
-        input_ids[:count].copy_(batch.input_ids)
-        positions[:count].copy_(batch.positions)
-        slot_mapping[:count].copy_(batch.slot_mapping)
-        seq_lens[:count].copy_(batch.seq_lens)
+        inputs = batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens
+        for column, values in zip(columns, inputs, strict=True):
+            column[:count].copy_(values)
         block_tables[:count, :width].copy_(batch.block_tables)
         self._reset_padding(count, size)
 
