@@ -48,6 +48,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "num_threads": (("4095", 4095), ("4096", 4096)),
     "cpu_isa": (("none", "none"), ("avx2", "avx2")),
     "prefix_store_path": (("/", Path("/")), ("/tmp", Path("/tmp"))),
+    "lora_modules": (("a=/x b=y=z", {"a": "/x", "b": "y=z"}), ('{"name": "a", "path": "/x"}', {"a": "/x"})),
     "prompt_cache_size_mb": (("1", 1), ("2048", 2048)),
     "max_prompt_prefix_length": (("1", 1), ("100", 100)),
     "default_include_stop_seqs": (("false", False), ("0", False)),

@@ -52,6 +52,28 @@ def test_flags_of_vllm_are_flags_of_ours(flags: str, field: str, value: object) 
         assert got.warnings == ()
 
 
+def test_lora_modules() -> None:
+    one, two = '{"name": "one", "path": "/a b", "base_model_name": "m"}', '{"name": "two", "path": "c"}'
+    both = {"one": "/a b", "two": "c"}
+    assert read("--lora-modules", one, two, "--port", "1").lora_modules == both
+    assert read("--lora-modules", "one=/a", two).lora_modules == {"one": "/a", "two": "c"}
+    assert read("--lora-modules", "one=/a", "two=c").lora_modules == {"one": "/a", "two": "c"}
+    for text in (f"[{one}, {two}]", f"{one} {two}", f"{one}\n{two}"):
+        assert read(LORA_MODULES=text).lora_modules == both
+
+
+@pytest.mark.parametrize("text", ["a", "a=", "=/x", "{", "[1]", '{"name": "a"}', '{"name": "", "path": "x"}', "a=b {}"])
+def test_lora_modules_without_name_or_path(text: str) -> None:
+    bound = "must be name=path ... or JSON objects with a name and a path"
+    assert refusal(LORA_MODULES=text) == f"LORA_MODULES={text!r} {bound}"
+    assert refusal("--lora-modules", text) == f"--lora-modules={text!r} {bound}"
+
+
+def test_a_name_of_two_lora_modules() -> None:
+    assert refusal(LORA_MODULES="a=x a=y") == "LORA_MODULES='a=x a=y' has the same name twice"
+    assert refusal("--lora-modules") == "--lora-modules='' must not be empty"
+
+
 def test_tls_flags_of_vllm() -> None:
     got = read("--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "a")
     assert [str(got.tls_cert_path), str(got.tls_key_path), str(got.tls_client_ca_cert_path)] == ["c", "k", "a"]

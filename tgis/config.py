@@ -21,6 +21,7 @@ from tgis.utils.options import (
     ANY,
     BOOLEAN,
     DIRECTORY,
+    NAMED_PATHS,
     PATH,
     TEXT,
     Option,
@@ -172,6 +173,8 @@ class Config:
     prefix_store_path: Path | None = option(
         ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None,
         aliases=("adapter_cache",))
+    lora_modules: Mapping[str, str] | None = option(
+        ADAPTERS, NAMED_PATHS, "LoRA adapters by name, loaded at start: name=path ... or vLLM's JSON", None)
     prompt_cache_size_mb: int = option(
         ADAPTERS, integer(1), "size of the adapter cache in MiB; also limits the size of a file", 512)
     max_prompt_prefix_length: int | None = option(

@@ -7,6 +7,7 @@ signal, and with 1 when the engine dies or hangs in a step; the cause is then in
 import asyncio
 import gc
 import logging
+import os
 import signal
 import time
 from dataclasses import replace
@@ -34,6 +35,7 @@ from tgis.models.convert.weights import ensure_weights, needs_conversion
 from tgis.models.files import (
     ModelFiles,
     eos_token_ids,
+    find_directory,
     find_model,
     find_weights,
     is_encoder_decoder,
@@ -127,6 +129,7 @@ class Server:
             await grpc_server.start()
             await client.start(self._engine_options())
             if info := await self._wait_until_ready(client, stop):
+                await self._load_lora_modules(client, info)
                 self._start_serving(grpc_server, client, info, ports)
                 await self._monitor(client, stop)
             await self._drain(grpc_server, client)
@@ -141,6 +144,15 @@ class Server:
         """The engine's description once it is ready; None if it dies or a signal arrives first."""
         await _wait_first([client.ready, client.died, stop])
         return client.ready.result() if client.ready.done() and not client.died.done() else None
+
+    async def _load_lora_modules(self, client: EngineClient, info: EngineInfo) -> None:
+        """Find out at start what is wrong with an adapter, not at the first request that names it."""
+        if self._config.lora_modules and not info.supports_adapters:
+            raise StartError(f"LORA_MODULES: {info.model_class} takes no adapters")
+        for name in self._config.lora_modules or {}:
+            async with client.acquire_adapter(name) as found:
+                if found is not None and found.problem is not None:
+                    raise StartError(f"LORA_MODULES: {name}: {found.reason}")
 
     def _start_serving(
         self, grpc_server: GrpcServer, client: EngineClient, info: EngineInfo, ports: tuple[int, int]
@@ -281,13 +293,26 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
 
 
 def _adapter_store_options(config: Config, limits: RequestLimits) -> AdapterStoreOptions | None:
-    if config.prefix_store_path is None:
+    if config.prefix_store_path is None and not config.lora_modules:
         return None
     max_length = limits.max_sequence_length - 1
     length = config.max_prompt_prefix_length or (limits.max_sequence_length + 1) // 2
     if length > max_length:
         raise OptionError(f"MAX_PROMPT_PREFIX_LENGTH={length} must be at most {max_length}, below MAX_SEQUENCE_LENGTH")
-    return AdapterStoreOptions(str(config.prefix_store_path), config.prompt_cache_size_mb << 20, length)
+    path = None if config.prefix_store_path is None else str(config.prefix_store_path)
+    return AdapterStoreOptions(path, config.prompt_cache_size_mb << 20, length, _lora_modules(config))
+
+
+def _lora_modules(config: Config) -> dict[str, str]:
+    """Their directories, by name."""
+    found = {}
+    for name, path in (config.lora_modules or {}).items():
+        try:
+            directory = find_directory(os.path.expanduser(path), None, str(config.hub_cache), "adapter_config.json")
+        except StartError as error:
+            raise StartError(f"LORA_MODULES: {name}: {error}") from error
+        found[name] = str(directory.absolute())
+    return found
 
 
 def _usage_hints(config: Config, grpc_port: int, http_port: int) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from harness import run_async
 
 from tgis import config, server
-from tgis.errors import InvalidRequest, OptionError
+from tgis.errors import InvalidRequest, OptionError, StartError
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.validation import RequestLimits
@@ -146,3 +146,17 @@ def test_soft_prompts_take_up_to_half_of_a_sequence_by_default(tmp_path: Path) -
     )
     with pytest.raises(OptionError, match="MAX_PROMPT_PREFIX_LENGTH=101 must be at most 100"):
         options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="101")
+
+
+def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path) -> None:
+    cached = tmp_path / "models--org--sql" / "snapshots" / "main"
+    for directory in (cached, tmp_path / "here"):
+        directory.mkdir(parents=True)
+        (directory / "adapter_config.json").write_text("{}")
+    found = options(None, 101, LORA_MODULES=f"a={tmp_path}/here b=org/sql", HF_HUB_CACHE=str(tmp_path))
+    modules = {"a": str(tmp_path / "here"), "b": str(cached)}
+    assert found == AdapterStoreOptions(None, 512 << 20, 51, modules)
+    with pytest.raises(StartError, match=r"LORA_MODULES: a: .* has no adapter_config\.json"):
+        options(None, 101, LORA_MODULES=f"a={tmp_path}")
+    with pytest.raises(StartError, match="LORA_MODULES: a: model 'org/none' not found"):
+        options(None, 101, LORA_MODULES="a=org/none", HF_HUB_CACHE=str(tmp_path))

@@ -115,6 +115,22 @@ def test_only_files_inside_the_store_are_read(store: AdapterStore, root: Path, t
         store.find("large")
 
 
+def test_lora_modules_are_named_by_the_operator(root: Path, tmp_path: Path) -> None:
+    """Any name, any directory, and links to anywhere, as in a hub cache."""
+    write(tmp_path / "elsewhere", lora(matrices(seed=5)))
+    (tmp_path / "snapshot").mkdir()
+    for name in (CONFIG, SAFETENSORS):
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / "elsewhere" / name)
+    modules = {"sql.v1": str(tmp_path / "snapshot"), "good": str(tmp_path / "elsewhere")}
+    for path in (str(root), None):
+        store = AdapterStore(path, CAPACITY, TARGET, modules)
+        for name in modules:  # before one of the same id in the store
+            torch.testing.assert_close(adapter(store, name).layers[Q].lora_a, matrices(seed=5)[key(Q, "A")])
+    with pytest.raises(AdapterError, match="it is no LoRA module, and no adapter store was configured") as caught:
+        store.find("other")
+    assert caught.value.problem == AdapterProblem.NOT_FOUND
+
+
 def test_an_adapter_larger_than_the_cache_is_refused(root: Path) -> None:
     write(root / "half", lora({name: tensor.half() for name, tensor in matrices(64).items()}, r=64))
     store = AdapterStore(str(root), 12 * BYTES, TARGET)

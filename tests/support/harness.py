@@ -78,16 +78,23 @@ def server_environment(**options: object) -> dict[str, str]:
     return os.environ | {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in options.items()}
 
 
-@contextlib.contextmanager
-def running_server(directory: Path, model: Path, timeout: float = 120, **options: object) -> Iterator[Server]:
+def running_server(
+    directory: Path, model: Path, timeout: float = 120, **options: object
+) -> contextlib.AbstractContextManager[Server]:
     """Serve `model`, logging to `directory`; killed at the end of the block."""
+    return running_module(["tgis", "serve"], directory, timeout, **{"MODEL_NAME": model, **options})
+
+
+@contextlib.contextmanager
+def running_module(arguments: list[str], directory: Path, timeout: float = 120, **options: object) -> Iterator[Server]:
+    """A server that `python -m` starts with these arguments."""
     log = directory / "server.log"
-    settings = {"MODEL_NAME": model, "GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
+    settings = {"GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
     # measuring memory would take longer than most tests; one thread, because other servers and tests run beside it
     settings |= {"ESTIMATE_MEMORY": "off", "NUM_THREADS": 1} | options
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tgis", "serve"],
+            [sys.executable, "-P", "-m", *arguments],
             env=server_environment(**settings),
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -93,7 +93,8 @@ class RequestLog:
 
     def _log(self, output: OutputBuilder) -> None:
         ended = output.stop_reason.name if output.stop_reason else "ERROR" if output.queue.failed else "CANCELLED"
-        as_asked = output.stop_reason not in (StopReason.NOT_FINISHED, StopReason.TOKEN_LIMIT)
+        cut_short = output.stop_reason is StopReason.TOKEN_LIMIT and not output.params.fill_context
+        as_asked = output.stop_reason is not StopReason.NOT_FINISHED and not cut_short
         log.log(
             logging.INFO if as_asked else logging.WARNING,
             "%s request: %d tokens, %s",

@@ -18,9 +18,10 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class AdapterStoreOptions(msgspec.Struct, frozen=True):
     """Where soft prompts and LoRA adapters are, and how much memory they may take."""
 
-    path: str  # directory
+    path: str | None  # directory; None: only LoRA modules
     cache_bytes: int
     max_soft_prompt_length: int  # virtual tokens
+    lora_modules: dict[str, str] = {}  # directories of adapters that are not in the store, by id
 
 
 class ResolveAdapter(msgspec.Struct, frozen=True, tag="resolve_adapter"):

@@ -44,7 +44,7 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
     The revision is ignored for a directory. StartError if there is no such model or its JSON is broken.
     """
     try:
-        path = _locate(name, revision, cache_dir)
+        path = find_directory(name, revision, cache_dir)
         generation = path / "generation_config.json"
         return ModelFiles(
             path=path,
@@ -144,16 +144,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _locate(name: str, revision: str | None, cache_dir: str | None) -> Path:
+def find_directory(name: str, revision: str | None, cache_dir: str | None, config: str = "config.json") -> Path:
+    """The directory `name`, else that of this name and revision in the hub cache; it must have the file `config`."""
     if not name or not name.isprintable():
         raise StartError(f"{name!r} is no model name")
     local, entry = Path(name), _cache_entry(name, cache_dir)
-    if (local / "config.json").is_file():
+    if (local / config).is_file():
         return local
     if entry is not None and entry.is_dir():
-        return _snapshot(entry, revision or "main")
+        return _snapshot(entry, revision or "main", config)
     if local.is_dir():
-        raise StartError(f"{local} has no config.json")
+        raise StartError(f"{local} has no {config}")
     looked = f"no {entry}" if entry is not None else "it is no name in a hub cache"
     raise StartError(f"model {name!r} not found: no such directory and {looked} (see tgis download-weights)")
 
@@ -165,7 +166,7 @@ def _cache_entry(name: str, cache_dir: str | None) -> Path | None:
     return Path(cache_dir) / "--".join(["models", *parts])
 
 
-def _snapshot(entry: Path, revision: str) -> Path:
+def _snapshot(entry: Path, revision: str, config: str) -> Path:
     ref, commit = entry / "refs" / revision, revision
     if ref.is_file():
         with ref.open("rb") as file:
@@ -173,8 +174,8 @@ def _snapshot(entry: Path, revision: str) -> Path:
     path = entry / "snapshots" / commit
     if not COMMIT.fullmatch(commit) or not path.is_dir():
         raise StartError(f"revision {revision!r} is not in the cache: {entry} has no snapshot {commit!r:.60}")
-    if not (path / "config.json").is_file():
-        raise StartError(f"{path} has no config.json")
+    if not (path / config).is_file():
+        raise StartError(f"{path} has no {config}")
     return path
 
 

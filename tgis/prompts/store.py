@@ -2,11 +2,12 @@
 
 import itertools
 import os
+from collections.abc import Mapping
 
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.adapters import AdapterProblem, AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.cache import AdapterCache
 from tgis.prompts.files import AdapterDirectory
@@ -18,8 +19,11 @@ from tgis.prompts.tensor_file import TargetModel
 class AdapterStore:
     """Thread-safe; threads load in parallel."""
 
-    def __init__(self, path: str, cache_bytes: int, target: TargetModel) -> None:
-        self._path = os.path.realpath(path)
+    def __init__(
+        self, path: str | None, cache_bytes: int, target: TargetModel, lora_modules: Mapping[str, str] | None = None
+    ) -> None:
+        self._path = None if path is None else os.path.realpath(path)
+        self._lora_modules = lora_modules or {}
         self._target = target
         self._cache: AdapterCache[LoadedAdapter] = AdapterCache(cache_bytes)
         self._versions = itertools.count(1)
@@ -31,11 +35,11 @@ class AdapterStore:
         target = TargetModel(
             info.embedding_size, options.max_soft_prompt_length, dtype, device, info.encoder_decoder, info.lora_targets
         )
-        return cls(options.path, options.cache_bytes, target)
+        return cls(options.path, options.cache_bytes, target, options.lora_modules)
 
     def find(self, adapter_id: str) -> StoreResult:
         """The adapter as its files are now; AdapterError if it is missing or unusable."""
-        directory = AdapterDirectory.resolve(self._path, adapter_id)
+        directory = self._directory(adapter_id)
         signature = directory.signature()  # before reading: a change meanwhile is noticed next time
         cached = self._cache.get(directory.path, signature)
         if cached is not None:
@@ -45,3 +49,10 @@ class AdapterStore:
         if adapter.size > self._cache.capacity:
             raise AdapterError(f"it takes {adapter.size} bytes, the cache has {self._cache.capacity}")
         return StoreResult(self._cache.put(directory.path, signature, adapter, adapter.size), loaded=True)
+
+    def _directory(self, adapter_id: str) -> AdapterDirectory:
+        if adapter_id in self._lora_modules:
+            return AdapterDirectory.trusted(self._lora_modules[adapter_id])
+        if self._path is None:
+            raise AdapterError("it is no LoRA module, and no adapter store was configured", AdapterProblem.NOT_FOUND)
+        return AdapterDirectory.resolve(self._path, adapter_id)

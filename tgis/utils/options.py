@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import ipaddress
+import json
 import math
 import os
 import re
@@ -16,7 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar, cast
+
+import msgspec
 
 from tgis.errors import OptionError
 
@@ -161,7 +164,32 @@ def _address(text: str) -> str:
         raise ValueError("must be an IP address or localhost") from None
 
 
+class _NamedPath(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+def _named_paths(text: str) -> dict[str, str]:
+    rest, entries = _text(" ".join(text.split())), []
+    try:
+        while rest := rest.strip():
+            if rest[0] in "[{":
+                value, end = json.JSONDecoder().raw_decode(rest)
+                entries += value if isinstance(value, list) else [value]
+                rest = rest[end:]
+            else:
+                word, _, rest = rest.partition(" ")
+                entries.append(dict(zip(("name", "path"), word.split("=", 1), strict=False)))
+        named = msgspec.convert(entries, list[_NamedPath])
+    except (ValueError, RecursionError):
+        raise ValueError("must be name=path ... or JSON objects with a name and a path") from None
+    if len({each.name for each in named}) < len(named):
+        raise ValueError("has the same name twice")
+    return {each.name: each.path for each in named}
+
+
 TEXT = ValueType("TEXT", _text)
+NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # or JSON, as vLLM takes LoRA modules
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
 DIRECTORY = ValueType("PATH", _directory)
