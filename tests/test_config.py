@@ -73,6 +73,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
     "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),
     "termination_log": (("/a", Path("/a")), ("b", Path("b"))),
+    "git_commit_hash": (("abc", "abc"), ("0", "0")),
     "log_level": (("debug", "debug"), ("info,h2=off", "info,h2=off")),
     "json_output": (("TRUE", True), ("1", True)),
     "log_requests": (("false", False), ("0", False)),

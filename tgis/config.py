@@ -230,6 +230,7 @@ class Config:
         PROCESS, PATH, "existing file that the cause of a fatal error is written to", Path("/dev/termination-log"),
         aliases=("termination_log_dir",))
 
+    git_commit_hash: str | None = option(LOGS, TEXT, "commit of the build, for the metric tgi_info", None)
     log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log as JSON, one object per line", False)
     log_requests: bool = option(

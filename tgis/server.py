@@ -5,6 +5,7 @@ signal, and with 1 when the engine dies or hangs in a step; the cause is then in
 """
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -26,6 +27,7 @@ from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.generation import Generator, ServerInfo
 from tgis.frontend.metrics import Metrics
+from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.adapters import AdapterStoreOptions
@@ -42,7 +44,7 @@ from tgis.models.files import (
     max_sequence_length,
     pad_token_id,
 )
-from tgis.security.bearer import TokenFile
+from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 
 log = logging.getLogger(__name__)
@@ -111,6 +113,7 @@ class Server:
         self._servicer = GenerationServicer(bearer_auth=tokens is not None, deadline_partial=config.deadline_partial)
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
+        self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.model_name)
         self._metrics: Metrics | None = None  # created when the engine reports its limits
 
     def convert_weights(self) -> None:
@@ -121,13 +124,13 @@ class Server:
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
         stop = _stop_signal()
-        grpc_server = GrpcServer([self._servicer.handler()], self._config, self._certificates, self._tokens)
+        grpc_server = self._make_grpc_server()
         client = EngineClient()
         probes = self._probes(client)
         try:
             ports = grpc_server.bind(), await probes.start()
             await grpc_server.start()
-            await client.start(self._engine_options())
+            self._service_metrics.engine_started(await client.start(self._engine_options()))
             if info := await self._wait_until_ready(client, stop):
                 await self._load_lora_modules(client, info)
                 self._start_serving(grpc_server, client, info, ports)
@@ -139,6 +142,11 @@ class Server:
             await client.stop()
             await probes.stop()
             self._tokenizer.close()
+
+    def _make_grpc_server(self) -> GrpcServer:
+        on_rejected = self._service_metrics.authentication_failed
+        interceptors = [BearerAuthInterceptor(self._tokens, on_rejected)] if self._tokens else []
+        return GrpcServer([self._servicer.handler()], self._config, self._certificates, interceptors)
 
     async def _wait_until_ready(self, client: EngineClient, stop: asyncio.Future[None]) -> EngineInfo | None:
         """The engine's description once it is ready; None if it dies or a signal arrives first."""
@@ -175,6 +183,8 @@ class Server:
         client.metrics = self._metrics
         adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
         self._servicer.generator = Generator(server_info, client, self._decoder, adapters, self._metrics)
+        self._service_metrics.engine_ready(info, time.monotonic() - self._started)
+        self._service_metrics.set_state(ServiceState.SERVING)
         self._unhealthy_reason = None
         grpc_server.set_serving(True)
         gc.freeze()  # long-lived objects: keep them out of later collections
@@ -195,8 +205,9 @@ class Server:
     async def _drain(self, grpc_server: GrpcServer, client: EngineClient) -> None:
         """Reject new calls; give those in flight the grace period to finish."""
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
-        if self._metrics is not None and client.died.done():
-            self._metrics.engine_up(False)
+        self._service_metrics.set_state(ServiceState.DRAINING)
+        if client.died.done():
+            self._service_metrics.engine_died()
         if self._servicer.generator is not None:
             self._servicer.generator.stop_accepting()
         await grpc_server.stop(self._config.shutdown_grace_seconds)
@@ -204,7 +215,8 @@ class Server:
     def _probes(self, client: EngineClient) -> ProbeServer:
         config = self._config
         snapshot = client.snapshot if config.debug_batch else None
-        return ProbeServer(config.bind_address, config.port, lambda: self._unhealthy_reason, self._scrape, snapshot)
+        scrape = functools.partial(self._scrape, client)
+        return ProbeServer(config.bind_address, config.port, lambda: self._unhealthy_reason, scrape, snapshot)
 
     def _placeholder_id(self, vocab_size: int) -> int:
         """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""
@@ -219,18 +231,19 @@ class Server:
             return f"{info.model_class} takes no adapters"
         return None
 
-    def _scrape(self) -> bytes:
-        return self._metrics.scrape() if self._metrics else b""
+    def _scrape(self, client: EngineClient) -> bytes:
+        self._service_metrics.set_lora_adapters(*client.lora_adapters())
+        if self._certificates:
+            self._service_metrics.set_certificate_expiry(self._certificates.expiry)
+        return self._service_metrics.scrape() + (self._metrics.scrape() if self._metrics else b"")
 
     def _make_metrics(self, info: EngineInfo) -> Metrics:
-        metrics = Metrics(
+        return Metrics(
             max_sequence_length=self._limits.max_sequence_length,
             max_new_tokens=self._limits.max_new_tokens,
             max_batch_size=info.max_batch_size,
             token_capacity=info.token_capacity,
         )
-        metrics.engine_up(True)
-        return metrics
 
     def _exit_code(self, client: EngineClient, stop: asyncio.Future[None]) -> int:
         if stop.done() and not client.died.done():

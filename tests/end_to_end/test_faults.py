@@ -134,6 +134,7 @@ def test_sigterm_lets_calls_finish_and_exits_zero(tmp_path: Path) -> None:
         time.sleep(0.3)
         code, body = server.get("/health")
         assert (code, "shutting down" in body) == (503, True)
+        assert 'tgi_state{state="draining"} 1.0' in server.get("/metrics")[1]
         assert refused(lambda: stub.Generate(unary_request("late", 3), timeout=5))
         assert len(future.result().responses[0].text) == 150
         assert sum(len(part.text) for part in stream) >= 145

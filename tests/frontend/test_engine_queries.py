@@ -85,7 +85,7 @@ class FakeTransport:
         self.sent += self._reader.feed(data)
 
 
-INFO = EngineInfo("Fake", "none", "none", 257, False, False, 4, 1000, 64)
+INFO = EngineInfo("fake", "Fake", "none", "none", 257, False, False, 4, 1000, 64)
 
 
 @run_async

@@ -48,7 +48,6 @@ GAUGES = {
     "tgi_batch_max_remaining_tokens",
     "tgi_batch_weight_utilization",
     "tgi_batch_context_limit",
-    "tgi_engine_up",
 }
 PASS = {"method": "prefill next_token", "makeup": "single_only"}
 # name: labels, number of buckets, first and last finite bound (S = 96, N = 32, batches of 4)
@@ -141,10 +140,6 @@ def test_every_family_has_help_and_type_once_and_nothing_is_created(metrics: Met
     assert helped == typed
     assert len(set(helped)) == len(helped)
     assert "_created" not in text
-
-
-def test_process_metrics_are_exported(metrics: Metrics) -> None:
-    assert value(metrics, "process_resident_memory_bytes") > 1 << 20
 
 
 def test_registries_are_independent_of_each_other_and_of_the_global_one(metrics: Metrics) -> None:
@@ -307,7 +302,7 @@ def test_a_step_that_mixes_prefill_and_decode_is_one_prefill(metrics: Metrics) -
     assert value(metrics, "tgi_batch_inference_batch_size_sum", method="next_token") == 3
 
 
-GAUGE_NAMES = sorted(GAUGES - {"tgi_engine_up", "tgi_batch_context_limit"})
+GAUGE_NAMES = sorted(GAUGES - {"tgi_batch_context_limit"})
 
 
 def gauges(metrics: Metrics) -> list[float]:
@@ -349,16 +344,12 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_prefill_padding_limit_exceeded") == 8
 
 
-def test_a_failed_step_and_engine_up(metrics: Metrics) -> None:
-    metrics.engine_up(True)
+def test_a_failed_step(metrics: Metrics) -> None:
     metrics.step_failed(FailureKind.ERROR, prefill=False)
     assert changed(metrics) == {
-        "tgi_engine_up": 1,
         "tgi_batch_inference_count next_token": 1,
         "tgi_batch_inference_failure next_token error": 1,
     }
-    metrics.engine_up(False)
-    assert value(metrics, "tgi_engine_up") == 0
 
 
 def test_calls_to_tokenize(metrics: Metrics) -> None:

@@ -139,7 +139,7 @@ def test_an_adapter_larger_than_the_cache_is_refused(root: Path) -> None:
 
 
 def test_an_engine_without_lora_support_says_so(root: Path) -> None:
-    info = EngineInfo("M", "cpu", "float32", 100, False, False, 8, 100, 100, embedding_size=16)
+    info = EngineInfo("fake", "M", "cpu", "float32", 100, False, False, 8, 100, 100, embedding_size=16)
     store = AdapterStore.for_engine(AdapterStoreOptions(str(root), CAPACITY, 8), info)
     write(root / "soft", tgis(matrix()))
     assert store.find("soft").adapter.length == 4
@@ -148,7 +148,7 @@ def test_an_engine_without_lora_support_says_so(root: Path) -> None:
 
 
 def test_a_model_without_soft_prompt_support_may_support_lora(root: Path) -> None:
-    info = EngineInfo("M", "cpu", "float32", 100, False, False, 8, 100, 100, lora_targets=LINEARS)
+    info = EngineInfo("fake", "M", "cpu", "float32", 100, False, False, 8, 100, 100, lora_targets=LINEARS)
     assert info.supports_adapters
     store = AdapterStore.for_engine(AdapterStoreOptions(str(root), CAPACITY, 8), info)
     write(root / "soft", tgis(matrix()))

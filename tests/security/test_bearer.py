@@ -47,9 +47,11 @@ def test_a_valid_token_is_accepted(server: Server, authorization: str) -> None:
     [None, "", "first-token", "Bearer", "Bearer ", "Bearer first", "Bearer # for tests", "Basic first-token"],
 )
 def test_anything_else_is_unauthenticated(server: Server, authorization: str | None) -> None:
+    before = counter(server, "tgi_authentication_failure_total")
     with pytest.raises(grpc.RpcError) as caught:
         text(server, authorization)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert counter(server, "tgi_authentication_failure_total") - before == 1
 
 
 def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server) -> None:
@@ -91,10 +93,9 @@ def test_a_file_without_tokens_is_rejected(tmp_path: Path, content: bytes) -> No
         TokenFile(tmp_path / "tokens")
 
 
-def saved(server: Server) -> float:
-    """Total hits of the prefix cache, in tokens."""
+def counter(server: Server, name: str) -> float:
     _, scrape = server.get("/metrics")
-    (line,) = (line for line in scrape.splitlines() if line.startswith("tgi_prefix_cache_hit_tokens_total "))
+    (line,) = (line for line in scrape.splitlines() if line.startswith(f"{name} "))
     return float(line.split()[1])
 
 
@@ -106,7 +107,7 @@ def test_the_prefix_cache_is_not_shared_between_identities(tmp_path: Path) -> No
         hits = []
         for token in ("first", "second", "first", "second"):
             text(server, f"Bearer {token}", "abcdefghi" * 2)
-            hits.append(saved(server))
+            hits.append(counter(server, "tgi_prefix_cache_hit_tokens_total"))
     assert hits == [0, 0, 16, 32]
 
 

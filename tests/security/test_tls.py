@@ -126,6 +126,26 @@ async def until_shown(port: int, authority: Pair, serial: int) -> None:
         await asyncio.sleep(0.05)
 
 
+def test_the_expiry_is_of_the_certificates_in_use(secret: Secret) -> None:
+    now = 0.0
+    certificates = Certificates(secret.files(mutual=True), lambda: now)
+    assert certificates.expiry == {"server": expires(secret.pair), "client_ca": expires(secret.authority)}
+    assert Certificates(secret.files()).expiry == {"server": expires(secret.pair)}
+    chain = make_pair(secret.authority, days=3)
+    secret.publish(chain.cert + secret.authority.cert, chain.key)
+    now += 2 * CHECK_INTERVAL_SECONDS
+    certificates.fetch()
+    assert certificates.expiry["server"] == min(expires(chain), expires(secret.authority)) == expires(secret.authority)
+    secret.publish(b"nonsense", chain.key)
+    now += 2 * CHECK_INTERVAL_SECONDS
+    certificates.fetch()
+    assert certificates.expiry["server"] == expires(secret.authority)
+
+
+def expires(pair: Pair) -> float:
+    return pair.certificate.not_valid_after_utc.timestamp()
+
+
 @run_async
 async def test_calls_need_tls(secret: Secret) -> None:
     async with serving(secret.files()) as port:

@@ -34,7 +34,7 @@ class Pair:
         )
 
 
-def make_pair(issuer: Pair | None = None) -> Pair:
+def make_pair(issuer: Pair | None = None, days: int = 1) -> Pair:
     """A leaf for localhost, or an authority when it has no issuer."""
     private = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "leaf" if issuer else "authority")])
@@ -46,7 +46,7 @@ def make_pair(issuer: Pair | None = None) -> Pair:
         .public_key(private.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
     )

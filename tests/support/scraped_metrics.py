@@ -3,11 +3,12 @@
 import re
 
 from tgis.frontend.metrics import Metrics
+from tgis.frontend.service_metrics import ServiceMetrics
 
 Series = frozenset[tuple[str, str]]
 
 
-def samples(metrics: Metrics) -> dict[str, dict[Series, float]]:
+def samples(metrics: Metrics | ServiceMetrics) -> dict[str, dict[Series, float]]:
     """Every sample of a scrape: name as in the text, labels, value."""
     found: dict[str, dict[Series, float]] = {}
     for line in metrics.scrape().decode().splitlines():
@@ -20,5 +21,5 @@ def samples(metrics: Metrics) -> dict[str, dict[Series, float]]:
     return found
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float:
+def value(metrics: Metrics | ServiceMetrics, name: str, **labels: str) -> float:
     return samples(metrics)[name][frozenset(labels.items())]

@@ -56,6 +56,7 @@ class SyntheticEngine:
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(
+            engine="synthetic",
             model_class="Synthetic",
             device=self.device,
             dtype=self.dtype,

@@ -57,6 +57,7 @@ class FakeEngine:
         self._num_computed_tokens: dict[int, int] = {}  # request id -> computed tokens
         self._kv_slots: dict[int, int] = {}  # of KV blocks -> the token there
         self.info = EngineInfo(  # without memory limits, unless the model's config has some
+            engine="fake",
             model_class="FakeEngine",
             device="none",
             dtype="none",

@@ -48,8 +48,8 @@ class EngineClient:
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, options: messages.EngineOptions) -> None:
-        """Spawn the engine process; then `ready` or `died` gets a result."""
+    async def start(self, options: messages.EngineOptions) -> int:
+        """Spawn the engine process and return its id; then `ready` or `died` gets a result."""
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
@@ -58,11 +58,21 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
         self._send(options)
+        return self._process.pid
 
     @property
     def queued_tokens(self) -> int:
         """Input tokens of the open requests that have never been scheduled."""
         return self._queued_tokens
+
+    def lora_adapters(self) -> tuple[set[str], set[str]]:
+        """Ids of the LoRA adapters of running requests, and of those that only queued requests use."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for queue in self._queues.values():
+            if (adapter := queue.request.adapter) and not adapter.length:
+                (running if queue.timings.scheduled else waiting).add(adapter.id)
+        return running, waiting - running
 
     async def snapshot(self) -> Snapshot:
         """What runs and waits; Unavailable before the engine is ready, after its death, or if it hangs."""

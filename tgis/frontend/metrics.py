@@ -1,4 +1,4 @@
-"""The `tgi_*` metrics: which exist, what they count, and the text that Prometheus scrapes.
+"""The `tgi_*` metrics of requests and steps: which exist, what they count, and the text that Prometheus scrapes.
 
 Callers report events; only this module knows metric objects. Names, labels and meanings are those of TGIS, but
 its two summaries are histograms here. Names that end in `duration` are in seconds.
@@ -7,7 +7,7 @@ its two summaries are histograms here. Names that end in `duration` are in secon
 import enum
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tgis.frontend.calls import CallKind
 from tgis.frontend.prometheus import Labels, MetricFamilies
@@ -42,7 +42,7 @@ _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
 
 
 class Metrics:
-    """All metrics, on a registry of their own. Not thread-safe."""
+    """On a registry of their own. Not thread-safe."""
 
     def __init__(
         self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, token_capacity: int
@@ -61,7 +61,6 @@ class Metrics:
         self._num_requeued = 0  # requests that wait again after a failed step
         self._registry = CollectorRegistry()
         self._registry.register(families)
-        ProcessCollector(registry=self._registry)
 
     def scrape(self) -> bytes:
         """All metrics in the text format of Prometheus, version 0.0.4."""
@@ -174,9 +173,6 @@ class Metrics:
     def adapter_loaded(self, duration: float) -> None:
         self._adapters.duration.observe(duration)
 
-    def engine_up(self, up: bool) -> None:
-        self._batches.engine_up.set(up)
-
     def _set_batch_gauges(self, num_running: int, context_tokens: int, remaining_tokens: int) -> None:
         self._batches.current_size.set(num_running)
         self._batches.input_tokens.set(context_tokens)
@@ -256,7 +252,6 @@ class _BatchMetrics:
         self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _STEP_LABELS)
         self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "In the front end.", _STEP_LABELS)
 
-        self.engine_up = add.gauge("tgi_engine_up", "1 while the engine is ready.")
         self.queue_size = add.gauge("tgi_queue_size", "Requests in the queue.")
         self.current_size = add.gauge("tgi_batch_current_size", "Sequences in the running batch.")
         self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens in the batch, with padding.")

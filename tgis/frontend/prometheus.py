@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-Labels = Mapping[str, Sequence[str]]  # label -> all of its values
+Labels = Mapping[str, Sequence[str]]  # label -> all of its values, none if they are not known in advance
 NO_LABELS: Labels = {}
 DURATION_BUCKETS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
 
@@ -24,8 +24,8 @@ class MetricFamilies(Collector):
     def counter(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Counter:
         return self._add(Counter(name, documentation, [*labels], registry=None), labels)
 
-    def gauge(self, name: str, documentation: str) -> Gauge:
-        return self._add(Gauge(name, documentation, registry=None), NO_LABELS)
+    def gauge(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Gauge:
+        return self._add(Gauge(name, documentation, [*labels], registry=None), labels)
 
     def histogram(
         self, name: str, documentation: str, buckets: Sequence[float], labels: Labels = NO_LABELS

@@ -45,6 +45,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What is known once the model has loaded."""
 
+    engine: str  # as in DEPLOYMENT_FRAMEWORK
     model_class: str
     device: str
     dtype: str

@@ -46,14 +46,16 @@ class TokenFile:
 class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs make it generic
     """Rejects calls without a valid token as UNAUTHENTICATED before reading their message; health is exempt."""
 
-    def __init__(self, tokens: TokenFile) -> None:
+    def __init__(self, tokens: TokenFile, on_rejected: Callable[[], None]) -> None:
         self._tokens = tokens
+        self._on_rejected = on_rejected
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         if details.method.startswith(_PUBLIC_METHODS) or self._tokens.accepts(_token_of(details.invocation_metadata)):
             return await continuation(details)
+        self._on_rejected()
         return grpc.stream_stream_rpc_method_handler(_reject)
 
 

@@ -4,6 +4,7 @@ Unusable files are an OptionError at startup. Later they are logged once, and th
 """
 
 import logging
+import math
 import ssl
 import threading
 import time
@@ -29,14 +30,14 @@ class TlsFiles:
 
 
 class Certificates:
-    """Server credentials that follow changes of their files."""
+    """Server credentials that follow changes of their files; `expiry` is of those in use."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Read and check the files; OptionError names the option and the path. `clock` is in seconds."""
         self._files = files
         self._lock = threading.Lock()
         self._watch = FileWatch([path for path in (files.cert, files.key, files.client_ca) if path], clock)
-        self._initial = _load(files)
+        self._initial, self.expiry = _load(files)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials that call `fetch` for every new connection."""
@@ -54,7 +55,7 @@ class Certificates:
 
     def _reload(self) -> grpc.ServerCertificateConfiguration | None:
         try:
-            configuration = _load(self._files)
+            configuration, self.expiry = _load(self._files)
         except OptionError as error:
             _log.warning("the changed TLS files are unusable, keeping the previous ones: %s", error)
             return None
@@ -62,17 +63,28 @@ class Certificates:
         return configuration
 
 
-def _load(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    """The files in gRPC's form; OptionError if one is missing, broken, or the key is of another certificate."""
+def _load(files: TlsFiles) -> tuple[grpc.ServerCertificateConfiguration, dict[str, float]]:
+    """The files in gRPC's form, and when they expire; OptionError if one is unusable or the key is another's."""
     cert = _read("--tls-cert-path", files.cert)
     key = _read("--tls-key-path", files.key)
     _check_certificates("--tls-cert-path", files.cert)
     _check_key(files)
     if files.client_ca is None:
-        return grpc.ssl_server_certificate_configuration([(key, cert)])
+        return grpc.ssl_server_certificate_configuration([(key, cert)]), {"server": _expiry(cert)}
     client_ca = _read("--tls-client-ca-cert-path", files.client_ca)
     _check_certificates("--tls-client-ca-cert-path", files.client_ca)
-    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
+    expiry = {"server": _expiry(cert), "client_ca": _expiry(client_ca)}
+    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca), expiry
+
+
+def _expiry(pem: bytes) -> float:
+    """When the first of the certificates expires, in seconds since 1970; NaN if they cannot be parsed."""
+    from cryptography import x509  # noqa: PLC0415 - only where TLS is on
+
+    try:
+        return min(certificate.not_valid_after_utc.timestamp() for certificate in x509.load_pem_x509_certificates(pem))
+    except ValueError:  # OpenSSL, which decides, takes more
+        return math.nan
 
 
 def _read(option: str, path: str) -> bytes:

@@ -11,7 +11,6 @@ from tgis.api.grpc.health import HealthServicer
 from tgis.api.grpc.reflection import add_reflection
 from tgis.config import Config
 from tgis.errors import StartError
-from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates
 
 MIN_CLIENT_PING_MS = 5_000  # gRPC's default of five minutes disconnects clients with common keepalive settings
@@ -25,14 +24,14 @@ class GrpcServer:
         handlers: Sequence["grpc.GenericRpcHandler[Any, Any]"],
         config: Config,
         certificates: Certificates | None = None,
-        tokens: TokenFile | None = None,
+        interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]" = (),
     ) -> None:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
         self._health = HealthServicer()
         self._server = grpc.aio.server(
             handlers=handlers,
-            interceptors=[BearerAuthInterceptor(tokens)] if tokens else [],
+            interceptors=interceptors,
             options=_channel_arguments(config),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -16,7 +16,7 @@ from tgis.ipc.messages import EngineOptions
 
 
 def load_engine(options: EngineOptions) -> PaddedEngine:
-    return PaddedEngine(options, _load_model)
+    return PaddedEngine(options, _load_model, "hf_optimum_ort")
 
 
 def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: int) -> PaddedModel:

@@ -37,7 +37,7 @@ def load_model(options: EngineOptions, device: torch.device, max_batch_size: int
 class PaddedEngine:
     """A padded batch, whose sequences have the same rows here and in the model."""
 
-    def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:
+    def __init__(self, options: EngineOptions, load: LoadModel = load_model, name: str = "hf_transformers") -> None:
         torch.set_grad_enabled(False)
         self._options = options
         self._device = select_device(options)
@@ -47,6 +47,7 @@ class PaddedEngine:
         self._sampler = BatchSampler(model.vocab_size, options.eos_ids, self._device, self._model.token_history)
         self._seqs: list[Sequence] = []
         self.info = EngineInfo(
+            engine=name,
             model_class=model.model_class,
             device=str(self._device),
             dtype=str(model.dtype).removeprefix("torch."),

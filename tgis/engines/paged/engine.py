@@ -80,6 +80,7 @@ class PagedEngine:
         verify_attention(self._model, self._attention, self.compute_logits, block_size, options.max_sequence_length)
         kind = self._device.type
         self.info = EngineInfo(
+            engine="tgis_native",
             model_class=type(self._model).__name__,
             device=str(self._device),
             dtype=str(self._model.dtype).removeprefix("torch."),

@@ -1,0 +1,139 @@
+"""tgis.frontend.service_metrics: what is exported from the first second, and what changes it."""
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from batches import request
+from config_parsing import read
+from harness import run_async
+from prometheus_client.parser import text_string_to_metric_families
+from scraped_metrics import samples, value
+
+from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
+from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.messages import EngineInfo, Step, StepStats
+from tgis.ipc.request import Request
+from tgis.models.fake import make_fake_model
+from tgis.server import prepare
+
+INFO = EngineInfo("tgis_native", "M", "cpu", "bfloat16", 257, False, False, 4, 1000, 64, block_size=16)
+GAUGES = {
+    "tgi_info",
+    "tgi_state",
+    "tgi_engine_up",
+    "tgi_model_load_duration",
+    "tgi_kv_cache_block_size",
+    "tgi_kv_cache_blocks",
+    "tgi_certificate_expiry_timestamp_seconds",
+    "tgi_lora_running_adapters",
+    "tgi_lora_waiting_adapters",
+    "tgi_lora_requests_info",
+}
+
+
+@pytest.fixture
+def metrics() -> ServiceMetrics:
+    return ServiceMetrics("1.2", "abc", "org/model")
+
+
+def test_the_scrape_has_exactly_the_documented_families(metrics: ServiceMetrics) -> None:
+    metrics.engine_started(os.getpid())
+    families = [(family.name, family.type) for family in text_string_to_metric_families(metrics.scrape().decode())]
+    assert {(name, kind) for name, kind in families if name.startswith("tgi_") and "process" not in name} == {
+        *((name, "gauge") for name in GAUGES),
+        *(("tgi_authentication_failure", kind) for kind in ("counter", "unknown")),
+    }
+    assert value(metrics, "process_resident_memory_bytes") > 1 << 20
+    assert value(metrics, "tgi_engine_process_resident_memory_bytes") > 1 << 20
+
+
+def test_an_engine_process_that_is_gone_has_no_memory(metrics: ServiceMetrics) -> None:
+    metrics.engine_started(1 << 30)  # above every process id
+    assert "tgi_engine_process_resident_memory_bytes" not in samples(metrics)
+
+
+@run_async
+async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
+    model = make_fake_model(tmp_path / "model")
+    server = prepare(read(MODEL_NAME=str(model), DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=str(tmp_path)))
+    scrape = server._scrape(EngineClient()).decode()
+    for line in ('tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"):
+        assert line in scrape.splitlines()
+
+
+def test_the_service_is_in_one_state(metrics: ServiceMetrics) -> None:
+    for state in ServiceState:
+        metrics.set_state(state)
+        series = samples(metrics)["tgi_state"]
+        assert {dict(labels)["state"]: number for labels, number in series.items()} == {
+            "loading": state == "loading",
+            "serving": state == "serving",
+            "draining": state == "draining",
+        }
+
+
+def test_what_is_served_is_known_in_full_once_the_engine_is_ready(metrics: ServiceMetrics) -> None:
+    known = {("version", "1.2"), ("commit", "abc"), ("model", "org/model")}
+    (labels,) = samples(metrics)["tgi_info"]
+    assert labels == known | {("engine", ""), ("dtype", ""), ("device", "")}
+    metrics.engine_ready(INFO, 12.5)
+    (labels,) = samples(metrics)["tgi_info"]
+    assert labels == known | {("engine", "tgis_native"), ("dtype", "bfloat16"), ("device", "cpu")}
+    assert value(metrics, "tgi_model_load_duration") == 12.5
+    assert value(metrics, "tgi_kv_cache_block_size") == 16
+    assert value(metrics, "tgi_kv_cache_blocks") == 1000 // 16
+
+
+def test_the_engine_is_up_from_ready_to_death(metrics: ServiceMetrics) -> None:
+    assert value(metrics, "tgi_engine_up") == 0
+    metrics.engine_ready(msgspec.structs.replace(INFO, block_size=0), 1.0)
+    assert (value(metrics, "tgi_engine_up"), value(metrics, "tgi_kv_cache_blocks")) == (1, 0)
+    metrics.engine_died()
+    assert value(metrics, "tgi_engine_up") == 0
+
+
+def test_lora_adapters_by_name(metrics: ServiceMetrics) -> None:
+    metrics.set_lora_adapters({"a"}, set())
+    assert "tgi_lora_requests_info" not in samples(metrics)  # the engine takes none
+    metrics.engine_ready(msgspec.structs.replace(INFO, lora_targets={"q": (1, 1)}), 1.0)
+    for running, waiting in (({"b", "a"}, {"c"}), (set[str](), set[str]())):
+        metrics.set_lora_adapters(running, waiting)
+        (labels,) = samples(metrics)["tgi_lora_requests_info"]
+        names = {"running_lora_adapters": ",".join(sorted(running)), "waiting_lora_adapters": ",".join(sorted(waiting))}
+        assert dict(labels) == names | {"max_lora": "4"}
+        assert value(metrics, "tgi_lora_running_adapters") == len(running)
+        assert value(metrics, "tgi_lora_waiting_adapters") == len(waiting)
+
+
+class FakeTransport:
+    """Stands in for the transport of the front end."""
+
+    def write(self, data: bytes) -> None:
+        assert data
+
+
+def with_adapter(request_id: int, name: str, length: int = 0) -> Request:
+    return msgspec.structs.replace(request(request_id), adapter=AdapterRef(name, length, 0, 90 + request_id, 1))
+
+
+@run_async
+async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
+    client = EngineClient()
+    client._transport = cast("Any", FakeTransport())
+    requests = [
+        with_adapter(0, "a"),
+        with_adapter(1, "a"),
+        with_adapter(2, "b"),
+        with_adapter(3, "prompt", 2),
+        request(4),
+    ]
+    with client.submit(requests, eager=True, arrived=0.0):
+        assert client.lora_adapters() == (set(), {"a", "b"})
+        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, [0.1] * 3, [1, 3, 4])
+        client.handle(Step([], [], [], [], {}, stats))
+        assert client.lora_adapters() == ({"a"}, {"b"})
+    assert client.lora_adapters() == (set(), set())
