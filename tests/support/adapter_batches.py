@@ -21,8 +21,7 @@ from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.validation import make_request, validate
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.request import LogprobOptions, Request, TokenLogprobs
-from tgis.prompts.loader import LoadedAdapter
-from tgis.prompts.store import AdapterStore
+from tgis.prompts.store import AdapterStore, LoadedAdapter
 
 PLACEHOLDER = 0
 NEAR_TIE = 1e-3  # two best logits this close may swap

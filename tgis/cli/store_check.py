@@ -12,9 +12,9 @@ from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem
 from tgis.models.files import embedding_size, is_encoder_decoder, max_sequence_length
 from tgis.prompts.files import FILES, AdapterDirectory
-from tgis.prompts.loader import read_adapter
 from tgis.prompts.lora import RawLora
 from tgis.prompts.soft_prompt import RawSoftPrompt
+from tgis.prompts.store import read_adapter
 from tgis.prompts.tensor_file import FileTensor, TargetModel
 
 

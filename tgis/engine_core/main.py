@@ -19,7 +19,6 @@ from tgis.errors import TgisError
 from tgis.ipc.adapters import ResolveAdapter
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Ready, ToEngine
-from tgis.prompts import open_store
 from tgis.prompts.resolver import AdapterResolver
 from tgis.utils import logs
 
@@ -51,7 +50,9 @@ def _serve(channel: Channel, options: EngineOptions) -> None:
     gc.freeze()  # the collector need not look at what has been loaded
     resolver = None
     if options.adapter_store and engine.info.supports_adapters:
-        resolver = AdapterResolver(open_store(options.adapter_store, engine.info), channel.send)
+        from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - needs torch, which the engine `fake` does without
+
+        resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info), channel.send)
         channel.handle_inline(ResolveAdapter, resolver.resolve)
     channel.send(Ready(engine.info))
     EngineCore(channel, engine, batcher, resolver).run()

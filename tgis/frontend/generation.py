@@ -5,6 +5,7 @@ Knows neither proto nor socket: faces hand over a `GenerateCall` and get `Reques
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import ResolvedParams
-from tgis.frontend.tokenize import TokenizeResult, tokenize
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo
@@ -36,6 +36,15 @@ class ServerInfo:
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     random_seed: int | None  # None: different seeds in every run
     log_text: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeResult:
+    """One text; the lists are empty unless requested."""
+
+    token_count: int
+    tokens: list[str]
+    offsets: list[tuple[int, int]]
 
 
 class Generator:
@@ -92,8 +101,26 @@ class Generator:
                             yield chunk
 
     async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
-        """Run a Tokenize call; it does not count as an input in flight."""
-        return await tokenize(call, self._tokenizer, self._adapters, self._metrics)
+        """Tokenize texts, special tokens included; it does not count as an input in flight, and an adapter must exist,
+        but changes nothing.
+        """
+        started, tokenizer = time.monotonic(), self._tokenizer
+        self._metrics.tokenize_started(len(call.texts))
+        async with self._adapters.acquire(call.adapter):
+            encodings = [
+                encoding.keep_last(call.truncate_input_tokens)
+                for encoding in await tokenizer.encode(call.texts, offsets=call.return_offsets)
+            ]
+        num_tokens = sum(len(encoding.ids) for encoding in encodings)
+        self._metrics.tokenize_succeeded(num_tokens, time.monotonic() - started)
+        return [
+            TokenizeResult(
+                token_count=len(encoding.ids),
+                tokens=[tokenizer.token_text(token) for token in encoding.ids] if call.return_tokens else [],
+                offsets=encoding.offsets,
+            )
+            for encoding in encodings
+        ]
 
     def _request_log(self, call: GenerateCall) -> RequestLog:
         return RequestLog(

@@ -4,16 +4,24 @@ import itertools
 import os
 from collections.abc import Mapping
 
+import msgspec
 import torch
 
 from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem, AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.cache import AdapterCache
-from tgis.prompts.files import AdapterDirectory
-from tgis.prompts.loader import LoadedAdapter, read_adapter
+from tgis.prompts.files import CONFIG, AdapterDirectory
+from tgis.prompts.lora import LoraAdapter, RawLora, read_lora
 from tgis.prompts.resolver import StoreResult
-from tgis.prompts.tensor_file import TargetModel
+from tgis.prompts.soft_prompt import RawSoftPrompt, SoftPrompt, read_soft_prompt
+from tgis.prompts.tensor_file import TargetModel, read_config
+
+LoadedAdapter = SoftPrompt | LoraAdapter
+
+
+class _PeftType(msgspec.Struct):
+    peft_type: str
 
 
 class AdapterStore:
@@ -56,3 +64,10 @@ class AdapterStore:
         if self._path is None:
             raise AdapterError("it is no LoRA module, and no adapter store was configured", AdapterProblem.NOT_FOUND)
         return AdapterDirectory.resolve(self._path, adapter_id)
+
+
+def read_adapter(directory: AdapterDirectory, limit: int) -> RawSoftPrompt | RawLora:
+    """The adapter as stored, from files of at most `limit` bytes; AdapterError if it is missing or unusable."""
+    if directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA":
+        return read_lora(directory, limit)
+    return read_soft_prompt(directory, limit)

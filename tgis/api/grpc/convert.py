@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
-from tgis.frontend.generation import ServerInfo
+from tgis.frontend.generation import ServerInfo, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
-from tgis.frontend.tokenize import TokenizeResult
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
 
