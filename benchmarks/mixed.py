@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,

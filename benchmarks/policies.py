@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tgis.batcher import admission, batcher
-from tgis.batcher.memory_model import BatchLimits, PeakEstimator
+from tgis.batcher.capacity import BatchLimits, PeakEstimator
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import (

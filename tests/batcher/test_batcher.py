@@ -5,7 +5,7 @@ import pytest
 from batches import EOS, ids, limits, next_plan, next_prefill, request, run_step
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import check_max_sequence_length
+from tgis.batcher.capacity import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
 from tgis.ipc.messages import BatcherCounters

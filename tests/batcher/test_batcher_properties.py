@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 from tgis.ipc.snapshot import RequestState

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tgis.batcher.memory_model import PeakEstimator
+from tgis.batcher.capacity import PeakEstimator
 
 Lengths = list[tuple[int, int]]  # length, remaining tokens
 SEQS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 12)), max_size=7)

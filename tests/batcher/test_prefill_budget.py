@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tgis.__main__ import run
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,

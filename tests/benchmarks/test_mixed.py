@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import mixed
 from benchmarks.mixed import POLICIES, engine_options, load_timed_engine
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,

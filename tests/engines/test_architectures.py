@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_SEQ_TO_SEQ,
 )
 
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine

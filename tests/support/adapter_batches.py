@@ -12,7 +12,7 @@ from batches import engine_options, limits
 from tuning import Continuation
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine

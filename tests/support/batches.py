@@ -8,7 +8,7 @@ from cpu_kernels import CACHE_DIR, CPU_ISA
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.block_pool import BlockPool
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason

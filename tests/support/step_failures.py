@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.errors import OutOfMemory
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs

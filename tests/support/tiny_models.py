@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult
 from tgis.ipc.request import Request

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from tgis.batcher.block_manager import BlockManager
-from tgis.batcher.memory_model import BatchLimits, BatchShape, CapacityLimits, PeakEstimator
+from tgis.batcher.capacity import BatchLimits, BatchShape, CapacityLimits, PeakEstimator
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting_queue import MAX_OVERTAKERS, OVERTAKING_WINDOW_SECONDS
 from tgis.ipc.messages import BatcherCounters

@@ -10,8 +10,8 @@ from itertools import islice
 
 from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiting
 from tgis.batcher.block_manager import BlockManager
+from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
 from tgis.batcher.fault_isolation import FaultIsolator
-from tgis.batcher.memory_model import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable
 
 from tgis.batcher.block_pool import BlockPool
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence
 from tgis.ipc.messages import BatcherCounters
 

@@ -1,7 +1,7 @@
 """Statistics of a step for the metrics: its shape is recorded before the step is committed, its effect afterwards."""
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import padded_tokens
+from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import StepStats
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits, padded_tokens
+from tgis.batcher.capacity import BatchLimits, padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from tgis.batcher.memory_model import BatchLimits
+from tgis.batcher.capacity import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,

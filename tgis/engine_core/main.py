@@ -12,7 +12,7 @@ import socket
 import sys
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.memory_model import BatchLimits, check_max_sequence_length
+from tgis.batcher.capacity import BatchLimits, check_max_sequence_length
 from tgis.engine_core.core import EngineCore
 from tgis.engines import load_engine
 from tgis.errors import TgisError

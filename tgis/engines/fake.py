@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tgis.batcher.memory_model import padded_tokens
+from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.errors import OutOfMemory, StartError
