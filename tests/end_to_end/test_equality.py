@@ -5,6 +5,7 @@ request ends; each test prints how many did so.
 """
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from equality import (
     send_all,
     stream,
 )
-from harness import Server, running_server
+from golden_protocol import join_stream
+from harness import Server, as_stream_request, running_server, unary_request
 from oracle import MAX_NEW_TOKENS, PROMPTS, Answer
 
+from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to compute the oracle's answers
@@ -161,3 +164,25 @@ def test_batch_call(served: Served, prompts: str) -> None:
 def test_overlapping(served: Served, seconds: float, max_new_tokens: tuple[int, int], seed: int) -> None:
     arrivals = random_requests(list(served.answers.values()), seed, seconds, max_new_tokens)
     print(f"ended at a near tie: {send_all(served.stub, arrivals)} of {len(arrivals)}")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("millis", "least"), [(1, 1), (200, 2)])
+@pytest.mark.parametrize("served", ["smollm2"], indirect=True)
+def test_a_time_limit_ends_with_the_tokens_so_far(served: Served, millis: int, least: int, streamed: bool) -> None:
+    """TGIS's case. Where two tokens take longer than 200 ms, the limit doubles until they fit."""
+    answer, count = served.answers["python"], 0
+    assert not answer.near_tie_steps()
+    while count < least:
+        assert millis < 60_000
+        request = unary_request(answer.prompt, 169, min_new_tokens=169, time_limit_millis=millis)
+        started = time.monotonic()
+        if streamed:
+            got = join_stream(list(served.stub.GenerateStream(as_stream_request(request), timeout=120)))
+        else:
+            (got,) = served.stub.Generate(request, timeout=120).responses
+        assert time.monotonic() - started >= millis / 1000
+        count, millis = got.generated_token_count, 2 * millis
+        assert got.stop_reason == pb.TIME_LIMIT
+        assert 1 <= count < len(answer.texts)
+        assert got.text == answer.texts[count]

@@ -5,8 +5,10 @@ A case is an entry in golden/cases/*.yaml. A new one needs no code, only `python
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import golden_protocol
 import golden_runner
@@ -20,6 +22,7 @@ from repository import REPOSITORY
 from tgis.pb import generation_pb2 as pb
 
 SEED = 20
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 CASES = [pytest.param(case.server, case, id=case.id) for case in cases()]
 
@@ -32,6 +35,8 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp(name)
     model = spec.model_directory(request.getfixturevalue(f"{spec.model}_dir"), directory / "model")
     options = spec.options | {"DTYPE": "float32"}
+    if spec.hub_cache:
+        model, options[spec.hub_cache] = Path(f"tgis/{name}"), _hub_cache(directory / "hub", f"tgis/{name}", model)
     if spec.prompts:
         write_prompts(spec.prompts, model, directory / "prompts")
         options["PREFIX_STORE_PATH"] = directory / "prompts"
@@ -43,6 +48,16 @@ def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if any(found.values()):
             print(server.log.read_text()[-10_000:])
     return found
+
+
+def _hub_cache(cache: Path, name: str, model: Path) -> Path:
+    """A cache as huggingface_hub lays it out, with one model."""
+    entry = cache / "--".join(["models", *name.split("/")])
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text(COMMIT)
+    (entry / "snapshots").mkdir()
+    (entry / "snapshots" / COMMIT).symlink_to(model.absolute())
+    return cache
 
 
 @pytest.mark.parametrize(("problems", "case"), CASES, indirect=["problems"], scope="module")
@@ -64,6 +79,17 @@ def test_every_expected_answer_has_a_case() -> None:
     for file in {case.file for case in cases()}:
         names = [case.name for case in cases() if case.file == file and case.needs_oracle]
         assert list(expected_answers(file)) == names, f"{file}: run `python tests/support/golden_oracle.py`"
+
+
+def test_the_cases_that_the_documentation_names_exist() -> None:
+    """As `file: case` of a golden case, or as the node id of another test."""
+    text = (REPOSITORY / "docs" / "compatibility.md").read_text()
+    table = text.split("| Behaviour | Cases |")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z_]+: [^`]+)`", table))
+    assert len(named) > 50
+    assert named <= {case.id for case in cases()}
+    for file, _, test in (name.partition("::") for name in re.findall(r"`(tests/[^`]+)`", table)):
+        assert f"def {test}" in (REPOSITORY / file).read_text(), test
 
 
 def _stream(**changes: Json) -> list[pb.GenerationResponse]:

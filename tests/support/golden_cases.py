@@ -29,7 +29,8 @@ class ServerSpec:
     options: Json
     files: dict[str, Json] = field(default_factory=dict)  # changes to the model's JSON files
     encoder_decoder: bool = False
-    prompts: dict[str, dict[str, str]] = field(default_factory=dict)  # soft prompts as text: encoder, decoder
+    hub_cache: str | None = None  # the variable that names a hub cache; without it the model is a path
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict)  # the texts of soft prompts, by file
 
     def model_directory(self, original: Path, scratch: Path) -> Path:
         """The model with these changes, in `scratch` if there are any."""
@@ -78,6 +79,10 @@ class Case:
     @property
     def needs_oracle(self) -> bool:
         return self.error is None and self.expect_partly is None
+
+    @property
+    def seeded(self) -> bool:
+        return "seed" in self.request.get("params", {}).get("sampling", {})
 
     def message(self) -> Message:
         return json_format.ParseDict(self.request, REQUESTS[self.rpc]())

@@ -26,6 +26,7 @@ T = TypeVar("T", bound=Hashable)
 REPLACEMENT = "\ufffd"
 NOISE = 1e-4  # more than the order of a float32 summation changes a logit
 TRIALS = 8
+UNLIKELY = 1e-4  # what all other tokens together may have where a seed draws; the draws of a seed are always the same
 
 
 class AmbiguousError(Exception):
@@ -148,11 +149,7 @@ class OracleRun:
 
         def choice(logits: torch.Tensor) -> int:
             processed = scores(logits)
-            if (
-                self.params.method == pb.SAMPLE
-                and self.params.sampling.temperature != 0.0
-                and processed.isfinite().sum() > 1
-            ):
+            if self.samples and processed.softmax(-1).max() < 1 - UNLIKELY:
                 raise AmbiguousError("a draw decides")
             return int(processed.argmax())
 

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import prompt_files
 import safetensors
 import torch
 from golden_cases import Json
+from prompt_files import DECODER, ENCODER, Files, pt, write
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +28,9 @@ class SoftPrompt:
 
     @classmethod
     def from_texts(cls, parts: dict[str, str], tokenizer: Any) -> "SoftPrompt":
-        return cls(**{part: _prompt_ids(tokenizer, text) for part, text in parts.items()})
+        """PEFT's files hold what stands before the output."""
+        parts = {ENCODER if name == ENCODER else DECODER: text for name, text in parts.items()}
+        return cls(*(_prompt_ids(tokenizer, parts.get(name, "")) for name in (ENCODER, DECODER)))
 
 
 class OracleModel:
@@ -93,15 +97,23 @@ class ForwardPasses:
 
 
 def write_prompts(prompts: dict[str, dict[str, str]], directory: Path, store: Path) -> None:
-    """Write soft prompts that are the token embeddings of texts, in TGIS's layout."""
+    """Write soft prompts that are the token embeddings of texts, in TGIS's layout or PEFT's."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     with safetensors.safe_open(directory / "model.safetensors", "pt") as weights:
         (name,) = {"model.embed_tokens.weight", "shared.weight"} & set(weights.keys())
         table = weights.get_tensor(name)
     for prompt, parts in prompts.items():
-        (store / prompt).mkdir(parents=True)
-        for part, text in parts.items():
-            torch.save(table[_prompt_ids(tokenizer, text)], store / prompt / f"{part}.pt")
+        for name, text in parts.items():
+            write(store / prompt, _prompt_files(name, table[_prompt_ids(tokenizer, text)]))
+
+
+def _prompt_files(name: str, rows: torch.Tensor) -> Files:
+    match name:
+        case prompt_files.SAFETENSORS:
+            return prompt_files.peft({prompt_files.KEY: rows})
+        case prompt_files.BIN:
+            return {name: pt({prompt_files.KEY: rows})}
+    return {name: pt(rows)}
 
 
 def _prompt_ids(tokenizer: Any, text: str) -> list[int]:

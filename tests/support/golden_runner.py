@@ -45,11 +45,12 @@ async def run(target: str, cases: list[Case], seed: int) -> dict[str, list[str]]
     """Send everything without waiting for answers; the problems by case id."""
     sendings = [sending for case in cases for sending in sendings_of(case)]
     random.Random(seed).shuffle(sendings)
+    drawn: dict[str, str] = {}
     async with grpc.aio.insecure_channel(target) as channel:
         stub = pb_grpc.GenerationServiceStub(channel)
         tasks = []
         for sending in sendings:
-            tasks.append(asyncio.create_task(_problems(stub, sending)))
+            tasks.append(asyncio.create_task(_problems(stub, sending, drawn)))
             await asyncio.sleep(PAUSE)
         found = await asyncio.gather(*tasks)
     problems: dict[str, list[str]] = {case.id: [] for case in cases}
@@ -59,7 +60,8 @@ async def run(target: str, cases: list[Case], seed: int) -> dict[str, list[str]]
     return problems
 
 
-async def _problems(stub: pb_grpc.GenerationServiceStub, sending: Sending) -> list[str]:
+async def _problems(stub: pb_grpc.GenerationServiceStub, sending: Sending, drawn: dict[str, str]) -> list[str]:
+    """`drawn`: the texts of seeded cases that have been answered, by case id."""
     case = sending.case
     try:
         if sending.streamed:
@@ -72,10 +74,11 @@ async def _problems(stub: pb_grpc.GenerationServiceStub, sending: Sending) -> li
     if case.error is not None:
         return [f": expected {case.error}, got an answer"]
     if sending.streamed:
-        return violations(request, messages) or _differences(
-            case, _expected_of_stream(case, request), join_stream(messages)
-        )
-    return _differences(case, _expected(case), answer) + list(_repeated(case, answer))
+        whole = join_stream(messages)
+        wanted = _expected_of_stream(case, request)
+        return violations(request, messages) or _differences(case, wanted, whole) + _redrawn(case, whole, drawn)
+    found = _differences(case, _expected(case), answer) + list(_repeated(case, answer))
+    return found + _redrawn(case, answer.responses[0], drawn) if case.seeded else found
 
 
 def _expected(case: Case) -> Json:
@@ -103,6 +106,12 @@ def _repeated(case: Case, answer: Any) -> Iterator[str]:
             yield f": {name} is not distinct: {found}"
         if name == "seed" and max(found) >= 1 << 32:
             yield f": a drawn seed has more than 32 bits: {found}"
+
+
+def _redrawn(case: Case, answer: pb.GenerationResponse, drawn: dict[str, str]) -> list[str]:
+    """A seed draws the same text as before, whatever runs beside it."""
+    before = drawn.setdefault(case.id, answer.text)
+    return [f": drew {answer.text!r}, before {before!r}"] if case.seeded and answer.text != before else []
 
 
 def _stream_request(case: Case) -> pb.SingleGenerationRequest:
