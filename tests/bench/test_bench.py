@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +31,30 @@ from tgis.__main__ import run
 from tgis.bench import plot, workload
 from tgis.bench.client import RequestRecord
 from tgis.bench.load import Budget, ClosedLoop, OpenLoop
+from tgis.bench.measure import LevelResult, LoadSettings, Report
+from tgis.bench.progress import progress
 from tgis.bench.summary import percentile, percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
+SETTINGS: dict[str, Any] = {
+    "target": "localhost:8033",
+    "levels": (ClosedLoop(1), ClosedLoop(4)),
+    "prompts": None,
+    "input_tokens": 1,
+    "input_spread": 0.0,
+    "output_tokens": 1,
+    "output_spread": 0.0,
+    "ignore_eos": True,
+    "stream": True,
+    "warmup": 0,
+    "seed": 0,
+    "timeout": 1.0,
+    "slo": None,
+    "adapter_id": None,
+    "prefix_id": None,
+}
 FIRST_DELAY = 0.02  # seconds before the first token of the fake server
 GAP = 0.005  # seconds between its tokens
 
@@ -170,6 +191,47 @@ def test_only_successes_count_and_unfinished_requests_are_ignored() -> None:
     assert summary.latency_ms.p99 == 2000
 
 
+def test_goodput_counts_what_meets_every_objective() -> None:
+    """Streams of two messages: the first after 100 ms or 300 ms, then 10 tokens after 10 ms or 30 ms each."""
+    samples = [
+        RequestRecord(
+            scheduled_at=float(at),
+            requested_tokens=11,
+            first_output_at=at + first,
+            last_output_at=at + first + 10 * pace,
+            ended_at=at + 1.0,
+            first_message_tokens=1,
+            output_tokens=11,
+            status="OK",
+        )
+        for at, (first, pace) in enumerate([(0.1, 0.01), (0.1, 0.03), (0.3, 0.01), (0.3, 0.03)])
+    ]
+    samples.append(RequestRecord(scheduled_at=4.0, requested_tokens=11, ended_at=5.0, status="UNAVAILABLE"))
+    one_message = RequestRecord(4.0, 1, 4.0, first_output_at=4.1, last_output_at=4.1, ended_at=4.1, status="OK")
+    for slo, good in (({"ttft": 200.0}, 2), ({"tpot": 20.0}, 2), ({"ttft": 200.0, "tpot": 20.0}, 1)):
+        summary = summarize(samples, 0.0, slo)
+        assert summary.good == good
+        assert summary.goodput_per_s == pytest.approx(good / 5)
+        assert summarize([*samples, one_message], 0.0, slo).good == good + 1  # it has no time per token
+    assert summarize(samples, 0.0).good is None
+
+
+@pytest.mark.parametrize(
+    ("requests", "duration", "ended", "elapsed", "left"),
+    [(40, None, 10, 20.0, "2:20 left"), (None, 60.0, 3, 45.0, "1:15 left"), (40, None, 0, 9.0, None)],
+)
+def test_progress_shows_the_time_left(
+    requests: int | None, duration: float | None, ended: int, elapsed: float, left: str | None
+) -> None:
+    settings = SETTINGS | {"requests": requests, "duration": duration}
+    result = LevelResult(ClosedLoop(1), started=time.perf_counter() - elapsed)
+    result.records = [RequestRecord(0.0, 1, status="OK") for _ in range(ended)]
+    line = progress(Report(LoadSettings(**settings), results=[result]))
+    assert line.startswith(f"concurrency 1 (1 of 2), {ended} ok, 0 running, ")
+    assert line.endswith(f", {left}") if left else "left" not in line
+    assert len(line) < 80
+
+
 # Load
 
 
@@ -289,7 +351,8 @@ def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFi
         options = ("--requests", "12", "--warmup", "5", "--input-tokens", "20", "--output-tokens", "8")
         assert bench("--target", target, "--concurrency", "1,4", *options) == 0
     captured = capsys.readouterr()
-    assert "latency p50" in captured.out
+    head = [line.split() for line in captured.out.splitlines() if line.startswith("concurrency")]
+    assert head == [["concurrency", "ok", "failed", "/s", "in", "out"], ["concurrency", *["p50", "p90", "p99"] * 4]]
     levels = json.loads(captured.out.splitlines()[-1])["levels"]
     assert [level["concurrency"] for level in levels] == [1, 4]
     for level in levels:
@@ -326,6 +389,29 @@ def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> 
     assert level["ttft_ms"]["p50"] is None
     assert level["latency_ms"]["p50"] > 0
     assert captured.err == ""
+
+
+def test_objectives_give_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeServer()) as target:
+        options = ("--requests", "3", "--output-tokens", "4", "--warmup", "0", "--slo", "ttft=60000,latency=0.1")
+        assert bench("--target", target, *options) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{target}, streamed; good: ttft at most 60000 ms, latency at most 0.1 ms\n")
+    (level,) = json.loads(captured.out.splitlines()[-1])["levels"]
+    assert (level["good"], level["goodput_per_s"]) == (0, 0.0)
+
+
+def test_a_terminal_gets_no_json() -> None:
+    command = [sys.executable, "-m", "tgis", "bench", "--requests", "1", "--output-tokens", "2"]
+    ours, theirs = os.openpty()
+    with serving(FakeServer()) as target:
+        done = subprocess.run([*command, "--target", target], stdout=theirs, stderr=subprocess.DEVNULL, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode().splitlines()
+    os.close(ours)
+    assert done.returncode == 0
+    assert shown[0] == f"{target}, streamed"
+    assert not [line for line in shown if line.startswith("{")]
 
 
 def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,6 +541,10 @@ def test_mutual_tls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--duration", "inf"),
         ("--output-spread", "-1"),
         ("--prompts", "a", "--input-tokens", "3"),
+        ("--slo", "ttft"),
+        ("--slo", "first=1"),
+        ("--slo", "ttft=0"),
+        ("--slo", "ttft=100", "--unary"),
     ],
 )
 def test_bad_options_are_refused(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class LoadSettings:
     warmup: int  # requests before each level
     seed: int
     timeout: float
+    slo: Mapping[str, float] | None  # service level objectives: milliseconds, by name of `request_times`
     adapter_id: str | None
     prefix_id: str | None
 
@@ -60,13 +61,14 @@ class LevelResult:
     """A level and its measurements so far."""
 
     level: Level
+    slo: Mapping[str, float] | None = None
     records: list[RequestRecord] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     cpu_started: float = field(default_factory=time.process_time)
     cpu_seconds: float = 0.0
 
     def summary(self) -> Summary:
-        return summarize(self.records, self.cpu_seconds)
+        return summarize(self.records, self.cpu_seconds, self.slo)
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ async def measure(report: Report, options: CallOptions) -> None:
         for level in settings.levels:
             if settings.warmup:
                 await _drive(LevelResult(level), Budget(settings.warmup, None), client, jobs, settings)
-            report.results.append(result := LevelResult(level))
+            report.results.append(result := LevelResult(level, settings.slo))
             await _drive(result, Budget(settings.requests, settings.duration), client, jobs, settings)
 
 

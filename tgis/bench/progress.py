@@ -25,7 +25,7 @@ async def show_progress(report: Report, stream: TextIO) -> None:
 
 
 def progress(report: Report) -> str:
-    """The current level and its results so far."""
+    """The current level, its results so far and the time that is left, in less than 80 columns."""
     if not report.results:
         return "connecting, warming up"
     result = report.results[-1]
@@ -33,8 +33,23 @@ def progress(report: Report) -> str:
     statuses = [sample.status for sample in result.records]
     ok, running = statuses.count("OK"), statuses.count("")
     tokens = sum(sample.output_tokens for sample in result.records)
-    return (
-        f"level {len(report.results)} of {len(report.settings.levels)}, "
-        f"{result.level.name} {result.level.value:g}: {elapsed:.0f} s, {running} running, {ok} ok, "
-        f"{len(statuses) - ok - running} failed, {tokens / elapsed:.1f} output tokens/s"
-    )
+    failed = len(statuses) - ok - running
+    parts = [
+        f"{result.level.name} {result.level.value:g} ({len(report.results)} of {len(report.settings.levels)})",
+        f"{ok} ok",
+        *([f"{failed} failed"] if failed else []),
+        f"{running} running",
+        f"{tokens / elapsed:.0f} tokens/s",
+    ]
+    seconds = _seconds_left(report, ok + failed, elapsed)
+    return ", ".join(parts) + ("" if seconds is None else f", {seconds // 60}:{seconds % 60:02} left")
+
+
+def _seconds_left(report: Report, ended: int, elapsed: float) -> int | None:
+    """Of this level at its pace so far, and of those to come if they take as long; None if there is no pace yet."""
+    settings = report.settings
+    if settings.requests and not ended:
+        return None
+    whole = elapsed * settings.requests / ended if settings.requests else settings.duration or 0.0
+    levels_left = len(settings.levels) - len(report.results)
+    return round(max(whole - elapsed, 0.0) + whole * levels_left)

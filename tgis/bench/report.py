@@ -1,12 +1,12 @@
 """Formats a report: a table and notes for people, JSON for programs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from tgis.bench.client import RequestRecord
 from tgis.bench.measure import LevelResult, Report
-from tgis.bench.summary import Percentiles, time_per_output_token
+from tgis.bench.summary import Percentiles, Summary, request_times
 from tgis.pb import generation_pb2 as pb
 
 MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
@@ -15,16 +15,24 @@ TIMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "gap": "max_gap_ms", "latency": "
 
 
 def format_table(report: Report) -> str:
-    """A title, and one row per level."""
-    settings = report.settings
-    level = settings.levels[0].name if settings.levels else ""
-    times = [cell for name in TIMES for cell in (f"{name} p50", "p90", "p99")]
-    rows = [[level, "ok", "failed", "req/s", "in tok/s", "out tok/s", *times]]
-    rows += [_row(result) for result in report.results]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    kind = "streamed" if settings.stream else "unary"
-    return "\n".join([f"{settings.target}, {kind}; times in milliseconds", *lines])
+    """A title, then throughput and times, each a row per level and columns in groups."""
+    settings, summaries = report.settings, [result.summary() for result in report.results]
+    load = settings.levels[0].name
+    levels = "", [[load, *(f"{result.level.value:g}" for result in report.results)]]
+    requests = {"ok": "ok", "failed": "num_failed", "good": "good", "/s": "requests_per_s", "good/s": "goodput_per_s"}
+    if settings.slo is None:
+        del requests["good"], requests["good/s"]
+    tokens = {"in": "input_tokens_per_s", "out": "output_tokens_per_s"}
+    throughput = [levels, ("requests", _columns(requests, summaries)), ("tokens/s", _columns(tokens, summaries))]
+    percentiles = {name: name for name in ("p50", "p90", "p99")}
+    times = [
+        (f"{name}, ms", _columns(percentiles, [getattr(summary, field) for summary in summaries]))
+        for name, field in TIMES.items()
+    ]
+    title = f"{settings.target}, {'streamed' if settings.stream else 'unary'}"
+    objectives = ", ".join(f"{name} at most {most:g} ms" for name, most in (settings.slo or {}).items())
+    head = f"{title}; good: {objectives}" if objectives else title
+    return "\n\n".join([head, _grouped(throughput), _grouped([levels, *times])])
 
 
 def format_notes(report: Report) -> Iterator[str]:
@@ -63,18 +71,29 @@ def dump_line(values: dict[str, object]) -> str:
     return json.dumps(_rounded(values), separators=(",", ":"), allow_nan=False)
 
 
-def _row(result: LevelResult) -> list[str]:
-    summary = result.summary()
-    rates = (summary.requests_per_s, summary.input_tokens_per_s, summary.output_tokens_per_s)
-    groups: list[Percentiles] = [getattr(summary, name) for name in TIMES.values()]
-    values = [*rates, *(value for group in groups for value in (group.p50, group.p90, group.p99))]
-    counts = [summary.ok, sum(summary.failed.values())]
-    return [f"{result.level.value:g}", *map(str, counts), *map(_format_number, values)]
+def _columns(fields: dict[str, str], values: Sequence[Summary | Percentiles]) -> list[list[str]]:
+    """A column for each field, below its name."""
+    return [[name, *(_format_number(getattr(value, field)) for value in values)] for name, field in fields.items()]
+
+
+def _grouped(groups: list[tuple[str, list[list[str]]]]) -> str:
+    """The columns side by side, below the titles of their groups."""
+    lines = zip(*(_group_lines(title, columns) for title, columns in groups), strict=True)
+    return "\n".join("   ".join(parts) for parts in lines)
+
+
+def _group_lines(title: str, columns: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in columns]
+    lines = [" ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
+    width = max(len(title) + 4 if title else 0, len(lines[0]))
+    return [f" {title} ".center(width, "-") if title else " " * width, *(line.rjust(width) for line in lines)]
 
 
 def _format_number(value: float | None) -> str:
     if value is None:
         return "-"
+    if isinstance(value, int):
+        return str(value)
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f}"
 
@@ -93,16 +112,13 @@ def _level(result: LevelResult, samples: bool) -> dict[str, object]:
 
 
 def _record(sample: RequestRecord, start: float) -> dict[str, object]:
-    gap, streamed = time_per_output_token(sample), bool(sample.first_output_at)
+    times = {name: 1000 * seconds for name, seconds in request_times(sample).items()}
     return {
         "status": sample.status,
         "due_s": sample.scheduled_at - start,
         "input_tokens": sample.input_tokens,
         "output_tokens": sample.output_tokens,
-        "ttft_ms": 1000 * (sample.first_output_at - sample.scheduled_at) if streamed else None,
-        "tpot_ms": None if gap is None else 1000 * gap,
-        "max_gap_ms": 1000 * sample.max_gap if streamed else None,
-        "latency_ms": 1000 * (sample.ended_at - sample.scheduled_at),
+        **{field: times.get(name) for name, field in TIMES.items()},
     }
 
 

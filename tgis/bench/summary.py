@@ -4,10 +4,11 @@ Only successful requests count, except in `failed`. Percentiles are exact, inter
 two nearest values (Hyndman and Fan's type 7, numpy's default). Rates are per second from the first
 scheduled request to the last end. Time to first token and latency start at the scheduled time. Time per
 output token is, for each request, (last - first output) / (tokens after the first message with output).
+Goodput counts the requests all of whose times meet their objectives.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tgis.bench.client import RequestRecord
@@ -32,7 +33,9 @@ class Summary:
     duration_s: float
     input_tokens: int
     output_tokens: int
+    good: int | None  # succeeded and met every objective; None without objectives
     requests_per_s: float
+    goodput_per_s: float | None  # good requests
     input_tokens_per_s: float
     output_tokens_per_s: float
     ttft_ms: Percentiles
@@ -41,6 +44,10 @@ class Summary:
     latency_ms: Percentiles
     send_delay_ms: Percentiles  # from scheduled to sent: added by the load generator itself
     client_cpu: float  # share of one core that the load generator used
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failed.values())
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -59,19 +66,27 @@ def percentiles(seconds: Sequence[float]) -> Percentiles:
     return Percentiles(*(percentile(ordered, percent) for percent in (50, 90, 99)))
 
 
-def time_per_output_token(sample: RequestRecord) -> float | None:
-    """Seconds between tokens after the first message with output; None if all came in one message."""
-    tokens = sample.output_tokens - sample.first_message_tokens
-    return (sample.last_output_at - sample.first_output_at) / tokens if sample.first_output_at and tokens else None
+def request_times(sample: RequestRecord) -> dict[str, float]:
+    """Seconds that one request took, by name; unary calls and streams of one message do not have all."""
+    times = {"latency": sample.ended_at - sample.scheduled_at}
+    if not sample.first_output_at:
+        return times
+    times["ttft"] = sample.first_output_at - sample.scheduled_at
+    if sample.last_output_at > sample.first_output_at:
+        times["gap"] = sample.max_gap
+    if tokens := sample.output_tokens - sample.first_message_tokens:
+        times["tpot"] = (sample.last_output_at - sample.first_output_at) / tokens
+    return times
 
 
-def summarize(samples: Sequence[RequestRecord], cpu_seconds: float) -> Summary:
-    """The figures of the finished requests."""
+def summarize(samples: Sequence[RequestRecord], cpu_seconds: float, slo: Mapping[str, float] | None = None) -> Summary:
+    """The figures of the finished requests; `slo` has the objectives, in milliseconds, for names of `request_times`."""
     finished = [sample for sample in samples if sample.status]
     ok = [sample for sample in finished if sample.status == "OK"]
     duration = max((s.ended_at for s in finished), default=0.0) - min((s.scheduled_at for s in finished), default=0.0)
     rate = 1 / duration if duration else 0.0
-    streamed = [sample for sample in ok if sample.first_output_at]
+    times = [request_times(sample) for sample in ok]
+    good = sum(all(1000 * each.get(name, 0.0) <= most for name, most in slo.items()) for each in times) if slo else None
     tokens_in, tokens_out = sum(s.input_tokens for s in ok), sum(s.output_tokens for s in ok)
     return Summary(
         ok=len(ok),
@@ -80,15 +95,15 @@ def summarize(samples: Sequence[RequestRecord], cpu_seconds: float) -> Summary:
         duration_s=duration,
         input_tokens=tokens_in,
         output_tokens=tokens_out,
+        good=good,
         requests_per_s=len(ok) * rate,
+        goodput_per_s=None if good is None else good * rate,
         input_tokens_per_s=tokens_in * rate,
         output_tokens_per_s=tokens_out * rate,
-        ttft_ms=percentiles([sample.first_output_at - sample.scheduled_at for sample in streamed]),
-        tpot_ms=percentiles([gap for sample in streamed if (gap := time_per_output_token(sample)) is not None]),
-        max_gap_ms=percentiles(
-            [sample.max_gap for sample in streamed if sample.last_output_at > sample.first_output_at]
-        ),
-        latency_ms=percentiles([sample.ended_at - sample.scheduled_at for sample in ok]),
+        ttft_ms=percentiles([each["ttft"] for each in times if "ttft" in each]),
+        tpot_ms=percentiles([each["tpot"] for each in times if "tpot" in each]),
+        max_gap_ms=percentiles([each["gap"] for each in times if "gap" in each]),
+        latency_ms=percentiles([each["latency"] for each in times]),
         send_delay_ms=percentiles([sample.sent_at - sample.scheduled_at for sample in finished]),
         client_cpu=cpu_seconds * rate,
     )

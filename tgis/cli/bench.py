@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,15 @@ from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import LoadSettings, Report, measure
 from tgis.bench.plot import draw, require_matplotlib
 from tgis.bench.progress import show_progress
-from tgis.bench.report import dump_line, format_notes, format_table, to_json
+from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
 from tgis.cli import client
 from tgis.errors import OptionError
-from tgis.utils.options import Parser
+from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
 INTERRUPTED = 130
+COUNT = integer(1)
+AMOUNT = decimal(0, 1e9, exclude_low=True)
 Number = TypeVar("Number", int, float)
 
 
@@ -30,6 +31,8 @@ def main(argv: list[str], prog: str) -> int:
     """
     args = _parser(prog).parse_args(argv)
     report, options = Report(_settings(args)), _call_options(args)
+    if not args.stream and args.slo and args.slo.keys() != {"latency"}:
+        raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
     _check_outputs(args)
     try:
         with client.rpc_errors(args.target):
@@ -49,9 +52,9 @@ def _parser(prog: str) -> Parser:
     client.add_arguments(parser, timeout=600.0)
     client.add_adapter_arguments(parser)
     output = parser.add_argument_group("Output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there as JSON")
     output.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG (needs tgis[bench])")
-    output.add_argument("--quiet", action="store_true", help="print nothing but the JSON line")
+    output.add_argument("--quiet", action="store_true", help="print nothing but a line of JSON")
     return parser
 
 
@@ -59,26 +62,26 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("Load", "several levels, separated by commas, run one after the other")
     kind = load.add_mutually_exclusive_group()
     kind.add_argument(
-        "--concurrency", type=_comma_separated(_positive_int), metavar="N,...", help="requests at any time (default 1)"
+        "--concurrency", type=_comma_separated(COUNT), metavar="N,...", help="requests at any time (default 1)"
     )
     kind.add_argument(
         "--rate",
-        type=_comma_separated(_positive_float),
+        type=_comma_separated(AMOUNT),
         metavar="R,...",
         help="requests a second, at random times (Poisson)",
     )
     length = load.add_mutually_exclusive_group()
-    length.add_argument("--requests", type=_positive_int, metavar="N", help="requests of each level")
+    length.add_argument("--requests", type=COUNT, metavar="N", help="requests of each level")
     length.add_argument(
         "--duration",
-        type=_positive_float,
+        type=AMOUNT,
         metavar="S",
         help=f"seconds in which requests of each level start (default {DEFAULT_DURATION:g})",
     )
     load.add_argument(
-        "--warmup", type=_non_negative_int, default=1, metavar="N", help="requests before each level (default 1)"
+        "--warmup", type=integer(0), default=1, metavar="N", help="requests before each level (default 1)"
     )
-    load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrival times")
+    load.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of prompts, lengths and arrival times")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +89,18 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     prompt = group.add_mutually_exclusive_group()
     prompt.add_argument("--prompts", type=Path, metavar="FILE", help='one a line, or in .jsonl the "text" of each line')
     prompt.add_argument(
-        "--input-tokens", type=_positive_int, default=128, metavar="N", help="length of random prompts (default 128)"
+        "--input-tokens", type=COUNT, default=128, metavar="N", help="length of random prompts (default 128)"
     )
-    group.add_argument("--input-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
-    group.add_argument("--output-tokens", type=_positive_int, default=128, metavar="N", help="max_new_tokens")
-    group.add_argument("--output-spread", type=_sigma, default=0.0, metavar="SIGMA", help="log-normal, around N")
+    group.add_argument("--input-spread", type=decimal(0, 4), default=0.0, metavar="SIGMA", help="log-normal, around N")
+    group.add_argument("--output-tokens", type=COUNT, default=128, metavar="N", help="max_new_tokens")
+    group.add_argument("--output-spread", type=decimal(0, 4), default=0.0, metavar="SIGMA", help="log-normal, around N")
     group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
+    group.add_argument(
+        "--slo",
+        type=_objectives,
+        metavar="NAME=MS,...",
+        help="count requests that take at most so many milliseconds: ttft, tpot, gap or latency",
+    )
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("--stream", action="store_true", default=True, help="GenerateStream (default)")
     kind.add_argument("--unary", dest="stream", action="store_false", help="Generate, one input a call")
@@ -124,7 +133,8 @@ def _write(report: Report, args: argparse.Namespace) -> None:
         draw(report, args.plot)
     if not args.quiet:
         print(format_table(report), *format_notes(report), sep="\n")
-    print(dump_line(to_json(report, with_records=False)))
+    if args.quiet or not sys.stdout.isatty():
+        print(dump_line(to_json(report, with_records=False)))
 
 
 def _settings(args: argparse.Namespace) -> LoadSettings:
@@ -144,6 +154,7 @@ def _settings(args: argparse.Namespace) -> LoadSettings:
         warmup=args.warmup,
         seed=args.seed,
         timeout=args.timeout,
+        slo=args.slo,
         adapter_id=args.adapter_id,
         prefix_id=args.prefix_id,
     )
@@ -166,29 +177,12 @@ def _call_options(args: argparse.Namespace) -> CallOptions:
     )
 
 
-def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
+def _objectives(text: str) -> dict[str, float]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name in TIMES and value for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be NAME=MS,... with names among {', '.join(TIMES)}")
+    return {name: AMOUNT(value) for name, _, value in pairs}
 
 
-def _non_negative_int(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _sigma(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 4:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 4")
-    return value
-
-
-def _comma_separated(parse: Callable[[str], Number]) -> Callable[[str], list[Number]]:
+def _comma_separated(parse: ValueType[Number]) -> Callable[[str], list[Number]]:
     return lambda text: [parse(part) for part in text.split(",")]
