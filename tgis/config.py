@@ -373,6 +373,14 @@ def from_command_line(argv: list[str], prog: str = "tgis serve", *, as_adapter: 
     return parse(argv, os.environ, prog, as_adapter=as_adapter)
 
 
+def json_output_requested() -> bool:
+    """JSON_OUTPUT of this environment, whatever is wrong with the other options."""
+    try:
+        return parse(["--model-name", "any"], {"JSON_OUTPUT": os.environ.get("JSON_OUTPUT", "")}, "tgis").json_output
+    except OptionError:
+        return False
+
+
 def cache_config() -> Config:
     """The hub cache and the cache directory that `tgis serve` would use in this environment; no other option."""
     names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")

@@ -208,9 +208,15 @@ class Server:
         self._service_metrics.set_state(ServiceState.DRAINING)
         if client.died.done():
             self._service_metrics.engine_died()
-        if self._servicer.generator is not None:
-            self._servicer.generator.stop_accepting()
-        await grpc_server.stop(self._config.shutdown_grace_seconds)
+        if (generator := self._servicer.generator) is None:
+            return
+        generator.stop_accepting()
+        started, grace = time.monotonic(), self._config.shutdown_grace_seconds
+        num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
+        log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
+        await grpc_server.stop(grace)
+        cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
+        log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
 
     def _probes(self, client: EngineClient) -> ProbeServer:
         config = self._config

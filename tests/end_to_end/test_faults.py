@@ -1,5 +1,6 @@
 """Faults around the service: dead and stuck engines, signals, lack of memory, and failing starts."""
 
+import json
 import os
 import signal
 import socket
@@ -139,6 +140,8 @@ def test_sigterm_lets_calls_finish_and_exits_zero(tmp_path: Path) -> None:
         assert len(future.result().responses[0].text) == 150
         assert sum(len(part.text) for part in stream) >= 145
         assert server.process.wait(20) == 0
+        assert "draining: 2 inputs in flight have 30 s to finish" in server.log.read_text()
+        assert "s: 0 of 2 inputs were cancelled" in server.log.read_text()
     assert (tmp_path / "termination").read_text() == ""
 
 
@@ -152,6 +155,7 @@ def test_the_shutdown_grace_is_limited(tmp_path: Path) -> None:
         for each in calls:
             each.wait()
             assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert "s: 2 of 2 inputs were cancelled" in server.log.read_text()
 
 
 def test_a_request_that_fails_steps_is_retried_alone_and_then_fails(tmp_path: Path) -> None:
@@ -307,3 +311,30 @@ def test_an_engine_that_cannot_load_is_one_error_line_and_a_termination_log(tmp_
     assert code == 1
     assert "step_seconds" in one_line(text)
     assert "step_seconds" in (tmp_path / "termination").read_text()
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "reason", "code"),
+    [
+        ({}, {"MAX_BATCH_SIZE": "many"}, "many", 2),
+        ({}, {"MODEL_NAME": "/nowhere"}, "/nowhere", 1),
+        ({"step_seconds": "long"}, {}, "step_seconds", 1),  # found by the engine process
+    ],
+)
+def test_every_line_is_json_with_json_output(
+    tmp_path: Path, steps: dict[str, Any], options: dict[str, object], reason: str, code: int
+) -> None:
+    settings = fake(tmp_path, JSON_OUTPUT="true", GRPC_PORT=0, PORT=0, TERMINATION_LOG=tmp_path / "termination")
+    make_fake_model(tmp_path / "model", **steps)
+    done = subprocess.run(
+        [sys.executable, "-m", "tgis", "serve"],
+        env=server_environment(**settings | options),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (code, "")
+    last = [json.loads(line) for line in done.stdout.splitlines()][-1]
+    assert last["level"] == "CRITICAL"
+    assert reason in last["message"]

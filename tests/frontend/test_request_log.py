@@ -17,7 +17,7 @@ SECRET = "my-password-is-swordfish and it is long"
 
 
 def start(directory: Path, **options: object) -> Any:
-    model = make_fake_model(directory / "model", step_seconds=0.01)
+    model = make_fake_model(directory / "model", step_seconds=0.01, poison_token=0)
     settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": directory / "cache", "JSON_OUTPUT": "true"}
     return running_server(directory, model, **(settings | options))
 
@@ -54,7 +54,13 @@ def test_each_input_has_one_line(server: Server) -> None:
     assert [line["request_id"] for line in found] == ["two-inputs-0", "two-inputs-1"]
     assert all("MAX_TOKENS" in line["message"] and line["level"] == "INFO" for line in found)
     assert all("max_new_tokens=4" in line["parameters"] for line in found)
-    assert all(0 <= line["queue_seconds"] <= line["total_seconds"] for line in found)
+    assert [line["message"] for line in found] == [f"batch request {n} of 2: 4 tokens, MAX_TOKENS" for n in (1, 2)]
+    for line in found:
+        parts = [line[f"{name}_seconds"] for name in ("validation", "queue", "inference")]
+        assert min(parts) >= 0
+        assert sum(parts) <= line["total_seconds"] + 0.001
+        assert line["inference_seconds"] >= 4 * 0.01
+        assert line["seconds_per_token"] == pytest.approx(line["inference_seconds"] / 4, abs=1e-4)
 
 
 def test_the_correlation_id_is_in_the_trailing_metadata(server: Server) -> None:
@@ -81,6 +87,33 @@ def test_a_cancelled_stream_has_its_line_too(server: Server) -> None:
     assert "CANCELLED" in line["message"]
     assert line["request_id"] == "cancelled-id"
     assert line["level"] == "WARNING"
+
+
+def test_a_cancelled_unary_call_says_how_many_tokens_were_generated(server: Server) -> None:
+    first_tokens = "tgi_request_time_to_first_token_duration_count"
+    before = metric(server, first_tokens)
+    with server.stub() as stub:
+        call = stub.Generate.future(unary_request("abc", 500), metadata=metadata("impatient-id"))
+        while metric(server, first_tokens) == before:
+            pass
+        call.cancel()
+        (line,) = lines(server, "impatient-id", 1)
+    assert 1 <= line["generated_tokens"] < 500
+    assert line["message"] == f"single request: {line['generated_tokens']} tokens, CANCELLED"
+
+
+def metric(server: Server, name: str) -> float:
+    return float(
+        next(line.split()[1] for line in server.get("/metrics")[1].splitlines() if line.startswith(f"{name} "))
+    )
+
+
+def test_a_failed_call_is_an_error(server: Server) -> None:
+    with server.stub() as stub, pytest.raises(grpc.RpcError):
+        stub.Generate(unary_request("!", 5), metadata=metadata("poisoned-id"))  # "!" is token 0
+    found = lines(server, "poisoned-id", 2)
+    assert [line["level"] for line in found] == ["ERROR", "ERROR"]
+    assert found[1]["message"] == "single request: 0 tokens, ERROR"
 
 
 def test_no_text_and_no_credentials_are_logged(server: Server) -> None:

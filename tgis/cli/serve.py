@@ -2,23 +2,35 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from itertools import groupby
 
-from tgis.config import Config, from_command_line, prepare_environment
-from tgis.errors import StartError
+from tgis.config import Config, from_command_line, json_output_requested, prepare_environment
+from tgis.errors import OptionError, StartError
 from tgis.utils import logs
 from tgis.utils.options import Option, declared_options, format_value
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: list[str], prog: str) -> int:
     """Serve until a signal."""
-    return run(from_command_line(argv, prog))
+    return run(lambda: from_command_line(argv, prog))
 
 
-def run(config: Config) -> int:
+def run(read_config: Callable[[], Config]) -> int:
     """Serve until a signal, or only check the options."""
-    if config.check:
-        return _check(config)
+    try:
+        config = read_config()
+    except OptionError as error:
+        if not json_output_requested():
+            raise
+        logs.configure(level="info", json_output=True)
+        return _log_fatal(error)
+    return _check(config) if config.check else _serve(config)
+
+
+def _serve(config: Config) -> int:
     logs.configure(level=config.log_level, json_output=config.json_output)
     try:
         prepare_environment(config)
@@ -27,7 +39,19 @@ def run(config: Config) -> int:
         return server.run(config)
     except StartError as error:
         logs.write_termination_message(config.termination_log, str(error))
-        raise
+        if not config.json_output:
+            raise
+        return _log_fatal(error)
+    except Exception as error:
+        logs.write_termination_message(config.termination_log, f"{type(error).__name__}: {error}")
+        log.exception("the server cannot go on")
+        return 1
+
+
+def _log_fatal(error: StartError) -> int:
+    """The last line as JSON, like all others; without JSON_OUTPUT it is text on stderr."""
+    log.critical("%s", error)
+    return error.exit_code
 
 
 def _check(config: Config) -> int:

@@ -6,4 +6,4 @@ from tgis.config import from_command_line
 
 def main(argv: list[str], prog: str) -> int:
     """Serve until a signal."""
-    return serve.run(from_command_line(argv, prog, as_adapter=True))
+    return serve.run(lambda: from_command_line(argv, prog, as_adapter=True))

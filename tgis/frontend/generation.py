@@ -65,7 +65,8 @@ class Generator:
         self._adapters = adapters
         self._metrics = metrics
         self._seeds = random.Random(server_info.random_seed)
-        self._num_inputs = 0
+        self.num_inputs = 0  # in flight
+        self.num_cancelled = 0  # ever, by clients or by the end of the server
         self._accepting = True
 
     def stop_accepting(self) -> None:
@@ -152,13 +153,16 @@ class Generator:
         num_inputs, limit = len(call.fields), self.server_info.max_concurrent_inputs
         if not self._accepting:
             raise Unavailable("the server is shutting down")
-        if self._num_inputs + num_inputs > limit:
-            raise Overloaded(f"{self._num_inputs} inputs in flight, at most {limit} allowed")
-        self._num_inputs += num_inputs
+        if self.num_inputs + num_inputs > limit:
+            raise Overloaded(f"{self.num_inputs} inputs in flight, at most {limit} allowed")
+        self.num_inputs += num_inputs
         try:
             yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_cancelled += num_inputs
+            raise
         finally:
-            self._num_inputs -= num_inputs
+            self.num_inputs -= num_inputs
 
     def _resolve_params(self, call: GenerateCall) -> ResolvedParams:
         """Check what can be checked before anything is looked up."""

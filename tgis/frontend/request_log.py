@@ -30,6 +30,7 @@ class RequestLog:
         self.started = time.monotonic()
         self._log_text = log_text
         self._correlation_id = correlation_id
+        self._validation = 0.0  # seconds
         self._outputs: list[OutputBuilder] = []
         self._open: list[OutputBuilder] = []
         self._num_unsubmitted = num_inputs
@@ -60,7 +61,8 @@ class RequestLog:
 
     def validated(self, requests: list[Request], params: ResolvedParams) -> None:
         lengths = [request.input_length for request in requests]
-        self._metrics.request_validated(lengths, params.max_new_tokens, time.monotonic() - self.started)
+        self._validation = time.monotonic() - self.started
+        self._metrics.request_validated(lengths, params.max_new_tokens, self._validation)
 
     def track(self, outputs: list[OutputBuilder]) -> list[OutputBuilder]:
         """Take note of the outputs of submitted inputs, and return them."""
@@ -96,10 +98,11 @@ class RequestLog:
         cut_short = output.stop_reason is StopReason.TOKEN_LIMIT and not output.params.fill_context
         as_asked = output.stop_reason is not StopReason.NOT_FINISHED and not cut_short
         log.log(
-            logging.INFO if as_asked else logging.WARNING,
-            "%s request: %d tokens, %s",
+            logging.ERROR if output.queue.failed else logging.INFO if as_asked else logging.WARNING,
+            "%s request%s: %d tokens, %s",
             self._kind,
-            output.num_generated,
+            f" {self._outputs.index(output) + 1} of {len(self._outputs)}" if self._kind is CallKind.BATCH else "",
+            _num_generated(output),
             ended,
             extra=self._fields(output),
         )
@@ -119,14 +122,21 @@ class RequestLog:
             "request_id": self._request_id(output),
             "input_tokens": request.input_length,
             "prefix_id": request.adapter.id if request.adapter else None,
-            "generated_tokens": output.num_generated,
+            "generated_tokens": _num_generated(output),
+            "validation_seconds": round(self._validation, 4),
             "queue_seconds": round(scheduled - timings.submitted, 4),
             "inference_seconds": round(inference, 4),
+            "seconds_per_token": round(inference / max(_num_generated(output), 1), 4),
             "total_seconds": round(now - self.started, 4),
             "parameters": _describe_params(output),
             "input": output.input_text[:LOGGED_CHARACTERS] if self._log_text else None,
             "output": output.logged_text if self._log_text else None,
         }
+
+
+def _num_generated(output: OutputBuilder) -> int:
+    """Tokens of the answer; without one, those generated until the call was cancelled or failed."""
+    return output.num_generated if output.stop_reason else output.queue.num_tokens
 
 
 def _describe_params(output: OutputBuilder) -> str:
