@@ -32,10 +32,9 @@ from prompt_files import (
 
 from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
-from tgis.prompts.cache import AdapterCache
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.prompts.soft_prompt import SoftPrompt
-from tgis.prompts.store import AdapterStore
+from tgis.prompts.store import AdapterCache, AdapterStore
 from tgis.prompts.tensor_file import TargetModel
 
 TARGET = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"))

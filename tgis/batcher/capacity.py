@@ -25,10 +25,6 @@ class BatchShape:
     max_length: int = 0
     total_tokens: int = 0
 
-    @classmethod
-    def of(cls, lengths: Collection[int], padded: bool) -> "BatchShape":
-        return cls(padded, len(lengths), max(lengths, default=0), sum(lengths))
-
     def with_seq(self, length: int) -> "BatchShape":
         """With one more sequence."""
         return BatchShape(self.padded, self.num_seqs + 1, max(self.max_length, length), self.total_tokens + length)
@@ -46,7 +42,7 @@ class BatchShape:
 
 def padded_tokens(lengths: Collection[int], padded: bool) -> int:
     """Tokens of a batch of sequences with these lengths, padding included."""
-    return BatchShape.of(lengths, padded).padded_tokens
+    return len(lengths) * max(lengths, default=0) if padded else sum(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,8 @@ class PeakEstimator:
         self._padded = padded
         self._limit = limit
         self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # those that live longest first
-        self._shape = BatchShape.of([length for _, length in self._seqs], padded)
+        lengths = [length for _, length in self._seqs]
+        self._shape = BatchShape(padded, len(lengths), max(lengths, default=0), sum(lengths))
         self._rejected: list[tuple[int, int]] = []
 
     def fits_worst_case(self, length: int, remaining: int) -> bool:

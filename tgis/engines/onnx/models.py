@@ -109,7 +109,7 @@ class OnnxSeq2SeqLM:
         self._decoder = Decoder.load(files, device, options.num_threads)
         self._device = device
         self.lora = LoraLayers(None)
-        self._constraints = OutputConstraints.from_config(_generation_config(options, config), device)
+        self._constraints = OutputConstraints(_generation_config(options, config), device)
         self.info = _model_info(config, self._decoder)
         most = getattr(config, "max_position_embeddings", None)
         self.max_positions = min(options.max_sequence_length, most or options.max_sequence_length)

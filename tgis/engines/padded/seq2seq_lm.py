@@ -5,8 +5,6 @@ encoder's output are in a second cache of the same kind, which changes only when
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,30 +27,26 @@ from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
 class OutputConstraints:
     """What a model's generation config demands of every output, unlike its defaults for sampling."""
 
-    decoder_start_token_id: int
-    forced_bos_token_id: int | None  # the first token of every output, for example a target language
-    suppressed_token_ids: Tensor  # that no output may hold, such as Marian's padding
-
-    @classmethod
-    def from_config(cls, config: GenerationConfig, device: torch.device) -> Self:
+    def __init__(self, config: GenerationConfig, device: torch.device) -> None:
         """StartError unless the config has one token for the decoder to start with."""
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if not isinstance(start, int):
             raise StartError(f"decoder_start_token_id of an encoder-decoder must be one token, not {start!r:.40}")
         words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
-        suppressed = torch.tensor([*words, *(config.suppress_tokens or [])], dtype=torch.int64, device=device)
-        return cls(start, config.forced_bos_token_id, suppressed)
+        suppressed = [*words, *(config.suppress_tokens or [])]  # such as Marian's padding
+        self.decoder_start_token_id = start
+        self._forced_bos_token_id = config.forced_bos_token_id  # of every output, for example a target language
+        self._suppressed_token_ids = torch.tensor(suppressed, dtype=torch.int64, device=device)
 
     def apply(self, logits: Tensor, first_step_rows: list[int]) -> None:
         """Change logits [rows, V] in place; `first_step_rows` have no token yet."""
-        logits.index_fill_(-1, self.suppressed_token_ids, -torch.inf)
-        if self.forced_bos_token_id is not None and first_step_rows:
+        logits.index_fill_(-1, self._suppressed_token_ids, -torch.inf)
+        if self._forced_bos_token_id is not None and first_step_rows:
             logits[first_step_rows] = -torch.inf
-            logits[first_step_rows, self.forced_bos_token_id] = 0
+            logits[first_step_rows, self._forced_bos_token_id] = 0
 
 
 class Seq2SeqLM:
@@ -68,7 +62,7 @@ class Seq2SeqLM:
         check_row_independence(self.model)
         self.info = model_info(self.model)
         self._positions = find_positions(self.model, options.max_sequence_length)
-        self._constraints = OutputConstraints.from_config(self.model.generation_config, device)
+        self._constraints = OutputConstraints(self.model.generation_config, device)
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self._max_batch_size = max_batch_size

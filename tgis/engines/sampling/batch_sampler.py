@@ -1,5 +1,6 @@
-"""The sampler of an engine: one batch after another, mostly of the same sequences."""
+"""The sampler of an engine: one batch after another, mostly of the same sequences, and what it keeps of them."""
 
+from array import array
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -11,8 +12,9 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups, uniforms
-from tgis.engines.sampling.token_history import TokenHistory
 from tgis.engines.transfers import to_device
+
+_SPARE_COLUMNS = 128  # of a token history: for tokens to come, before the tensor grows
 
 _Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
 
@@ -86,3 +88,29 @@ class BatchSampler:
         self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
         penalized = any(seq.request.sampling_params.repetition_penalty != 1.0 for seq in seqs)
         self._history = TokenHistory(map(self._history_of, seqs), self._device) if penalized else None
+
+
+class TokenHistory:
+    """The tokens of every row as one tensor, for the repetition penalty: int64 [rows, columns]. Unused columns repeat a
+    row's first token, so they add no id.
+    """
+
+    def __init__(self, histories: Iterable[list[int]], device: torch.device) -> None:
+        """By row, one token at least."""
+        tokens = list(histories)
+        lengths = [len(own) for own in tokens]
+        self._max_length = max(lengths)
+        ids = np.empty((len(tokens), self._max_length + _SPARE_COLUMNS), dtype=np.int64)
+        for row, own in zip(ids, tokens, strict=True):
+            row[: len(own)] = array("q", own)
+            row[len(own) :] = own[0]
+        self._next_columns = to_device(lengths, torch.int64, device)  # [rows]
+        self.ids = to_device(ids, torch.int64, device)
+
+    def append(self, newest: Tensor) -> None:
+        """One more token of every row, [rows]."""
+        if self._max_length == self.ids.shape[1]:
+            self.ids = torch.cat([self.ids, self.ids[:, :1].expand(-1, _SPARE_COLUMNS)], 1)
+        self.ids.scatter_(1, self._next_columns[:, None], newest[:, None])
+        self._next_columns = self._next_columns + 1
+        self._max_length += 1
