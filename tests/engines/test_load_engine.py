@@ -1,5 +1,6 @@
 """Which engine is loaded when options ask for one that cannot run the model, and what is said about it."""
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -61,6 +62,15 @@ def test_only_tgis_native_compiles(models: dict[str, Path], engine: str, caplog:
     assert said in caplog.messages
     with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}$"):
         load(models["T5"], engine=engine, compile=True, strict=True)
+
+
+@pytest.mark.parametrize("auto_map", [{}, {"auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}}])
+def test_a_model_that_only_its_own_code_can_run_is_refused(tmp_path: Path, auto_map: dict[str, Any]) -> None:
+    (tmp_path / "configuration_baichuan.py").write_text("raise AssertionError('must not run')")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "baichuan", **auto_map}))
+    said = r"transformers [\d.]+ has no models of type 'baichuan', and the code of a model is never run"
+    with pytest.raises(StartError, match=said):
+        load(tmp_path, engine="auto")
 
 
 def test_shards_are_not_compiled(models: dict[str, Path]) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
@@ -61,7 +68,15 @@ def select_kernels(options: EngineOptions, device: torch.device) -> CpuKernels |
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(options.model_path, local_files_only=True, trust_remote_code=False)
+    path = options.model_path
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        kind = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0].get("model_type")
+        if kind in CONFIG_MAPPING:
+            raise StartError(f"{path}: {str(error).strip().splitlines()[0]}") from error
+        known = f"transformers {transformers.__version__} has no models of type {kind!r:.40}"
+        raise StartError(f"{path}: {known}, and the code of a model is never run") from error
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, ForwardSignature]:
