@@ -1,0 +1,188 @@
+"""Options of TGIS and vllm-tgis-adapter, and the environments of TGIS's deployments: what docs/compatibility.md says of
+each is what a start does."""
+
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import yaml
+from certificates import make_pair
+from harness import running_server, unary_request
+from repository import REPOSITORY
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from tgis.config import parse
+from tgis.engines import load_engine
+from tgis.engines.base import Engine
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineOptions
+from tgis.models.fake import make_fake_model
+from tgis.server import prepare
+
+SUPPORT = Path(__file__).parent / "support"
+LLAMA = {"model_type": "llama", "max_position_embeddings": 4096, "num_key_value_heads": 4, "eos_token_id": 256}
+TINY = {  # sizes decide nothing about a start
+    **dict.fromkeys(("d_model", "hidden_size", "d_ff", "intermediate_size"), 64),
+    **dict.fromkeys(("n_heads", "n_head", "num_heads", "num_attention_heads"), 8),
+    **dict.fromkeys(("n_layers", "n_layer", "num_layers", "num_decoder_layers", "num_hidden_layers"), 1),
+    "d_kv": 8,
+    "vocab_size": 257,
+}
+
+
+def read_options() -> dict[str, dict[str, str]]:
+    """Each option with each of its values, by the name that the table has for it."""
+    tried: dict[str, dict[str, str]] = {}
+    for group in yaml.safe_load((SUPPORT / "tgis_options.yaml").read_text()).values():
+        for name, value in group.items():
+            several = isinstance(value, list)
+            tried |= {f"{name}={one}" if several else name: {name: str(one)} for one in (value if several else [value])}
+    return tried
+
+
+def read_table(title: str) -> dict[str, str]:
+    """What the table of that title in the docs says of each name."""
+    section = (REPOSITORY / "docs/compatibility.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \|$", section, re.MULTILINE)
+    return {name: result for names, result in rows for name in re.findall(r"`(.*?)`", names)}
+
+
+OPTIONS = read_options()
+OVERLAYS = yaml.safe_load((SUPPORT / "tgis_overlays.yaml").read_text())["overlays"]
+OPTIONS_TABLE, OVERLAYS_TABLE = read_table("Options at the start"), read_table("Deployments of TGIS")
+
+
+def make_tiny_model(directory: Path, settings: dict[str, Any]) -> Path:
+    """A model whose config.json is `settings`, but for the sizes."""
+    make_fake_model(directory)
+    settings = settings | {name: size for name, size in TINY.items() if name in settings}
+    (directory / "config.json").write_text(json.dumps(settings))
+    config = AutoConfig.from_pretrained(directory)
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    family.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("llama"), LLAMA | TINY)
+
+
+@pytest.fixture(scope="module")
+def values(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the words in capitals stand for in the list of options."""
+    directory = tmp_path_factory.mktemp("files")
+    pair = make_pair()
+    files = {"CERTIFICATE": pair.cert, "KEY": pair.key, "FILE": b""}
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return {name: str(directory / name) for name in files} | {"MODEL": str(llama), "DIRECTORY": str(directory)}
+
+
+Engines = dict[bytes, tuple[Engine, list[str]]]
+Start = Callable[[dict[str, str]], tuple[str, Engine | None]]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Engines:
+    """Loaded ones with their warnings, by their options: most options of a server change nothing for them."""
+    return {}
+
+
+@pytest.fixture
+def start(caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Start:
+    """Do what a start does with an environment; says how it went, and gives the engine."""
+    here = {"CACHE_DIR": str(tmp_path_factory.getbasetemp() / "cache"), "NUM_THREADS": "1"}
+
+    def warnings() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        caplog.clear()
+        return found
+
+    def load(options: EngineOptions) -> tuple[Engine, list[str]]:
+        key = msgspec.json.encode(options)
+        if key not in engines:
+            # measuring the memory would take seconds for each
+            engines[key] = load_engine(msgspec.structs.replace(options, estimate_memory="off"), sys.exit), warnings()
+        return engines[key]
+
+    def run(environ: dict[str, str]) -> tuple[str, Engine | None]:
+        try:
+            server = prepare(parse([], here | environ, "tgis serve"))
+            server.convert_weights()
+            said = warnings()
+            engine, others = load(server._engine_options())
+        except StartError as error:
+            return f"refused: {error}", None
+        return f"starts with a warning: {'; '.join(said + others)}" if said + others else "starts", engine
+
+    return run
+
+
+def test_the_table_has_every_option() -> None:
+    assert OPTIONS_TABLE.keys() == OPTIONS.keys()
+
+
+@pytest.mark.parametrize("label", OPTIONS)
+def test_an_option_alone(label: str, values: dict[str, str], start: Start) -> None:
+    (option,) = OPTIONS[label].items()
+    environ = {"MODEL_NAME": values["MODEL"], option[0]: values.get(option[1], option[1])}
+    if option[0].startswith("TLS_"):
+        environ |= {"TLS_CERT_PATH": values["CERTIFICATE"], "TLS_KEY_PATH": values["KEY"]}
+    result, _ = start(environ)
+    assert result.replace(option[0], "…") == OPTIONS_TABLE[label]
+
+
+def test_the_table_has_every_overlay() -> None:
+    assert OVERLAYS_TABLE.keys() == OVERLAYS.keys()
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay(name: str, tmp_path: Path, start: Start) -> None:
+    """Found in the hub cache, as in TGIS; the model is a tiny one of the same config.json."""
+    settings, environ = OVERLAYS[name]["config"], {key: str(value) for key, value in OVERLAYS[name]["env"].items()}
+    entry = tmp_path / f"models--{environ['MODEL_NAME'].replace('/', '--')}"
+    make_tiny_model(entry / "snapshots" / "commit", settings)
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text("commit")
+    result, engine = start(environ | {"TRANSFORMERS_CACHE": str(tmp_path)})
+    assert result == OVERLAYS_TABLE[name]
+    if engine is not None:
+        engine.warm_up()  # generates tokens
+
+
+def test_only_models_without_a_tensor_parallel_plan_are_refused() -> None:
+    refused = {name: result for name, result in (OPTIONS_TABLE | OVERLAYS_TABLE).items() if "refused" in result}
+    assert refused.keys() == {"bloom", "bloomchat-v1", "bloomz", "flan-ul2-tp"}
+    assert all("has no tensor-parallel plan for" in result for result in refused.values())
+
+
+def test_a_server_with_all_options_at_once(llama: Path, values: dict[str, str], tmp_path: Path) -> None:
+    """It serves the .bin weights of a directory that it does not write to."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    files = sorted(model.iterdir())
+    model.chmod(0o555)
+    alone = {name: value for label, option in OPTIONS.items() if label in option for name, value in option.items()}
+    environ: dict[str, Any] = {name: values.get(value, value) for name, value in alone.items() if name[:4] != "TLS_"}
+    environ |= {"MODEL_NAME": model, "CACHE_DIR": tmp_path / "cache", "PORT": 0, "GRPC_PORT": 0}
+    environ |= {"PT2_COMPILE": "false", "CPU_ISA": "none"}  # compilers take their time
+    with running_server(tmp_path, model, **environ) as server:
+        with server.stub() as stub:
+            (answer,) = stub.Generate(unary_request("hello", 3)).responses
+            assert answer.generated_token_count == 3
+        (line,) = [line for line in server.log.read_text().splitlines() if "ignored options" in line]
+        ignored = json.loads(line)["message"].removeprefix("ignored options: ").split(", ")
+        assert set(ignored) == {name for name, result in OPTIONS_TABLE.items() if "ignored options" in result}
+    assert sorted(model.iterdir()) == files
