@@ -193,7 +193,7 @@ def test_unknown_and_incomplete_flags_are_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "meant"),
-    [("--max-tokens=3", "--max-new-tokens"), ("--max-batch", "--max-batch-size"), ("--model_name", "--model-name")],
+    [("--max-tokens=3", "--max-new-tokens"), ("--max-batch", "--max-batch-size"), ("--model-nam", "--model-name")],
 )
 def test_a_misspelt_flag_gets_a_suggestion(flag: str, meant: str) -> None:
     assert refusal(flag) == f"unrecognized arguments: {flag}, did you mean {meant}? (see tgis serve --help)"

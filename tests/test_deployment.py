@@ -1,9 +1,11 @@
 """What ships beside the code: manifests, Containerfile, packaging, pinned versions, make targets."""
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -213,8 +215,10 @@ def test_the_image_builds_and_works_for_any_user(recipe: str) -> None:
         image = containerfile.replay(recipe, ROOT, root)
         user = containerfile.unprivileged_uid()
         assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
-        for script in ("text-generation-launcher", "text-generation-server", "model-util"):
+        for script in ("text-generation-launcher", "text-generation-server", "model-util", "grpc_healthcheck"):
             assert image.run([script, "--help"], user).startswith(f"usage: {script} ")
+        module = ["python", "-m", "vllm_tgis_adapter"]
+        assert image.run([*module, "--help"], user).startswith(f"usage: {' '.join(module)} ")
         where = image.run(
             ["python", "-c", "import tgis.server, tgis.engine_core.main; print(tgis.server.__file__)"], user
         )
@@ -251,6 +255,16 @@ def _normal(name: str) -> str:
 def test_setuptools_finds_every_package() -> None:
     folders = {path.parent for path in (ROOT / "tgis").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_package_has_the_module_of_vllm_tgis_adapter(tmp_path: Path) -> None:
+    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tgis", "vllm_tgis_adapter"]
+    usage = [sys.executable, "-P", "-m", "vllm_tgis_adapter", "--help"]
+    shown = subprocess.check_output(usage, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True)
+    assert shown.startswith("usage: python -m vllm_tgis_adapter --model-name TEXT [options]")
+    assert "[env: PORT] [default: 8000]" in " ".join(shown.split())
 
 
 def test_the_console_scripts_exist() -> None:

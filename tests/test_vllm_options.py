@@ -23,6 +23,8 @@ def read_as_adapter(*argv: str, **environ: str) -> Config:
         ("--max-model-len 25.6k", "max_sequence_length", 25600),
         ("--tensor-parallel-size 2", "num_shard", 2),
         ("-tp 2", "num_shard", 2),
+        ("--max_model_len 4096", "max_sequence_length", 4096),
+        ("--download_dir=/a_b", "hub_cache", "/a_b"),
         ("--gpu-memory-utilization 0.9", "cuda_process_memory_fraction", 0.9),
         ("--dtype auto", "dtype", "auto"),
         ("--dtype half", "dtype", "float16"),
@@ -125,10 +127,14 @@ def test_other_flags_of_vllm_are_named_in_one_warning() -> None:
 
 
 def test_other_variables_of_vllm_are_named_by_the_adapter_only() -> None:
-    assert read_as_adapter(MODEL="m", BLOCK_SIZE="16", API_KEY="secret").warnings == (
-        "ignored options: API_KEY, BLOCK_SIZE",
-    )
-    assert read(BLOCK_SIZE="16", API_KEY="secret").warnings == ()
+    names = {"BLOCK_SIZE": "16", "API_KEY": "secret", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    ignored = "ignored options: API_KEY, BLOCK_SIZE, VLLM_LOGGING_LEVEL"
+    assert read_as_adapter(MODEL="m", **names).warnings == (ignored,)
+    assert read(**names).warnings == ()
+
+
+def test_variables_of_other_programs_are_not_taken_for_misspelt_names_of_vllm() -> None:
+    assert read_as_adapter(MODEL="m", SSL_CERT_FILE="/etc/ssl/cert.pem", HOSTNAME="pod").warnings == ()
 
 
 def test_strict_options_refuse_what_is_ignored() -> None:

@@ -40,6 +40,7 @@ from tgis.utils.options import (
     or_word,
     parse_option,
     required_option,
+    with_dashes,
     with_unit,
 )
 
@@ -257,7 +258,7 @@ class Config:
 
 
 WITHOUT_EFFECT = (  # options that ask for something that is not there; the text says what happens instead
-    Option(TEXT, "quantize", vllm_names=("quantization",), help_text="the weights are served as they are"),
+    Option(TEXT, "quantize", vllm_names=("quantization",), short="-q", help_text="the weights are served as they are"),
     Option(BOOLEAN, "trust_remote_code", help_text="the code of a model is never run, only classes of transformers"),
     Option(TEXT, "speculator_name", help_text="there is no speculation"),
     Option(TEXT, "otlp_endpoint", help_text="no traces are sent"),
@@ -287,6 +288,7 @@ IGNORED = tuple(
 class _Tables:
     """All options that a command line may have, by what is done with them."""
 
+    ignored_prefixes: tuple[str, ...]  # of variables
     options: tuple[Option, ...]
     without_effect: tuple[Option, ...]
     ignored: tuple[Option, ...]
@@ -301,7 +303,9 @@ class _Tables:
 def _tables(*, as_adapter: bool) -> _Tables:
     ignored = (*IGNORED, *vllm_options.IGNORED)
     tables = declared_options(Config), WITHOUT_EFFECT, ignored, vllm_options.REFUSED, vllm_options.ALWAYS_ON
-    return _Tables(*(tuple(map(vllm_options.as_in_adapter, table)) if as_adapter else table for table in tables))
+    if as_adapter:
+        return _Tables(("VLLM_",), *(tuple(map(vllm_options.as_in_adapter, table)) for table in tables))
+    return _Tables((), *tables)
 
 
 def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter: bool = False) -> Config:
@@ -310,7 +314,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     `as_adapter`: with the variables and defaults of vllm-tgis-adapter.
     """
     tables = _tables(as_adapter=as_adapter)
-    flags = vars(_parser(prog, tables).parse_args(argv))
+    flags = vars(_parser(prog, tables).parse_args(list(map(with_dashes, argv))))
     values, sources, warnings = {}, {}, []
     for opt in tables.options:
         if found := find_raw_values(opt, flags, environ):
@@ -351,15 +355,17 @@ def _without_effect(tables: _Tables, flags: Mapping[str, Words], environ: Mappin
         if found := find_raw_values(opt, flags, environ):
             parse_option(opt, found)
             warnings += [f"{raw} has no effect: {opt.help_text}" for raw in found if raw.text.lower() not in OFF]
-    if ignored := [raw.source for opt in tables.ignored for raw in find_raw_values(opt, flags, environ)]:
+    ignored = [raw.source for opt in tables.ignored for raw in find_raw_values(opt, flags, environ)]
+    ignored += [name for name in environ if name.startswith(tables.ignored_prefixes)]
+    if ignored:
         warnings.append(f"ignored options: {', '.join(ignored)}")
     return warnings
 
 
 def _near_misses(tables: _Tables, environ: Mapping[str, str]) -> list[str]:
     """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
-    ours = [name.upper() for opt in tables.options for name in opt.names]
-    known = {*ours, *(name.upper() for opt in tables.hidden for name in opt.names)}
+    ours = [name.upper() for opt in declared_options(Config) for name in opt.names]
+    known = {name.upper() for opt in (*tables.options, *tables.hidden) for name in opt.names}
     meant = {name: closest(name, ours, MISSPELT) for name in environ if name not in known}
     return [
         f"{name} is no option: did you mean {option}?"

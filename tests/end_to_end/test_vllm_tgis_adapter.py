@@ -1,5 +1,6 @@
 """`python -m vllm_tgis_adapter` with an ordinary command line of vLLM, on a real server."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,11 +31,11 @@ def server(tuned: Tuned, glassllm_dir: Path, tmp_path_factory: pytest.TempPathFa
     again = f'{{"name": "the king", "path": "{tuned.store}/nested/king", "base_model_name": "glassllm"}}'
     flags = [
         *("--model", str(glassllm_dir), "--served-model-name", "glassllm", "--dtype", "float", "--host", "localhost"),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--max-num-batched-tokens", "2k"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
         *("--gpu-memory-utilization", "0.9", "--swap-space", "4", "--max-logprobs", "20", "--disable-log-requests"),
         *("--enable-lora", "--max-lora-rank", "64", "--lora-modules", f"queen={tuned.store}/queen", again),
     ]
-    with running_module([ADAPTER, *flags], tmp_path_factory.mktemp("server")) as running:
+    with running_module([ADAPTER, *flags], tmp_path_factory.mktemp("server"), DEBUG_BATCH=True) as running:
         yield running
 
 
@@ -81,6 +82,11 @@ def test_max_logprobs_is_the_most_candidates(server: Server) -> None:
         request.params.response.top_n_tokens = 21
         with pytest.raises(grpc.RpcError, match="top_n_tokens must be <= 20"):
             stub.Generate(request, timeout=60)
+
+
+def test_a_step_has_at_most_so_many_input_tokens(server: Server) -> None:
+    _, text = server.get("/debug/batch")
+    assert json.loads(text)["max_prefill_tokens"] == 32
 
 
 def test_what_the_server_says(server: Server) -> None:

@@ -106,7 +106,7 @@ def _capacity(snapshot: Snapshot) -> str:
         _table_row("Batch size", snapshot.num_running, size, (snapshot.num_running, size), "MAX_BATCH_SIZE"),
         _table_row(f"Context tokens, {shape}", now, context, (now, limit), "memory, BATCH_SAFETY_MARGIN"),
         _table_row("Peak context tokens, if all run to their limit", peak, context, (peak, limit), ""),
-        _table_row("Prefill tokens per step", "", prefill, "", "engine"),
+        _table_row("Prefill tokens per step", "", prefill, "", "MAX_BATCH_PREFILL_TOKENS"),
     ]
     if snapshot.padded:
         rows.append(
