@@ -112,7 +112,7 @@ class BlockManager:
 
     def _uses_prefix_cache(self, seq: Sequence) -> bool:
         """Prompt logprobs come from computing the prompt."""
-        return self._prefix_cache and not (seq.request.logprob_options.input_tokens and not seq.num_generated_tokens)
+        return self._prefix_cache and not seq.wants_prompt_logprobs
 
     def _max_cached_blocks(self, seq: Sequence) -> int:
         """Blocks that need not be computed if they are cached."""

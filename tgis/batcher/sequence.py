@@ -65,6 +65,11 @@ class Sequence:
         return 0 < self.num_computed_tokens == len(self.tokens) - 1
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Once it has a token, they have been reported."""
+        return self.request.logprob_options.input_tokens and not self.num_generated_tokens
+
+    @property
     def finished(self) -> bool:
         return self.stop_reason is not StopReason.NOT_FINISHED
 

@@ -124,11 +124,11 @@ class FakeEngine:
         return {
             seq.id: [self._make_logprobs(seq.request.logprob_options, token) for token in seq.tokens]
             for seq in seqs
-            if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens
+            if seq.wants_prompt_logprobs
         }
 
     def _token_logprobs(self, options: LogprobOptions, tokens: list[int]) -> list[TokenLogprobs]:
-        wanted = options.generated_tokens and (options.logprobs or options.ranks or options.top_n_tokens)
+        wanted = options.generated_tokens and options.wants_details
         return [self._make_logprobs(options, token) for token in tokens] if wanted else []
 
     def _make_logprobs(self, options: LogprobOptions, token: int) -> TokenLogprobs:

@@ -122,8 +122,7 @@ def _float_fields(p: RawParams) -> Iterator[tuple[str, float]]:
 
 def _details_without_tokens(p: RawParams, _: RequestLimits) -> bool:
     options = p.logprob_options
-    wanted = options.logprobs or options.ranks or options.top_n_tokens > 0
-    return wanted and not (options.generated_tokens or options.input_tokens)
+    return options.wants_details and not (options.generated_tokens or options.input_tokens)
 
 
 def _has_invalid_stop_sequence(p: RawParams, _: RequestLimits) -> bool:

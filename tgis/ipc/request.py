@@ -46,6 +46,11 @@ class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ranks: bool = False
     top_n_tokens: int = 0
 
+    @property
+    def wants_details(self) -> bool:
+        """Whether anything is asked for beyond the token itself."""
+        return self.logprobs or self.ranks or self.top_n_tokens > 0
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What was asked about one token; logprob and rank are 0 where they were not asked for."""

@@ -35,10 +35,11 @@ class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def of(cls, seq: Sequence, count: int) -> Self:
         """The next `count` tokens of a sequence."""
         start = seq.num_computed_tokens
-        prompt_logprobs = seq.request.logprob_options.input_tokens and not seq.num_generated_tokens
         spans = flat_spans([(seq, count)])
         soft_prompt = [token.numpy().tobytes() for span in spans for token in span.embeddings.cpu().view(torch.uint8)]
-        return cls(seq.id, seq.tokens[start : start + count], start, seq.block_table, prompt_logprobs, soft_prompt)
+        return cls(
+            seq.id, seq.tokens[start : start + count], start, seq.block_table, seq.wants_prompt_logprobs, soft_prompt
+        )
 
     def to_sequence(self, dtype: torch.dtype) -> Sequence:
         """A sequence that computes the same; the tokens before are unknown here. Embeddings are of `dtype`."""

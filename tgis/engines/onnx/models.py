@@ -18,7 +18,7 @@ from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, ignores_padding
 from tgis.engines.onnx.files import find_graphs
 from tgis.engines.onnx.kv_cache import PastKeyValues, SubBatch, SubBatches, group_by_length
 from tgis.engines.onnx.session import Session
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, chunked_prefill, wanting_prompt_logprobs
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, chunked_prefill
 from tgis.engines.padded.seq2seq_lm import OutputConstraints
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.ipc.messages import EngineOptions
@@ -163,7 +163,8 @@ class OnnxSeq2SeqLM:
         self._constraints.apply(logits, [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
         return logits, {
             seq.id: [first_prompt_logprobs(seq.request.logprob_options)] * seq.prompt_length
-            for seq in wanting_prompt_logprobs(seqs)
+            for seq in seqs
+            if seq.wants_prompt_logprobs
         }
 
     def decode(self, last_tokens: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, p
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, chunked_prefill, wanting_prompt_logprobs
+from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, chunked_prefill
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
@@ -62,7 +62,7 @@ class CausalLM:
         ids = torch.tensor(
             [[0] * (width - seq.num_uncomputed_tokens) + seq.tokens[seq.num_computed_tokens :] for seq in seqs]
         )
-        wanting = wanting_prompt_logprobs(seqs)
+        wanting = any(seq.wants_prompt_logprobs for seq in seqs)
         chunk_tokens = self.max_logprob_tokens if wanting else MAX_PREFILL_TOKENS[self._device.type]
 
         def forward(start: int, stop: int) -> torch.Tensor:

@@ -62,11 +62,6 @@ class PaddedModel(Protocol):
         """The tokens that a repetition penalty applies to, the newest last."""
 
 
-def wanting_prompt_logprobs(seqs: list[Sequence]) -> list[Sequence]:
-    """Sequences that ask for prompt logprobs and have not got them before."""
-    return [seq for seq in seqs if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens]
-
-
 def chunked_prefill(
     seqs: list[Sequence], chunk_size: int, forward: Callable[[int, int], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
@@ -76,7 +71,7 @@ def chunked_prefill(
     column if no sequence asks for prompt logprobs.
     """
     width = max(seq.num_uncomputed_tokens for seq in seqs)
-    wanting = wanting_prompt_logprobs(seqs)
+    wanting = [seq for seq in seqs if seq.wants_prompt_logprobs]
     found = {seq.id: [first_prompt_logprobs(seq.request.logprob_options)] for seq in wanting}
     for start in range(0, width, chunk_size):
         stop = min(start + chunk_size, width)

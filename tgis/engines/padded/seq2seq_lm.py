@@ -19,7 +19,7 @@ from tgis.engines.lora.soft_prompts import PromptSpan, decoder_prompt, embed_wit
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, wanting_prompt_logprobs
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.errors import StartError
@@ -126,7 +126,8 @@ class Seq2SeqLM:
         self._constraints.apply(logits[:, -1], [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
         return logits[:, -1], {
             seq.id: [first_prompt_logprobs(seq.request.logprob_options)] * len(_encoder_input(seq))
-            for seq in wanting_prompt_logprobs(seqs)
+            for seq in seqs
+            if seq.wants_prompt_logprobs
         }
 
     def decode(self, last_tokens: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class BatchBuilder:
         logits_indices = [ends[seq.id] - 1 for seq in plan.sampled]
         prompt_slices = {}
         for seq, count in work:
-            if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens:
+            if seq.wants_prompt_logprobs:
                 prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + count)
                 logits_indices += range(ends[seq.id] - count, ends[seq.id])
         positions = [(seq, range(seq.num_computed_tokens, seq.num_computed_tokens + count)) for seq, count in work]

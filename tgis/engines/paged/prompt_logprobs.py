@@ -9,7 +9,6 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.sampling.logprobs import (
     HostTable,
     LogprobTable,
-    any_requested,
     first_prompt_logprobs,
     prompt_logprob_table,
     token_logprobs,
@@ -67,6 +66,6 @@ def _prompt_chunk(seq: Sequence, count: int, logits: Tensor) -> PromptChunk:
     end = seq.num_computed_tokens + count
     targets = seq.tokens[seq.num_computed_tokens + 1 : end + 1]
     options = seq.request.logprob_options
-    asked = targets and any_requested(options)
+    asked = targets and options.wants_details
     table = prompt_logprob_table(logits[: len(targets)], targets, options) if asked else None
     return PromptChunk(seq, len(targets), end == len(seq.tokens), table)

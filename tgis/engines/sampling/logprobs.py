@@ -99,11 +99,6 @@ class HostTable:
     changed: list[int]  # rows that were inexact and whose token is not the one in the device's table
 
 
-def any_requested(options: LogprobOptions) -> bool:
-    """Whether anything is asked for beyond the token itself."""
-    return options.logprobs or options.ranks or options.top_n_tokens > 0
-
-
 class PendingCopy:
     """Some tables on their way to the host: one transfer, and one more for each table with inexact rows."""
 
@@ -216,7 +211,7 @@ def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptio
 
     They are of the raw logits: no penalty, no temperature. Where these are not finite, the logprob is NaN.
     """
-    if not tokens or not any_requested(options):
+    if not tokens or not options.wants_details:
         return [TokenLogprobs() for _ in tokens]
     with torch.inference_mode():
         (on_host,) = PendingCopy([prompt_logprob_table(logits, tokens, options)]).wait()

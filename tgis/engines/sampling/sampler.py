@@ -29,7 +29,6 @@ from tgis.engines.sampling.logprobs import (
     LogprobRequest,
     LogprobTable,
     RowState,
-    any_requested,
     initial_num_candidates,
     logprob_table,
     table_with_candidates,
@@ -154,14 +153,14 @@ class SampledTokens:
         for group, table in zip(self.groups, tables, strict=True):
             rows.update(zip(group.indices, table.rows, strict=True))
         options = [_logprob_options(seq) for seq in self.seqs]
-        asked = any(map(any_requested, options))
+        asked = any(own.wants_details for own in options)
         result = StepResult([], [])
         for index, (seq, own) in enumerate(zip(self.seqs, options, strict=True)):
             row = rows[index]
             valid = row[1] != RowState.INVALID
             result.tokens.append([int(row[0])] if valid else [])
             if asked:
-                told = valid and any_requested(own)
+                told = valid and own.wants_details
                 result.logprobs.append([token_logprobs(row, own, self.vocab_size)] if told else [])
             if not valid:
                 result.failed[seq.id] = "the model's scores are not finite"
@@ -234,7 +233,7 @@ def _method(params: SamplingParams, options: LogprobOptions, vocab_size: int) ->
         filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.typical_p < 1
         return _sample_filtered if filtered else _sample_full
     penalized = params.repetition_penalty != 1 or params.length_penalty or params.min_new_tokens
-    return _sample_greedy if penalized or any_requested(options) else _argmax
+    return _sample_greedy if penalized or options.wants_details else _argmax
 
 
 def _logprob_options(seq: Sequence) -> LogprobOptions:
