@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiny_models import make_model
 
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
+from tgis.engines.loading import loader
 from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterStoreOptions
 
@@ -45,6 +47,26 @@ def test_a_model_that_the_engine_cannot_run_falls_back(
     assert record.getMessage().startswith(said)
     with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}"):
         load(models[model], engine=engine, strict=True)
+
+
+def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention of MPT cannot be replaced, which is known once it has been loaded."""
+    first: list[weakref.ref[Any]] = []
+    load_model = loader.load_causal_lm
+
+    def load_first(*args: Any) -> Any:
+        loaded = load_model(*args)
+        first.append(weakref.ref(loaded[0]))
+        return loaded
+
+    def load_second(*args: Any) -> Any:
+        assert [model() for model in first] == [None]
+        return load_model(*args)
+
+    monkeypatch.setattr("tgis.engines.paged.engine.load_causal_lm", load_first)
+    monkeypatch.setattr("tgis.engines.padded.causal_lm.load_causal_lm", load_second)
+    assert load(make_model("Mpt", tmp_path), engine="auto").info.model_class == "MptForCausalLM"
+    assert len(first) == 1
 
 
 @pytest.mark.parametrize(("model", "padded"), [("Llama", False), ("T5", True)])

@@ -33,7 +33,8 @@ def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> 
         engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal)
     else:
         engine = _load_or_fall_back(options)
-    if options.adapter_store is not None and not engine.info.supports_adapters:
+    store = options.adapter_store
+    if store and store.path and not engine.info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")
     return engine
 
@@ -55,7 +56,10 @@ def _load_or_fall_back(options: EngineOptions) -> Engine:
         name = _FALLBACK
     if options.compile and name != "tgis_native":
         warn(options, f"PT2_COMPILE has no effect: the engine {name} does not compile")
-    return engine or _load(name, options)  # only now, when the model of the other one is gone
+    if engine is None:
+        gc.collect()  # the model of the other one, whose cycles the next import would freeze
+        engine = _load(name, options)
+    return engine
 
 
 def _load(name: str, options: EngineOptions) -> Engine:
