@@ -88,7 +88,7 @@ def engine_options(name: str, model: Path, dtype: str, size: int, cache: Path = 
 
 def load_timed_engine(options: EngineOptions) -> tuple[TimedEngine, BatchLimits]:
     """A warmed-up engine, and the limits of its batches."""
-    engine = load_engine(options, sys.exit)
+    engine, _ = load_engine(options, sys.exit)
     engine.warm_up()
     return TimedEngine(engine), batch_limits(options, engine.info)
 

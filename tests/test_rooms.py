@@ -26,7 +26,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api": "",
     "api/grpc": "config errors frontend ipc pb security utils",
     "api/http": "errors ipc",
-    "server": "api/grpc api/http config errors frontend ipc models security",
+    "startup_log": "config ipc utils",
+    "server": "api/grpc api/http config errors frontend ipc models security startup_log",
     # the engine process
     "batcher": "errors ipc",
     "prompts": "errors ipc models utils",

@@ -113,7 +113,8 @@ def start(caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFac
         key = msgspec.json.encode(options)
         if key not in engines:
             # measuring the memory would take seconds for each
-            engines[key] = load_engine(msgspec.structs.replace(options, estimate_memory="off"), sys.exit), warnings()
+            engine, _ = load_engine(msgspec.structs.replace(options, estimate_memory="off"), sys.exit)
+            engines[key] = engine, warnings()
         return engines[key]
 
     def run(environ: dict[str, str]) -> tuple[str, Engine | None]:

@@ -46,6 +46,7 @@ from tgis.models.files import (
 )
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
+from tgis.startup_log import startup_lines
 
 log = logging.getLogger(__name__)
 
@@ -188,10 +189,10 @@ class Server:
         self._unhealthy_reason = None
         grpc_server.set_serving(True)
         gc.freeze()  # long-lived objects: keep them out of later collections
-        log.info("serving %s: %s on %s as %s", config.model_name, info.model_class, info.device, info.dtype)
-        log.info("ready after %.1f s", time.monotonic() - self._started)
-        for line in _usage_hints(config, *ports):
+        lengths = self._limits.max_sequence_length, self._limits.max_new_tokens
+        for line in startup_lines(config, info, client.fallback_reason, lengths, ports):
             log.info("%s", line)
+        log.info("serving %s after %.1f s", config.model_name, time.monotonic() - self._started)
 
     async def _monitor(self, client: EngineClient, stop: asyncio.Future[None]) -> None:
         """Return on a signal or when the engine dies; kill it if it has work but finishes no step for too long."""
@@ -332,14 +333,3 @@ def _lora_modules(config: Config) -> dict[str, str]:
             raise StartError(f"LORA_MODULES: {name}: {error}") from error
         found[name] = str(directory.absolute())
     return found
-
-
-def _usage_hints(config: Config, grpc_port: int, http_port: int) -> list[str]:
-    tls = "" if config.tls_cert_path else "-plaintext "
-    body = '{"requests": [{"text": "Once upon a time"}]}'
-    return [
-        f"gRPC on port {grpc_port}, health and metrics on port {http_port}; try:",
-        f'    tgis generate --target localhost:{grpc_port} "Once upon a time"',
-        f"    grpcurl {tls}-d '{body}' localhost:{grpc_port} fmaas.GenerationService/Generate",
-        f"    curl localhost:{http_port}/{'debug/batch' if config.debug_batch else 'health'}",
-    ]

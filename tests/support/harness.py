@@ -21,7 +21,7 @@ import grpc
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
-_PORTS = re.compile(r"gRPC on port (\d+), health and metrics on port (\d+)")
+_PORTS = re.compile(r"gRPC (\d+) \([\w ,]+\), health and metrics (\d+)")
 
 P = ParamSpec("P")
 

@@ -42,7 +42,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
 
 
 def _serve(channel: Channel, options: EngineOptions) -> None:
-    engine = load_engine(options, channel.abort)
+    engine, fallback_reason = load_engine(options, channel.abort)
     engine.warm_up()
     limits = batch_limits(options, engine.info)
     check_max_sequence_length(limits, options.max_sequence_length)
@@ -54,7 +54,7 @@ def _serve(channel: Channel, options: EngineOptions) -> None:
 
         resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info), channel.send)
         channel.handle_inline(ResolveAdapter, resolver.resolve)
-    channel.send(Ready(engine.info))
+    channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, resolver).run()
     engine.close()
 

@@ -22,8 +22,8 @@ _ENGINES = {
 _FALLBACK = "hf_transformers"
 
 
-def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> Engine:
-    """Load the engine that the options name, or the nearest that can run the model.
+def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> tuple[Engine, str]:
+    """Load the engine that the options name, or the nearest that can run the model, and say why in the latter case.
 
     `on_fatal` ends this process at once with a reason, from any thread: for an engine that lost one of its ranks.
     """
@@ -31,24 +31,26 @@ def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> 
         if options.compile:
             warn(options, "PT2_COMPILE has no effect with NUM_SHARD above 1")
         engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal)
+        reason = ""
     else:
-        engine = _load_or_fall_back(options)
+        engine, reason = _load_or_fall_back(options)
     store = options.adapter_store
     if store and store.path and not engine.info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")
-    return engine
+    return engine, reason
 
 
-def _load_or_fall_back(options: EngineOptions) -> Engine:
+def _load_or_fall_back(options: EngineOptions) -> tuple[Engine, str]:
     """The engine that was asked for, or hf_transformers if that cannot run the model; `auto` asks for tgis_native."""
     name = "tgis_native" if options.engine == "auto" else options.engine
-    engine = None
+    engine, reason = None, ""
     try:
         engine = _load(name, options)
     except Unsupported as error:
         if name == _FALLBACK:
             raise
-        text = f"the engine is {_FALLBACK}, not {name}: {error}"
+        reason = f"not {name}: {error}"
+        text = f"the engine is {_FALLBACK}, {reason}"
         if options.engine == "auto":
             log.info(text)
         else:
@@ -59,7 +61,7 @@ def _load_or_fall_back(options: EngineOptions) -> Engine:
     if engine is None:
         gc.collect()  # the model of the other one, whose cycles the next import would freeze
         engine = _load(name, options)
-    return engine
+    return engine, reason
 
 
 def _load(name: str, options: EngineOptions) -> Engine:

@@ -32,6 +32,7 @@ class EngineClient:
 
     def __init__(self) -> None:
         self.metrics: Metrics | None = None  # needs to know the engine first
+        self.fallback_reason = ""  # why it is not the engine asked for
         self._queues: dict[int, OutputQueue] = {}
         self._num_queued = 0  # open requests that have never been scheduled
         self._queued_tokens = 0  # of their inputs
@@ -153,7 +154,7 @@ class EngineClient:
                     self._fail(request_id, _request_error(kind, text))
                 if self.metrics and prefill is not None:
                     self.metrics.step_failed(kind, prefill=prefill)
-            case messages.Ready(info):
+            case messages.Ready(info, self.fallback_reason):
                 self.ready.set_result(info)
             case messages.Fatal(text):
                 self._death_cause = text

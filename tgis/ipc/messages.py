@@ -93,6 +93,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model has loaded and a warm-up step has succeeded."""
 
     info: EngineInfo
+    fallback_reason: str = ""  # why it is not the engine asked for
 
 
 class BatcherCounters(msgspec.Struct, array_like=True, gc=False):

@@ -1,0 +1,56 @@
+"""What a start has led to, in five lines for the log."""
+
+import os
+from importlib.metadata import version
+
+from tgis import __version__
+from tgis.config import Config
+from tgis.ipc.messages import EngineInfo
+from tgis.utils.cpus import cpu_quota
+
+_LIBRARIES = ("torch", "transformers", "grpcio")
+
+
+def startup_lines(
+    config: Config, info: EngineInfo, fallback_reason: str, lengths: tuple[int, int], ports: tuple[int, int]
+) -> list[str]:
+    """`fallback_reason`: why it is not the engine asked for; `lengths`: most tokens, and new tokens, of a sequence."""
+    lines = {
+        "versions": _versions(),
+        "engine": f"{info.engine} runs {info.model_class}: {fallback_reason or _why(config)}",
+        "device": _device(config, info),
+        "limits": _limits(config, info, *lengths),
+        "ports": _ports(config, *ports),
+    }
+    return [f"{name:<10}{text}" for name, text in lines.items()]
+
+
+def _versions() -> str:
+    libraries = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
+    return f"tgis {__version__}, {libraries}"
+
+
+def _why(config: Config) -> str:
+    if config.engine == "auto":
+        return "the first choice of auto"
+    if config.engine == config.deployment_framework:
+        return "set by DEPLOYMENT_FRAMEWORK"
+    return "FLASH_ATTENTION, PAGED_ATTENTION or NUM_SHARD needs it"
+
+
+def _device(config: Config, info: EngineInfo) -> str:
+    ranks = f", {config.num_shard} ranks" if config.num_shard > 1 else ""
+    quota, cpus = cpu_quota(), len(os.sched_getaffinity(0))
+    allowed = "no quota" if quota is None else f"quota {quota:g}"
+    return f"{info.device}, {info.dtype}{ranks}; {config.num_threads} threads on {cpus} CPUs, {allowed}"
+
+
+def _limits(config: Config, info: EngineInfo, sequence_length: int, new_tokens: int) -> str:
+    waiting = max(config.max_concurrent_requests - info.max_batch_size, 0)
+    return f"{sequence_length} tokens, {new_tokens} new; batch of {info.max_batch_size}, {waiting or 'none'} may wait"
+
+
+def _ports(config: Config, grpc_port: int, http_port: int) -> str:
+    tls = "mutual TLS" if config.tls_client_ca_cert_path else "TLS" if config.tls_cert_path else "no TLS"
+    tokens = "bearer tokens" if config.auth_token_path else "no tokens"
+    return f"gRPC {grpc_port} ({tls}, {tokens}), health and metrics {http_port}"
