@@ -169,6 +169,24 @@ def test_a_stream_starts_before_the_first_token(stub: Stub) -> None:
     assert rest[-1].seed == 2**64 - 1
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+def test_what_gathers_while_nobody_reads_comes_in_one_message_unless_tokens_are_asked_for(
+    server: Server, tokens: bool
+) -> None:
+    request = unary_request("abcdefgh", MAX_NEW)
+    request.params.response.generated_tokens = tokens
+    before = gauge(server, "tgi_batch_generated_tokens_total")
+    window = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]  # the server sends what is asked for
+    with grpc.insecure_channel(server.target, options=window) as channel:
+        messages = pb_grpc.GenerationServiceStub(channel).GenerateStream(as_stream_request(request), timeout=60)
+        next(messages)
+        wait_until(lambda: gauge(server, "tgi_batch_generated_tokens_total") == before + MAX_NEW, seconds=30)
+        rest = list(messages)
+    assert "".join(message.text for message in rest) == ("abcdefgh" * 22)[:MAX_NEW]
+    assert rest[-1].generated_token_count == MAX_NEW
+    assert len(rest) == MAX_NEW if tokens else len(rest) < 10
+
+
 def test_seeds_are_drawn_per_input_unless_given(stub: Stub) -> None:
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")] * 5)
     request.params.method = pb.SAMPLE
