@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
 
 BLOCK, REPEATS = 16, 20
@@ -110,7 +110,8 @@ def prefill(rows: int, before: int, count: int) -> dict[str, float]:
     shape, width = Shape(), -(-(before + count) // BLOCK)
     layers = _layers(rows * width, shape, 2)
     blocks = torch.randperm(rows * width).cuda().split(width)
-    batches = make_varlen_batches(0, [count] * rows, [before + count] * rows, blocks, BLOCK)
+    chunks = [PrefillChunk(slice(row * count, (row + 1) * count), before, own) for row, own in enumerate(blocks)]
+    batches = make_varlen_batches(chunks, BLOCK)
     q, k, v = (_random(rows * count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
 
     def run(layer: int) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from attention_oracle import reference_attention
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
-from tgis.engines.paged.batch import FlatBatch, PrefillChunk
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
+from tgis.engines.paged.batch import FlatBatch
 
 BLOCK = 16
 

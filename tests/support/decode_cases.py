@@ -13,7 +13,7 @@ import torch
 from attention_oracle import reference_attention
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from chunk_batches import chunk_batch
 from decode_cases import BFLOAT16, CASES, error, expected
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.paged import attention
 from tgis.engines.paged.batch import FlatBatch
 

@@ -13,11 +13,11 @@ from cpu_kernels import kernels_of
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
-from tgis.engines.paged.batch import FlatBatch, PrefillChunk
+from tgis.engines.paged.batch import FlatBatch
 
 FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}
 LIBRARIES = list(isa_flags())

@@ -9,7 +9,7 @@ from attention_oracle import reference_attention
 from chunk_batches import chunk_batch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cuda import varlen_prefill
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches
 from tgis.engines.paged import attention
@@ -112,10 +112,10 @@ def test_long_contexts_are_gathered_in_several_calls(varlen: OldVarlen, monkeypa
 
 
 def test_prompts_without_context_are_not_gathered() -> None:
-    lengths = [count for _, count in NEW]
-    (batch,) = make_varlen_batches(2, lengths, lengths, [torch.arange(3)] * len(NEW), 16)
+    chunks = chunk_batch(NEW, 4, 2, 16, torch.float32).batch.chunks
+    (batch,) = make_varlen_batches(chunks, 16)
     assert batch.context_slots is None
-    assert batch.tokens == slice(2, 2 + sum(lengths))
+    assert batch.tokens == slice(2, 2 + sum(count for _, count in NEW))
 
 
 @pytest.mark.parametrize(

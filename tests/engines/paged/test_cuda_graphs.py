@@ -7,7 +7,8 @@ import torch
 from fake_cuda_graphs import record
 from torch import Tensor
 
-from tgis.engines.paged.batch import FlatBatch, PrefillChunk
+from tgis.engines.kernels.attention_inputs import PrefillChunk
+from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, capture_sizes, cuda_capture
 
 ROWS, WIDTH, SCRATCH = 37, 6, 999

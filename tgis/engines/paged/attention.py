@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
-from tgis.engines.paged.batch import FlatBatch, PrefillChunk
+from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.kv_cache import PagedKVCache
 
 _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
@@ -116,13 +116,7 @@ def _varlen_prefill(
     batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
     if batch.varlen_batches is None:
-        batch.varlen_batches = make_varlen_batches(
-            batch.num_decodes,
-            [chunk.num_tokens for chunk in batch.chunks],
-            [chunk.seq_len for chunk in batch.chunks],
-            [chunk.block_table for chunk in batch.chunks],
-            block_size=kv_cache[0].shape[1],
-        )
+        batch.varlen_batches = make_varlen_batches(batch.chunks, kv_cache[0].shape[1])
     return varlen_prefill(q, k, v, kv_cache, batch.varlen_batches, params)
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
@@ -19,27 +20,6 @@ from tgis.prompts.lora import LoraAdapter
 _NO_METADATA = np.empty(0)
 
 _Work = list[tuple[Sequence, range]]  # sequences and the positions that they compute, decodes first
-
-
-@dataclass(slots=True)
-class PrefillChunk:
-    """A sequence that computes more than one token in a step."""
-
-    tokens: slice  # of the flat batch
-    num_computed_tokens: int  # already in the cache
-    block_table: Tensor  # int64 [blocks], of all tokens up to the last of this step
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
-
-    @property
-    def num_tokens(self) -> int:
-        """New ones."""
-        count: int = self.tokens.stop - self.tokens.start
-        return count
-
-    @property
-    def seq_len(self) -> int:
-        """Up to the last token of this step."""
-        return self.num_computed_tokens + self.num_tokens
 
 
 @dataclass

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.library import CpuKernels
 
 _DTYPES = (torch.float32, torch.bfloat16)

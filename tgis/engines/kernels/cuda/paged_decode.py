@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 2**31 - 1

@@ -6,7 +6,6 @@ sequence, so a chunk sees its context. A window counts the tokens beside the que
 sink, and nothing for CPUs. Its paged mode wants blocks of a multiple of 256 tokens: ours are gathered instead.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tgis.engines.kernels.attention_params import AttentionParams
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 from tgis.engines.transfers import to_device
 
 MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied per call, unless a single sequence has more
@@ -44,26 +43,17 @@ def is_supported(q: Tensor, key_cache: Tensor, value_cache: Tensor, params: Atte
     )
 
 
-def make_varlen_batches(
-    first_token: int,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    block_tables: Sequence[Tensor],
-    block_size: int,
-) -> list[VarlenBatch]:
-    """Chunks of `query_lens` new tokens each, consecutive in the flat batch from `first_token` on, in as few calls as
-    the memory for gathered keys and values allows. A chunk is the end of its sequence, of `seq_lens` tokens so far,
-    which are in the blocks of its table, int64 [blocks].
-    """
-    has_context = query_lens != seq_lens
+def make_varlen_batches(chunks: list[PrefillChunk], block_size: int) -> list[VarlenBatch]:
+    """Consecutive chunks in as few calls as the memory for gathered keys and values allows."""
+    has_context = any(chunk.num_computed_tokens for chunk in chunks)
     batches = []
-    for group in _groups(seq_lens) if has_context else [slice(None)]:
-        queries, keys, tables = query_lens[group], seq_lens[group], block_tables[group]
-        cu_seqlens = to_device([[0, *accumulate(queries)], [0, *accumulate(keys)]], torch.int32, tables[0].device)
-        slots = _context_slots(tables, keys, block_size) if has_context else None
-        tokens = slice(first_token, first_token + sum(queries))
+    for group in _groups(chunks) if has_context else [chunks]:
+        queries, keys = [chunk.num_tokens for chunk in group], [chunk.seq_len for chunk in group]
+        lengths = [[0, *accumulate(queries)], [0, *accumulate(keys)]]
+        cu_seqlens = to_device(lengths, torch.int32, group[0].block_table.device)
+        slots = _context_slots(group, block_size) if has_context else None
+        tokens = slice(group[0].tokens.start, group[-1].tokens.stop)
         batches.append(VarlenBatch(tokens, cu_seqlens, (max(queries), max(keys)), slots))
-        first_token = tokens.stop
     return batches
 
 
@@ -96,20 +86,22 @@ def _gqa_arguments() -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-def _groups(seq_lens: Sequence[int]) -> list[slice]:
-    """Consecutive sequences of at most MAX_GATHERED_TOKENS together, or one that alone has more."""
-    groups, start, total = [], 0, 0
-    for index, seq_len in enumerate(seq_lens):
-        if total and total + seq_len > MAX_GATHERED_TOKENS:
-            groups.append(slice(start, index))
-            start, total = index, 0
-        total += seq_len
-    return [*groups, slice(start, None)]
+def _groups(chunks: list[PrefillChunk]) -> list[list[PrefillChunk]]:
+    """Consecutive chunks of at most MAX_GATHERED_TOKENS of context together, or one that alone has more."""
+    groups: list[list[PrefillChunk]] = [[]]
+    total = 0
+    for chunk in chunks:
+        if total and total + chunk.seq_len > MAX_GATHERED_TOKENS:
+            groups.append([])
+            total = 0
+        groups[-1].append(chunk)
+        total += chunk.seq_len
+    return groups
 
 
-def _context_slots(block_tables: Sequence[Tensor], seq_lens: Sequence[int], block_size: int) -> Tensor:
+def _context_slots(chunks: list[PrefillChunk], block_size: int) -> Tensor:
     """The cache slots of all tokens of the sequences, end to end: int64, block * size + offset."""
-    blocks = torch.cat(list(block_tables))
+    blocks = torch.cat([chunk.block_table for chunk in chunks])
     slots = (blocks[:, None] * block_size + torch.arange(block_size, device=blocks.device)).flatten()
-    by_seq = slots.split([len(table) * block_size for table in block_tables])
-    return torch.cat([own[:seq_len] for own, seq_len in zip(by_seq, seq_lens, strict=True)])
+    by_seq = slots.split([len(chunk.block_table) * block_size for chunk in chunks])
+    return torch.cat([own[: chunk.seq_len] for own, chunk in zip(by_seq, chunks, strict=True)])
