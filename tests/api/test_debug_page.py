@@ -189,8 +189,7 @@ SECRET = "password"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("debug")
     model = make_fake_model(directory / "model", step_seconds=0.01, padded=True)
-    options: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": directory / "cache"}
-    with running_server(directory, model, DEBUG_BATCH="true", MAX_BATCH_SIZE=2, **options) as running:
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", DEBUG_BATCH="true", MAX_BATCH_SIZE=2) as running:
         yield running
 
 
@@ -234,5 +233,5 @@ def test_a_hung_engine_is_503_without_delay(server: Server) -> None:
 
 def test_it_is_off_by_default(tmp_path: Path) -> None:
     model = make_fake_model(tmp_path / "model")
-    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=tmp_path / "cache") as plain:
+    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake") as plain:
         assert view(plain.http_port)[0] == 404

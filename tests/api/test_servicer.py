@@ -25,11 +25,7 @@ MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 169, 40
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("service")
     model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.005, poison_token=0)
-    options: dict[str, Any] = {
-        "MAX_NEW_TOKENS": MAX_NEW,
-        "MAX_CONCURRENT_REQUESTS": MAX_INPUTS,
-        "CACHE_DIR": directory / "cache",
-    }
+    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS}
     with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 

@@ -26,7 +26,7 @@ def start(tmp_path: Path, steps: dict[str, Any] | None = None, **options: object
     model = make_fake_model(tmp_path / "model", **(steps or {}))
     log = tmp_path / "termination"
     log.touch()
-    settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache", "TERMINATION_LOG": log}
+    settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "TERMINATION_LOG": log}
     return running_server(tmp_path, model, **(settings | options))
 
 

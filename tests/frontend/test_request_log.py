@@ -18,7 +18,7 @@ SECRET = "my-password-is-swordfish and it is long"
 
 def start(directory: Path, **options: object) -> Any:
     model = make_fake_model(directory / "model", step_seconds=0.01, poison_token=0)
-    settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": directory / "cache", "JSON_OUTPUT": "true"}
+    settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "JSON_OUTPUT": "true"}
     return running_server(directory, model, **(settings | options))
 
 

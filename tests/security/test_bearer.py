@@ -26,8 +26,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(directory: Path) -> Iterator[Server]:
     (directory / "tokens").write_text("# for tests\nfirst-token\n\n  second-token  \n")
     model = make_fake_model(directory / "model")
-    options = {"CACHE_DIR": str(directory / "cache"), "AUTH_TOKEN_PATH": str(directory / "tokens")}
-    with running_server(directory, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": directory / "tokens"}
+    with running_server(directory, model, 60, **options) as running:
         yield running
 
 
@@ -102,8 +102,8 @@ def counter(server: Server, name: str) -> float:
 def test_the_prefix_cache_is_not_shared_between_identities(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("first\nsecond\n")
     model = make_fake_model(tmp_path / "model", block_size=4)
-    options = {"CACHE_DIR": str(tmp_path / "cache"), "AUTH_TOKEN_PATH": str(tmp_path / "tokens")}
-    with running_server(tmp_path, model, 60, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
+    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": tmp_path / "tokens"}
+    with running_server(tmp_path, model, 60, **options) as server:
         hits = []
         for token in ("first", "second", "first", "second"):
             text(server, f"Bearer {token}", "abcdefghi" * 2)

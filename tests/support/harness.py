@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import grpc
+from repository import TEST_CACHE
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -91,7 +92,7 @@ def running_module(arguments: list[str], directory: Path, timeout: float = 120, 
     log = directory / "server.log"
     settings = {"GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
     # measuring memory would take longer than most tests; one thread, because other servers and tests run beside it
-    settings |= {"ESTIMATE_MEMORY": "off", "NUM_THREADS": 1} | options
+    settings |= {"ESTIMATE_MEMORY": "off", "NUM_THREADS": 1, "CACHE_DIR": TEST_CACHE} | options
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", *arguments],

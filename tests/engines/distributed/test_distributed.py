@@ -257,9 +257,7 @@ def test_followers_exit_when_rank_0_is_killed(glassllm_dir: Path, tmp_path: Path
 def start(directory: Path, model: Path) -> Any:
     log = directory / "termination"
     log.touch()
-    cache = directory / "cache"
-    settings: dict[str, Any] = {"NUM_SHARD": 2, "DTYPE": "float32", "KV_CACHE_SIZE_MB": 4, "CACHE_DIR": cache}
-    return running_server(directory, model, TERMINATION_LOG=log, **settings)
+    return running_server(directory, model, NUM_SHARD=2, DTYPE="float32", KV_CACHE_SIZE_MB=4, TERMINATION_LOG=log)
 
 
 def follower_of(server: Server) -> int:
