@@ -1,6 +1,6 @@
-"""`python tests/support/merged_linear_rank.py MODEL STORE RANK`: one of two ranks that merge and pack layers.
+"""`python tests/support/merged_linear_rank.py STORE RANK MODEL...`: one of two ranks that merge and pack layers.
 
-Prints how many of each, and the largest change of the model's logits.
+Prints a line for each model: how many of each, and the largest change of its logits.
 """
 
 import os
@@ -16,14 +16,14 @@ from tgis.engines.kernels.cpu.library import load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 
-path, store, rank = sys.argv[1:]
+store, rank, *models = sys.argv[1:]
 torch.set_grad_enabled(False)
 ranks.init_ranks(int(rank), 2, os.open(store, os.O_RDWR | os.O_CREAT))
-model = AutoModelForCausalLM.from_pretrained(
-    path, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=2)
-).eval()
 ids = torch.tensor([[5, 9, 13, 2, 7]])
-before = model(ids).logits
-merged = merge_linears(model, input_ids=ids[:, :2])
-packed = pack_linears(model, load_kernels(CPU_ISA, CACHE_DIR))
-print(merged, packed, (model(ids).logits - before).abs().max().item())
+for path in models:
+    shards = DistributedConfig(tp_size=2)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=shards).eval()
+    before = model(ids).logits
+    merged = merge_linears(model, input_ids=ids[:, :2])
+    packed = pack_linears(model, load_kernels(CPU_ISA, CACHE_DIR))
+    print(merged, packed, (model(ids).logits - before).abs().max().item())

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any
 
 import pytest
 import torch
@@ -94,21 +93,23 @@ def test_nothing_is_kept_after_the_last_slice() -> None:
     assert model.a.merged._outputs == []
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}])
-def test_ranks_merge_their_shards(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Two ranks; merged layers are packed afterwards."""
+def test_ranks_merge_their_shards(tmp_path: Path) -> None:
+    """Two ranks, and two models one after the other; merged layers are packed afterwards."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    path = make_model_from_config(LlamaConfig(**(sizes | heads | changes)), tmp_path)
+    few = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    many = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, attention_bias=True)
+    models = [make_model_from_config(few, tmp_path / "few"), make_model_from_config(many, tmp_path / "many")]
     commands = [
-        [sys.executable, "tests/support/merged_linear_rank.py", str(path), str(tmp_path / "store"), str(rank)]
+        [sys.executable, "tests/support/merged_linear_rank.py", str(tmp_path / "store"), str(rank), *map(str, models)]
         for rank in (0, 1)
     ]
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     ranks = [Popen(command, cwd=REPOSITORY, env=variables, stdout=PIPE, text=True) for command in commands]
     for rank in ranks:
-        merged, packed, difference = rank.communicate(timeout=120)[0].split()
+        lines = rank.communicate(timeout=120)[0].splitlines()
         assert rank.returncode == 0
-        assert int(merged) == 2 * (3 + 2)
-        assert int(packed) == 2 * 4 + 1  # and the head
-        assert float(difference) < 1e-4
+        assert len(lines) == len(models)
+        for merged, packed, difference in map(str.split, lines):
+            assert int(merged) == 2 * (3 + 2)
+            assert int(packed) == 2 * 4 + 1  # and the head
+            assert float(difference) < 1e-4
