@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -231,10 +230,7 @@ def test_clients_that_disconnect_during_lookups_leave_nothing_running(server: Se
     for _ in range(30):
         stub.Generate.future(call("a", "queen", 400)).cancel()
     assert tokens_of(stub, call("a", "queen", generated_tokens=True))
-    until = time.monotonic() + 10
-    while metric(server, "tgi_batch_current_size"):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    server.wait_for_metric("tgi_batch_current_size 0.0")
 
 
 def test_a_dead_engine_fails_pending_lookups(server: Server, stub: Stub) -> None:

@@ -63,6 +63,13 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    def wait_for_metric(self, sample: str, seconds: float = 20) -> None:
+        """Until /metrics has this line."""
+        until = time.monotonic() + seconds
+        while sample not in self.get("/metrics")[1].splitlines():
+            assert time.monotonic() < until, f"no {sample} within {seconds} s"
+            time.sleep(0.02)
+
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         (pid,) = [int(c) for c in children if b"tgis.engine_core.main" in Path(f"/proc/{c}/cmdline").read_bytes()]
