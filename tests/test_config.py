@@ -313,6 +313,11 @@ def test_dtypes_that_are_not_here_are_a_warning(text: str, dtype: str) -> None:
     assert got.warnings == (f"DTYPE_STR={text!r}: using {dtype}",)
 
 
+def test_an_unknown_log_level_is_a_warning() -> None:
+    assert read(LOG_LEVEL="info,tower=warn").warnings == ("LOG_LEVEL='info,tower=warn': using info",)
+    assert not read(LOG_LEVEL="WARN").warnings
+
+
 def test_names_of_one_option_must_agree() -> None:
     assert read(DTYPE="float16", DTYPE_STR="float16").dtype == "float16"
     assert read(DTYPE_STR="float16").dtype == "float16"

@@ -16,6 +16,7 @@ from pathlib import Path
 from tgis import vllm_options
 from tgis.errors import OptionError, StartError
 from tgis.utils.cpus import usable_cores, usable_cpus
+from tgis.utils.logs import LEVELS
 from tgis.utils.options import (
     ADDRESS,
     ANY,
@@ -329,7 +330,8 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     _refuse(tables, config, flags, environ)
-    warnings += _overridden_engine(config) + _without_effect(tables, flags, environ) + _near_misses(tables, environ)
+    warnings += _overridden_engine(config) + _unknown_log_level(config)
+    warnings += _without_effect(tables, flags, environ) + _near_misses(tables, environ)
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
     return replace(config, warnings=tuple(warnings))
@@ -340,6 +342,11 @@ def _overridden_engine(config: Config) -> list[str]:
         return []
     cause = "NUM_SHARD" if config.num_shard > 1 else "PAGED_ATTENTION" if config.paged_attention else "FLASH_ATTENTION"
     return [f"DEPLOYMENT_FRAMEWORK={config.deployment_framework!r}: using {config.engine}, which {cause} needs"]
+
+
+def _unknown_log_level(config: Config) -> list[str]:
+    """TGIS accepts Rust's filter syntax."""
+    return [] if config.log_level.lower() in LEVELS else [f"LOG_LEVEL={config.log_level!r}: using info"]
 
 
 def _refuse(tables: _Tables, config: Config, flags: Mapping[str, Words], environ: Mapping[str, str]) -> None:
@@ -366,7 +373,9 @@ def _near_misses(tables: _Tables, environ: Mapping[str, str]) -> list[str]:
     """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
     ours = [name.upper() for opt in declared_options(Config) for name in opt.names]
     known = {name.upper() for opt in (*tables.options, *tables.hidden) for name in opt.names}
-    meant = {name: closest(name, ours, MISSPELT) for name in environ if name not in known}
+    meant = {
+        name: closest(name, ours, MISSPELT) for name, text in environ.items() if name not in known and text.strip()
+    }
     return [
         f"{name} is no option: did you mean {option}?"
         for name, option in meant.items()

@@ -29,14 +29,11 @@ MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
 _correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
-log = logging.getLogger(__name__)
-
 
 def configure(*, level: str, json_output: bool, process: str | None = None) -> None:
     """Log to stdout; `process` names the process in every line, unless it is the front end.
 
-    `level` applies to tgis; libraries log from WARNING up. An unknown level (TGIS accepts Rust's filter syntax) means
-    info, with a warning.
+    `level` applies to tgis, an unknown one means info; libraries log from WARNING up.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_JsonFormatter(process) if json_output else _TextFormatter(process))
@@ -44,8 +41,6 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
     logging.captureWarnings(True)
     for name in ("tgis", "__main__"):  # of a module run as a script
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
-    if level.lower() not in LEVELS:
-        log.warning("LOG_LEVEL=%r is none of %s: using info", level, ", ".join(LEVELS))
 
 
 @contextlib.contextmanager
