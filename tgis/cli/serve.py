@@ -70,4 +70,4 @@ def _check(config: Config) -> int:
 def _line(config: Config, option: Option) -> str:
     value = getattr(config, option.name)
     shown = option.shown_default if value is None else format_value(value)
-    return f"  {option.name.upper():<32}{shown:<28}  {config.sources.get(option.name, '')}".rstrip()
+    return f"  {option.name.upper():<38}{shown:<28}  {config.sources.get(option.name, '')}".rstrip()
