@@ -19,6 +19,7 @@ TGIS = Path(config.__file__).parent
 # Every option: two values that are not the default, as text, and what they are.
 SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "model_name": (("a/b", "a/b"), ("/m", "/m")),
+    "served_model_name": (("a", "a"), ("b c", "b")),
     "revision": (("v1", "v1"), ("v2", "v2")),
     "deployment_framework": (("tgis_native", "tgis_native"), ("hf_custom_tp", "tgis_native")),
     "flash_attention": (("true", True), ("1", True)),

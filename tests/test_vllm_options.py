@@ -45,6 +45,7 @@ def read_as_adapter(*argv: str, **environ: str) -> Config:
         ("--enable-log-requests", "log_requests", True),
         ("--download-dir /hub", "hub_cache", "/hub"),
         ("--revision v1", "revision", "v1"),
+        ("--served-model-name one two", "served_model_name", "one"),
     ],
 )
 def test_flags_of_vllm_are_flags_of_ours(flags: str, field: str, value: object) -> None:
@@ -82,7 +83,7 @@ def test_tls_flags_of_vllm() -> None:
 
 
 def test_what_is_always_on_is_accepted_without_a_word() -> None:
-    flags = "--enable-lora --enable-chunked-prefill --no-trust-remote-code --served-model-name one two --port 1"
+    flags = "--enable-lora --enable-chunked-prefill --no-trust-remote-code --port 1"
     assert read(*flags.split()) == read("--port", "1")
 
 

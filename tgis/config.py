@@ -22,6 +22,7 @@ from tgis.utils.options import (
     ANY,
     BOOLEAN,
     DIRECTORY,
+    FIRST_WORD,
     NAMED_PATHS,
     PATH,
     TEXT,
@@ -99,6 +100,9 @@ class Config:
     model_name: str = required_option(
         MODEL, TEXT, "model directory, or name of a model in the local hub cache",
         vllm_names=("model",))
+    served_model_name: str | None = option(
+        MODEL, FIRST_WORD, "name of the model in metrics and logs; the first of several", None,
+        shown_default="MODEL_NAME")
     revision: str | None = option(MODEL, TEXT, "revision of the model in the hub cache", None, shown_default="main")
     deployment_framework: str = option(
         MODEL, ENGINE, "engine: tgis_native, hf_transformers, hf_optimum_ort, fake, or auto", "auto",
@@ -251,6 +255,11 @@ class Config:
         """The engine to load, or auto."""
         sharded = self.num_shard > 1 and self.deployment_framework in ("auto", "hf_transformers")
         return "tgis_native" if self.flash_attention or self.paged_attention or sharded else self.deployment_framework
+
+    @property
+    def shown_model(self) -> str:
+        """The model's name for people."""
+        return self.served_model_name or self.model_name
 
     @property
     def hub_cache(self) -> Path:

@@ -114,7 +114,7 @@ class Server:
         self._servicer = GenerationServicer(bearer_auth=tokens is not None, deadline_partial=config.deadline_partial)
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
-        self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.model_name)
+        self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
         self._metrics: Metrics | None = None  # created when the engine reports its limits
 
     def convert_weights(self) -> None:
@@ -192,7 +192,7 @@ class Server:
         lengths = self._limits.max_sequence_length, self._limits.max_new_tokens
         for line in startup_lines(config, info, client.fallback_reason, lengths, ports):
             log.info("%s", line)
-        log.info("serving %s after %.1f s", config.model_name, time.monotonic() - self._started)
+        log.info("serving %s after %.1f s", config.shown_model, time.monotonic() - self._started)
 
     async def _monitor(self, client: EngineClient, stop: asyncio.Future[None]) -> None:
         """Return on a signal or when the engine dies; kill it if it has work but finishes no step for too long."""

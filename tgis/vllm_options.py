@@ -25,7 +25,7 @@ def _options(names: str) -> tuple[Option, ...]:
 
 
 ALWAYS_ON = _options(
-    "enable_lora enable_chunked_prefill no_trust_remote_code served_model_name no_disable_log_requests"
+    "enable_lora enable_chunked_prefill no_trust_remote_code no_disable_log_requests"
 )  # any name will do
 
 _GENERATION_ONLY = "only text generation is supported"

@@ -30,7 +30,17 @@ def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
 def server(tuned: Tuned, glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     again = f'{{"name": "the king", "path": "{tuned.store}/nested/king", "base_model_name": "glassllm"}}'
     flags = [
-        *("--model", str(glassllm_dir), "--served-model-name", "glassllm", "--dtype", "float", "--host", "localhost"),
+        *(
+            "--model",
+            str(glassllm_dir),
+            "--served-model-name",
+            "alice",
+            "other",
+            "--dtype",
+            "float",
+            "--host",
+            "localhost",
+        ),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
         *("--gpu-memory-utilization", "0.9", "--swap-space", "4", "--max-logprobs", "20", "--disable-log-requests"),
         *("--enable-lora", "--max-lora-rank", "64", "--lora-modules", f"queen={tuned.store}/queen", again),
@@ -93,7 +103,8 @@ def test_what_the_server_says(server: Server) -> None:
     """After the other tests: no line for each request."""
     log = server.log.read_text()
     assert "ignored options: --max-lora-rank, --swap-space" in log
-    assert "serving" in log
+    assert "serving alice after" in log
+    assert 'model="alice"' in server.get("/metrics")[1]
     assert " request: " not in log
 
 

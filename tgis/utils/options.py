@@ -189,6 +189,7 @@ def _named_paths(text: str) -> dict[str, str]:
 
 
 TEXT = ValueType("TEXT", _text)
+FIRST_WORD = ValueType("NAME", lambda text: _text(text).split()[0], many=True)
 NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # or JSON, as vLLM takes LoRA modules
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
