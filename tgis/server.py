@@ -302,11 +302,11 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
     length = config.max_sequence_length or model_length
     if length > model_length:
         log.warning("MAX_SEQUENCE_LENGTH %d exceeds the model's %d", length, model_length)
+    default = None if config.default_max_new_tokens == CONTEXT else int(config.default_max_new_tokens)
     new_tokens = config.max_new_tokens
-    if new_tokens >= length:
+    if new_tokens >= length and default is not None:  # requests of clients that expect all that fits may ask for more
         new_tokens = length - 1
         log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
-    default = None if config.default_max_new_tokens == CONTEXT else int(config.default_max_new_tokens)
     return RequestLimits(
         length, new_tokens, config.default_include_stop_seqs, default, max_top_n_tokens=config.max_top_n_tokens
     )

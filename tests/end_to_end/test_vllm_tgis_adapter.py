@@ -55,9 +55,11 @@ def test_grpc_healthcheck(server: Server) -> None:
     assert (done.returncode, done.stdout) == (0, "SERVING\n"), done.stderr
 
 
-def test_without_max_new_tokens_all_that_fits(server: Server) -> None:
-    request = unary_request("Once upon a time", 0)
+@pytest.mark.parametrize("max_new_tokens", [0, 1024])
+def test_all_that_fits_where_more_or_nothing_is_asked_for(server: Server, max_new_tokens: int) -> None:
+    request = unary_request("Once upon a time", max_new_tokens)
     with server.stub() as stub:
+        assert stub.ModelInfo(pb.ModelInfoRequest()).max_new_tokens == 1024  # the default of MAX_NEW_TOKENS
         counted = stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="Once upon a time")]))
         room = MAX_MODEL_LEN - counted.responses[0].token_count
         request.params.stopping.min_new_tokens = room  # no EOS before
