@@ -93,6 +93,7 @@ def test_names_of_vllm_are_variables_in_the_adapter_only() -> None:
     assert (got.model_name, got.bind_address, got.random_seed, got.max_batch_size) == ("m", "127.0.0.1", 7, 16)
     assert not got.log_requests
     assert read(**names) == read()
+    assert read_as_adapter(MODEL="m", NO_ENABLE_PREFIX_CACHING="true").prefix_cache  # a flag only, as in vLLM
     assert read_as_adapter(MODEL="m", ENABLE_PREFIX_CACHING="false").prefix_cache is False
     assert read_as_adapter("--max-num-seqs", "8", **names).max_batch_size == 8
 

@@ -13,7 +13,9 @@ DEFAULTS = {"port": "8000", "default_max_new_tokens": "context"}  # of vllm-tgis
 
 def as_in_adapter(opt: Option) -> Option:
     """The option as the adapter has it: vLLM's names are variables too, and the default is the adapter's."""
-    opt = replace(opt, aliases=(*opt.aliases, *opt.vllm_names), vllm_names=())
+    flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_"))
+    variables = tuple(name for name in opt.vllm_names if name not in flags_only)
+    opt = replace(opt, aliases=(*opt.aliases, *variables), vllm_names=flags_only)
     default = DEFAULTS.get(opt.name)
     if default is None:
         return opt
@@ -24,9 +26,7 @@ def _options(names: str) -> tuple[Option, ...]:
     return tuple(Option(ANY, vllm_names=(name,)) for name in names.split())
 
 
-ALWAYS_ON = _options(
-    "enable_lora enable_chunked_prefill no_trust_remote_code no_disable_log_requests"
-)  # any name will do
+ALWAYS_ON = _options("enable_lora enable_chunked_prefill no_trust_remote_code no_disable_log_requests")
 
 _GENERATION_ONLY = "only text generation is supported"
 _OTHER_MODEL = "a model is served as its directory describes it"
