@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -15,12 +16,10 @@ class PromptSpan:
 
     row: int
     start: int
-    embeddings: torch.Tensor  # [tokens, H]
+    embeddings: Tensor  # [tokens, H]
 
 
-def embed_with_prompts(
-    embed_tokens: torch.nn.Module, ids: torch.Tensor, spans: Iterable[PromptSpan]
-) -> torch.Tensor | None:
+def embed_with_prompts(embed_tokens: torch.nn.Module, ids: Tensor, spans: Iterable[PromptSpan]) -> Tensor | None:
     """`inputs_embeds` [rows, columns, H] for `ids` [rows, columns]; None where there are no spans.
 
     As in PEFT, prompts replace the output of the embedding layer, whatever the model does to that afterwards.
@@ -32,17 +31,17 @@ def embed_with_prompts(
     return found
 
 
-def decoder_prompt(seq: Sequence) -> torch.Tensor | None:
+def decoder_prompt(seq: Sequence) -> Tensor | None:
     """The soft prompt of a decoder, [tokens, H]."""
     return seq.adapter.decoder if isinstance(seq.adapter, SoftPrompt) else None
 
 
-def encoder_prompt(seq: Sequence) -> torch.Tensor | None:
+def encoder_prompt(seq: Sequence) -> Tensor | None:
     """The soft prompt of an encoder, [tokens, H]."""
     return seq.adapter.encoder if isinstance(seq.adapter, SoftPrompt) else None
 
 
-def padded_spans(prompts: list[torch.Tensor | None], lengths: list[int], start: int, stop: int) -> Iterator[PromptSpan]:
+def padded_spans(prompts: list[Tensor | None], lengths: list[int], start: int, stop: int) -> Iterator[PromptSpan]:
     """Spans in the columns `start` to `stop` of right-aligned sequences that begin with the prompts."""
     width = max(lengths)
     for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):

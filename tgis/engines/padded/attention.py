@@ -7,6 +7,7 @@ over the keys instead of one per head, three times as fast on the CPU. transform
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,13 +27,13 @@ def use_gqa_attention(model: PreTrainedModel) -> None:
 
 def gqa_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,  # [B, H, T, D]
-    key: torch.Tensor,  # [B, K, W, D]
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # [B, 1, T, W]
+    query: Tensor,  # [B, H, T, D]
+    key: Tensor,  # [B, K, W, D]
+    value: Tensor,
+    attention_mask: Tensor | None,  # [B, 1, T, W]
     scaling: float | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """An attention function of transformers; the output is [B, T, H, D]."""
     batch, heads, tokens, _ = query.shape
     shared = attention_mask is None or attention_mask.shape[1] == 1

@@ -1,6 +1,7 @@
 """Decoder-only models in padded batches: chunked prefill, then one token for every sequence."""
 
 import torch
+from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import load_causal_lm, model_info, select_kernels
@@ -54,7 +55,7 @@ class CausalLM:
     def append(self, seqs: list[Sequence]) -> None:
         self._cache.append([seq.num_uncomputed_tokens for seq in seqs])
 
-    def prefill(self, seqs: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
+    def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         first_row = len(self._cache.seq_lens) - len(seqs)
         lengths = [seq.num_uncomputed_tokens for seq in seqs]
         width = max(lengths)
@@ -65,7 +66,7 @@ class CausalLM:
         wanting = any(seq.wants_prompt_logprobs for seq in seqs)
         chunk_tokens = self.max_logprob_tokens if wanting else MAX_PREFILL_TOKENS[self._device.type]
 
-        def forward(start: int, stop: int) -> torch.Tensor:
+        def forward(start: int, stop: int) -> Tensor:
             self._cache.view_prefill(first_row, start, stop)
             chunk = ids[:, start:stop].to(self._device)
             embeds = embed_with_prompts(self._embed_tokens, chunk, padded_spans(prompts, lengths, start, stop))
@@ -73,18 +74,13 @@ class CausalLM:
 
         return chunked_prefill(seqs, max(1, chunk_tokens // len(seqs)), forward)
 
-    def decode(self, last_tokens: torch.Tensor) -> torch.Tensor:
+    def decode(self, last_tokens: Tensor) -> Tensor:
         self._cache.view_decode()
         return self._forward(last_tokens[:, None], first_row=0, width=self._cache.width, logits_to_keep=1)[:, -1]
 
     def _forward(
-        self,
-        ids: torch.Tensor,
-        first_row: int,
-        width: int,
-        logits_to_keep: int,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, ids: Tensor, first_row: int, width: int, logits_to_keep: int, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
         """One pass for the rows from `first_row` on: ids [rows, columns], the last of `width` columns; logits.
 
         `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tgis.engines.memory.profiler import KVCacheCost
@@ -47,16 +48,14 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache_view: CacheView) -> None:
         super().__init__()
         self.cache_view = cache_view
-        self.buffers: list[torch.Tensor] = []  # keys and values, [slots, heads, columns, head size]
+        self.buffers: list[Tensor] = []  # keys and values, [slots, heads, columns, head size]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate with the head count, head size and dtype of the model."""
         self.buffers = [self._allocate(key_states), self._allocate(value_states)]
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new states and return all viewed ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -104,7 +103,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         for buffer in self.buffers:
             buffer[rows, :, columns] = 0
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, like: Tensor) -> Tensor:
         shape = (self.cache_view.slots, like.shape[1], self.cache_view.columns, like.shape[3])
         if not like.is_cpu:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -112,7 +111,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
 
-    def _reallocated(self, old: torch.Tensor, rows: slice, source: slice, target: slice) -> torch.Tensor:
+    def _reallocated(self, old: Tensor, rows: slice, source: slice, target: slice) -> Tensor:
         new = self._allocate(old)
         new[rows, :, target] = old[rows, :, source]
         return new
@@ -176,7 +175,7 @@ class PaddedKVCache:
         for layer in self.past_key_values.layers:
             layer.refresh()
 
-    def attention_mask(self, first: int, stop: int) -> torch.Tensor:
+    def attention_mask(self, first: int, stop: int) -> Tensor:
         """Which of the leftmost `stop` viewed columns are tokens of their row: bool [rows, stop]."""
         lengths = torch.tensor(self.seq_lens[first:])
         return torch.arange(stop) >= (int(lengths.max()) - lengths)[:, None]

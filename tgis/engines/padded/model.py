@@ -7,7 +7,7 @@ moves to the row of each that is removed.
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import LoadedModelInfo
@@ -42,14 +42,14 @@ class PaddedModel(Protocol):
     def append(self, seqs: list[Sequence]) -> None:
         """Make room for new sequences."""
 
-    def prefill(self, seqs: list[Sequence]) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
+    def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Compute all tokens of the newest sequences: the logits after each one's last, [rows, V]; prompt logprobs by
         id, for sequences that ask for them and have generated nothing yet.
 
         If it raises, the other sequences are unharmed.
         """
 
-    def decode(self, last_tokens: torch.Tensor) -> torch.Tensor:
+    def decode(self, last_tokens: Tensor) -> Tensor:
         """Compute one more token of every sequence, ids [rows]; the logits after it, [rows, V]."""
 
     def remove(self, row: int) -> None:
@@ -63,8 +63,8 @@ class PaddedModel(Protocol):
 
 
 def chunked_prefill(
-    seqs: list[Sequence], chunk_size: int, forward: Callable[[int, int], torch.Tensor]
-) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
+    seqs: list[Sequence], chunk_size: int, forward: Callable[[int, int], Tensor]
+) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
     """Compute the tokens of right-aligned sequences: the last logits [rows, V], and prompt logprobs by id.
 
     `forward(start, stop)` computes at most `chunk_size` columns: logits [rows, columns, V], or only those of the last
