@@ -14,10 +14,7 @@ _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for those that would 
 
 
 def select_waiting(
-    waiting: Iterable[Sequence],
-    admission: "PaddedAdmission | PagedAdmission",
-    max_seqs: int,
-    counters: BatcherCounters,
+    waiting: Iterable[Sequence], admission: "PaddedAdmission | PagedAdmission", max_seqs: int, counters: BatcherCounters
 ) -> tuple[list[Sequence], WaitReason | None]:
     """The sequences that join, in order, and why the first of the others has to wait, if there are any.
 

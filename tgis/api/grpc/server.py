@@ -29,11 +29,7 @@ class GrpcServer:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
         self._health = HealthServicer()
-        self._server = grpc.aio.server(
-            handlers=handlers,
-            interceptors=interceptors,
-            options=_channel_arguments(config),
-        )
+        self._server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=_channel_arguments(config))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         add_reflection(self._server)
 
