@@ -183,6 +183,13 @@ def test_an_invalid_value_is_reported_with_its_bounds(name: str, text: str, boun
     assert refusal(f"{flag_name(name.lower())}={text}").startswith(f"{flag_name(name.lower())}=")
 
 
+def test_all_invalid_values_are_reported_together() -> None:
+    assert refusal("--port", "70000", MODEL_NAME="", MAX_BATCH_SIZE="0") == (
+        "MODEL_NAME is required (or pass --model-name); MAX_BATCH_SIZE='0' must be a whole number from 1 to 65536; "
+        "--port='70000' must be a whole number from 0 to 65535"
+    )
+
+
 def test_an_empty_flag_is_an_error() -> None:
     assert refusal("--revision", "") == "--revision='' must not be empty"
 

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tgis import vllm_options
 from tgis.errors import OptionError, StartError
@@ -28,6 +29,7 @@ from tgis.utils.options import (
     TEXT,
     Option,
     Parser,
+    RawValue,
     Words,
     build_parser,
     choice,
@@ -318,6 +320,9 @@ def _tables(*, as_adapter: bool) -> _Tables:
     return _Tables((), *tables)
 
 
+_RawValues = list[tuple[Option, list[RawValue]]]
+
+
 def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter: bool = False) -> Config:
     """The configuration given by flags and environment; OptionError if it is invalid. --help exits.
 
@@ -325,25 +330,40 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     """
     tables = _tables(as_adapter=as_adapter)
     flags = vars(_parser(prog, tables).parse_args(list(map(with_dashes, argv))))
-    values, sources, warnings = {}, {}, []
-    for opt in tables.options:
-        if found := find_raw_values(opt, flags, environ):
-            values[opt.name] = parse_option(opt, found)
-            sources[opt.name] = ", ".join(raw.source for raw in found)
-            replaced = [raw for raw in found if raw.text in opt.nearest_values]
-            warnings += [f"{raw}: using {opt.nearest_values[raw.text]}" for raw in replaced]
-        elif opt.required:
-            raise OptionError(f"{opt.name.upper()} is required (or pass {flag_name(opt.name)})")
-        elif opt.default_factory is not None:
-            values[opt.name] = opt.default_factory(environ)
+    raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in tables.options]
+    sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
+    values = _parse_options(raw_values, environ)
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     _refuse(tables, config, flags, environ)
-    warnings += _overridden_engine(config) + _unknown_log_level(config)
+    warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
     warnings += _without_effect(tables, flags, environ) + _near_misses(tables, environ)
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
     return replace(config, warnings=tuple(warnings))
+
+
+def _parse_options(raw_values: _RawValues, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The value of each option that is set or has a computed default; one OptionError for all that are invalid."""
+    values, problems = {}, []
+    for opt, found in raw_values:
+        try:
+            if found:
+                values[opt.name] = parse_option(opt, found)
+            elif opt.required:
+                problems.append(f"{opt.name.upper()} is required (or pass {flag_name(opt.name)})")
+            elif opt.default_factory is not None:
+                values[opt.name] = opt.default_factory(environ)
+        except OptionError as error:
+            problems.append(str(error))
+    if problems:
+        raise OptionError("; ".join(problems))
+    return values
+
+
+def _replaced_values(raw_values: _RawValues) -> list[str]:
+    replaced = [(opt, raw) for opt, found in raw_values for raw in found if raw.text in opt.nearest_values]
+    return [f"{raw}: using {opt.nearest_values[raw.text]}" for opt, raw in replaced]
 
 
 def _overridden_engine(config: Config) -> list[str]:
