@@ -142,6 +142,9 @@ def test_an_option_alone(label: str, values: dict[str, str], start: Start) -> No
         environ |= {"TLS_CERT_PATH": values["CERTIFICATE"], "TLS_KEY_PATH": values["KEY"]}
     result, _ = start(environ)
     assert result.replace(option[0], "…") == OPTIONS_TABLE[label]
+    if result != "starts":
+        refused = result.replace("starts with a warning", "refused: STRICT_OPTIONS")
+        assert start(environ | {"STRICT_OPTIONS": "true"}) == (refused, None)
 
 
 def test_the_table_has_every_overlay() -> None:
