@@ -1,5 +1,6 @@
 """Fixtures that several test files need."""
 
+import functools
 import gc
 import json
 import os
@@ -11,8 +12,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 from repository import REPOSITORY, TEST_CACHE
+from tokenizer_families import Families, description, write
+from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
+from tgis.frontend.tokenizer import Tokenizer
 from tgis.models.files import ModelFiles, find_model
 
 # As the server sets it: threads that spin for ever make tests ten times slower on a busy machine.
@@ -72,6 +76,18 @@ def _demo_model(name: str, cache: Path) -> Path:
     command = [sys.executable, "-m", "tgis.models.demo", name, "--out", str(cache)]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """The library's tokenizer and ours, by family."""
+
+    @functools.cache
+    def load(family: str) -> tuple[Backend, Tokenizer]:
+        text = description(family, cache_dir)
+        return Backend.from_str(text), Tokenizer.load(write(tmp_path_factory.mktemp(family), text), workers=2)
+
+    return load
 
 
 @pytest.fixture

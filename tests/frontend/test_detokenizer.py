@@ -1,12 +1,12 @@
 """tgis.frontend.detokenizer: incremental text must equal the library's decoding of the whole output."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tokenizer_families as zoo
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_families import Families
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -17,23 +17,6 @@ from tgis.frontend.tokenizer import Tokenizer
 # Per family: whether a decoder-only model's output may begin with the space of its first word.
 KEEPS_FIRST_SPACE = {"byte_fallback", "metaspace", "word_piece", "no_decoder", "mistral"}
 UNKNOWN = 1 << 20
-
-Families = Callable[[str], tuple[Backend, Tokenizer]]
-
-
-@pytest.fixture(scope="module")
-def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
-    """The library's tokenizer and ours, by family."""
-    loaded: dict[str, tuple[Backend, Tokenizer]] = {}
-
-    def load(family: str) -> tuple[Backend, Tokenizer]:
-        if family not in loaded:
-            text = zoo.description(family, cache_dir)
-            directory = zoo.write(tmp_path_factory.mktemp(family), text)
-            loaded[family] = Backend.from_str(text), Tokenizer.load(directory, workers=1)
-        return loaded[family]
-
-    return load
 
 
 def decoder(tokenizer: Tokenizer, *eos: int, encoder_decoder: bool = False, special: bool = False) -> TokenDecoder:

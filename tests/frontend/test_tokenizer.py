@@ -2,35 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tokenizer_families as zoo
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_families import Families
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from tgis.errors import InvalidRequest, StartError
 from tgis.frontend.tokenizer import Encoding, Tokenizer
-
-Families = Callable[[str], tuple[Backend, Tokenizer]]
-
-
-@pytest.fixture(scope="module")
-def families(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
-    """The library's tokenizer and ours, by family."""
-    loaded: dict[str, tuple[Backend, Tokenizer]] = {}
-
-    def load(family: str) -> tuple[Backend, Tokenizer]:
-        if family not in loaded:
-            text = zoo.description(family, cache_dir)
-            directory = zoo.write(tmp_path_factory.mktemp(family), text)
-            loaded[family] = Backend.from_str(text), Tokenizer.load(directory, workers=2)
-        return loaded[family]
-
-    return load
 
 
 def encode(tokenizer: Tokenizer, *texts: str, offsets: bool = False) -> list[Encoding]:

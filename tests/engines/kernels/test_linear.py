@@ -1,12 +1,11 @@
 """Packed linear layers against float64, for every instruction set; no row depends on those beside it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from cpu_kernels import kernels_of
+from cpu_kernels import kernels_of, num_threads
 from tiny_models import make_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,16 +31,6 @@ def ours(request: pytest.FixtureRequest) -> tuple[MakeGemm, torch.dtype]:
     """Our GEMM for a weight, and the dtype that it must have."""
     isa, dtype = request.param
     return partial(CpuGemm, kernels=kernels_of(isa)), dtype
-
-
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def tensors(inputs: int, outputs: int, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
