@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis import __main__, config
-from tgis.config import IGNORED, WITHOUT_EFFECT, Config, parse
+from tgis.config import Config, parse
 from tgis.errors import OptionError
+from tgis.foreign_options import IGNORED, WITHOUT_EFFECT
 from tgis.utils.options import declared_options, flag_name
 
 TGIS = Path(config.__file__).parent

@@ -17,8 +17,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "pb": "",
     "ipc": "",
     "utils": "errors",
-    "vllm_options": "utils",
-    "config": "errors utils vllm_options",
+    "foreign_options": "utils",
+    "config": "errors foreign_options utils",
     "security": "errors utils",
     "models": "errors utils",
     # the front-end process

@@ -1,10 +1,15 @@
 """Options of vLLM and vllm-tgis-adapter: what they become, and what is ignored or refused by name."""
 
+import re
+
 import pytest
 from config_parsing import read, refusal
+from repository import REPOSITORY
 
 from tgis.config import Config, parse
 from tgis.errors import OptionError
+from tgis.foreign_options import ALWAYS_ON, REFUSED
+from tgis.utils.options import declared_options
 
 ADAPTER = "python -m vllm_tgis_adapter"
 
@@ -137,6 +142,25 @@ def test_other_variables_of_vllm_are_named_by_the_adapter_only() -> None:
 
 def test_variables_of_other_programs_are_not_taken_for_misspelt_names_of_vllm() -> None:
     assert read_as_adapter(MODEL="m", SSL_CERT_FILE="/etc/ssl/cert.pem", HOSTNAME="pod").warnings == ()
+
+
+def test_a_misspelt_flag_of_vllm_gets_a_suggestion() -> None:
+    end = "(see tgis serve --help)"
+    assert refusal("--modle", "m") == f"unrecognized arguments: --modle m, did you mean --model? {end}"
+    assert (
+        refusal("--max-num-seq", "2") == f"unrecognized arguments: --max-num-seq 2, did you mean --max-num-seqs? {end}"
+    )
+
+
+def test_the_docs_name_every_flag_of_vllm_that_is_not_ignored() -> None:
+    section = (
+        (REPOSITORY / "docs/compatibility.md").read_text().split("## Command lines of vllm-tgis-adapter and vLLM\n")[1]
+    )
+    documented = set(re.findall(r"`--([a-z-]+)`", section.split("\n## ")[0]))
+    known = {
+        name.replace("_", "-") for opt in (*declared_options(Config), *REFUSED, *ALWAYS_ON) for name in opt.vllm_names
+    }
+    assert {name for name in known - documented if not name.startswith("no-")} == set()
 
 
 def test_strict_options_refuse_what_is_ignored() -> None:

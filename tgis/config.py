@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tgis import vllm_options
 from tgis.errors import OptionError, StartError
+from tgis.foreign_options import IGNORED, WITHOUT_EFFECT, ForeignOptions, as_in_adapter
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
 from tgis.utils.options import (
     ADDRESS,
-    ANY,
     BOOLEAN,
     DIRECTORY,
     FIRST_WORD,
@@ -30,7 +29,6 @@ from tgis.utils.options import (
     Option,
     Parser,
     RawValue,
-    Words,
     build_parser,
     choice,
     closest,
@@ -269,57 +267,6 @@ class Config:
         return self.hf_hub_cache or self.hf_home / "hub"
 
 
-WITHOUT_EFFECT = (  # options that ask for something that is not there; the text says what happens instead
-    Option(TEXT, "quantize", vllm_names=("quantization",), short="-q", help_text="the weights are served as they are"),
-    Option(BOOLEAN, "trust_remote_code", help_text="the code of a model is never run, only classes of transformers"),
-    Option(TEXT, "speculator_name", help_text="there is no speculation"),
-    Option(TEXT, "otlp_endpoint", help_text="no traces are sent"),
-)
-OFF = ("false", "0", "none")  # values of these options that ask for nothing
-IGNORED = tuple(
-    Option(ANY, name)
-    for name in (
-        # of TGIS's launcher and router
-        *("shard_uds_path", "master_addr", "master_port", "max_batch_weight", "max_prefill_weight"),
-        *("otlp_service_name", "otel_service_name"),
-        # of TGIS's model server
-        *("rank", "world_size", "debug", "cuda_pad_to_mult_of_8", "compact_before_prefill", "fp32_logits_process"),
-        *("estimate_memory_batch_size", "estimate_memory_min_samples", "estimate_memory_start_seq_len"),
-        *("estimate_memory_stop_seq_len", "estimate_memory_fit_threshold", "estimate_memory_new_tokens"),
-        *("estimate_memory_new_token_samples", "kv_cache_manager_num_gpu_blocks", "log_gpu_usage_interval"),
-        *("disable_exllama", "exllama_version", "gptq_cuda_type", "disable_custom_kernels", "bloom_slow_but_exact"),
-        *("transformers_attn_impl", "merge_onnx_graphs", "optimize_onnx_model", "speculator_revision"),
-        *("speculator_n_candidates", "speculator_top_k_tokens_per_head", "speculator_max_batch_size"),
-        # of vllm-tgis-adapter
-        *("enable_vllm_log_requests", "disable_prompt_logprobs"),
-    )
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """All options that a command line may have, by what is done with them."""
-
-    ignored_prefixes: tuple[str, ...]  # of variables
-    options: tuple[Option, ...]
-    without_effect: tuple[Option, ...]
-    ignored: tuple[Option, ...]
-    refused: tuple[Option, ...]
-    always_on: tuple[Option, ...]
-
-    @property
-    def hidden(self) -> tuple[Option, ...]:
-        return (*self.without_effect, *self.ignored, *self.refused, *self.always_on)
-
-
-def _tables(*, as_adapter: bool) -> _Tables:
-    ignored = (*IGNORED, *vllm_options.IGNORED)
-    tables = declared_options(Config), WITHOUT_EFFECT, ignored, vllm_options.REFUSED, vllm_options.ALWAYS_ON
-    if as_adapter:
-        return _Tables(("VLLM_",), *(tuple(map(vllm_options.as_in_adapter, table)) for table in tables))
-    return _Tables((), *tables)
-
-
 _RawValues = list[tuple[Option, list[RawValue]]]
 
 
@@ -328,16 +275,20 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
 
     `as_adapter`: with the variables and defaults of vllm-tgis-adapter.
     """
-    tables = _tables(as_adapter=as_adapter)
-    flags = vars(_parser(prog, tables).parse_args(list(map(with_dashes, argv))))
-    raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in tables.options]
+    foreign, options = ForeignOptions.known(as_adapter=as_adapter), declared_options(Config)
+    if as_adapter:
+        options = tuple(map(as_in_adapter, options))
+    flags = vars(_parser(prog, options, foreign).parse_args(list(map(with_dashes, argv))))
+    raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     values = _parse_options(raw_values, environ)
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
-    _refuse(tables, config, flags, environ)
+    foreign.refuse(flags, environ, unless=config.model_name)  # as the tokenizer, for example
+    known = {name.upper() for opt in (*options, *foreign.all) for name in opt.names}
+    unknown = [name for name, text in environ.items() if name not in known and text.strip()]
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
-    warnings += _without_effect(tables, flags, environ) + _near_misses(tables, environ)
+    warnings += foreign.warnings(flags, environ) + _near_misses(unknown)
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
     return replace(config, warnings=tuple(warnings))
@@ -378,33 +329,10 @@ def _unknown_log_level(config: Config) -> list[str]:
     return [] if config.log_level.lower() in LEVELS else [f"LOG_LEVEL={config.log_level!r}: using info"]
 
 
-def _refuse(tables: _Tables, config: Config, flags: Mapping[str, Words], environ: Mapping[str, str]) -> None:
-    for opt in tables.refused:
-        for raw in find_raw_values(opt, flags, environ):
-            if raw.text != config.model_name:  # as the tokenizer, for example
-                parse_option(opt, [raw])
-
-
-def _without_effect(tables: _Tables, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[str]:
-    warnings = []
-    for opt in tables.without_effect:
-        if found := find_raw_values(opt, flags, environ):
-            parse_option(opt, found)
-            warnings += [f"{raw} has no effect: {opt.help_text}" for raw in found if raw.text.lower() not in OFF]
-    ignored = [raw.source for opt in tables.ignored for raw in find_raw_values(opt, flags, environ)]
-    ignored += [name for name in environ if name.startswith(tables.ignored_prefixes)]
-    if ignored:
-        warnings.append(f"ignored options: {', '.join(ignored)}")
-    return warnings
-
-
-def _near_misses(tables: _Tables, environ: Mapping[str, str]) -> list[str]:
+def _near_misses(unknown: list[str]) -> list[str]:
     """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
     ours = [name.upper() for opt in declared_options(Config) for name in opt.names]
-    known = {name.upper() for opt in (*tables.options, *tables.hidden) for name in opt.names}
-    meant = {
-        name: closest(name, ours, MISSPELT) for name, text in environ.items() if name not in known and text.strip()
-    }
+    meant = {name: closest(name, ours, MISSPELT) for name in unknown}
     return [
         f"{name} is no option: did you mean {option}?"
         for name, option in meant.items()
@@ -467,16 +395,16 @@ def make_private_dir(directory: Path) -> None:
         raise StartError(f"CACHE_DIR: {directory} belongs to user {owner}, not to this one")
 
 
-def _parser(prog: str, tables: _Tables) -> Parser:
+def _parser(prog: str, options: tuple[Option, ...], foreign: ForeignOptions) -> Parser:
     parser = build_parser(
-        tables.options,
-        tables.hidden,
+        options,
+        foreign.all,
         prog,
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
         epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
         + _indented(opt.name.upper() for opt in (*WITHOUT_EFFECT, *IGNORED))
         + "\nNames of vLLM that are flags, too:\n"
-        + _indented(flag_name(name) for opt in tables.options for name in opt.vllm_names),
+        + _indented(flag_name(name) for opt in options for name in opt.vllm_names),
     )
     help_text = "show every option and what would be refused; start nothing"
     parser.add_argument("--check", action="store_true", help=help_text)

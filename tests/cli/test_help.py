@@ -10,7 +10,8 @@ import pytest
 import tgis
 from tgis import __main__, config
 from tgis.__main__ import COMMANDS
-from tgis.config import IGNORED, WITHOUT_EFFECT, Config
+from tgis.config import Config
+from tgis.foreign_options import IGNORED, WITHOUT_EFFECT
 from tgis.utils.options import declared_options, flag_name
 
 # Runs in a process of its own: commands, by name -> their help, and what was imported afterwards.

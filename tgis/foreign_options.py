@@ -1,14 +1,42 @@
-"""vLLM's options that are not among our own: which mean nothing here, and which the server cannot do without.
+"""Options of TGIS, vllm-tgis-adapter and vLLM that the server has not: known, so that command lines and manifests work.
 
-Those with a counterpart are `vllm_names` in `tgis.config`. All are flags everywhere, and variables in
-vllm-tgis-adapter's entry point only: elsewhere HOST, MODEL or SEED is too common a name to be meant for us.
+Options of vLLM with a counterpart are `vllm_names` in `tgis.config`. vLLM's names are flags everywhere, but variables
+in the adapter's entry point only: elsewhere HOST, MODEL or SEED is too common a name to be meant for us.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from tgis.utils.options import ANY, Option, only
+from tgis.utils.options import ANY, BOOLEAN, TEXT, Option, Words, find_raw_values, only, parse_option
 
-DEFAULTS = {"port": "8000", "default_max_new_tokens": "context"}  # of vllm-tgis-adapter, by our names
+WITHOUT_EFFECT = (  # options that ask for something that is not there; the text says what happens instead
+    Option(TEXT, "quantize", vllm_names=("quantization",), short="-q", help_text="the weights are served as they are"),
+    Option(BOOLEAN, "trust_remote_code", help_text="the code of a model is never run, only classes of transformers"),
+    Option(TEXT, "speculator_name", help_text="there is no speculation"),
+    Option(TEXT, "otlp_endpoint", help_text="no traces are sent"),
+)
+OFF = ("false", "0", "none")  # values of these options that ask for nothing
+IGNORED = tuple(
+    Option(ANY, name)
+    for name in (
+        # of TGIS's launcher and router
+        *("shard_uds_path", "master_addr", "master_port", "max_batch_weight", "max_prefill_weight"),
+        *("otlp_service_name", "otel_service_name"),
+        # of TGIS's model server
+        *("rank", "world_size", "debug", "cuda_pad_to_mult_of_8", "compact_before_prefill", "fp32_logits_process"),
+        *("estimate_memory_batch_size", "estimate_memory_min_samples", "estimate_memory_start_seq_len"),
+        *("estimate_memory_stop_seq_len", "estimate_memory_fit_threshold", "estimate_memory_new_tokens"),
+        *("estimate_memory_new_token_samples", "kv_cache_manager_num_gpu_blocks", "log_gpu_usage_interval"),
+        *("disable_exllama", "exllama_version", "gptq_cuda_type", "disable_custom_kernels", "bloom_slow_but_exact"),
+        *("transformers_attn_impl", "merge_onnx_graphs", "optimize_onnx_model", "speculator_revision"),
+        *("speculator_n_candidates", "speculator_top_k_tokens_per_head", "speculator_max_batch_size"),
+        # of vllm-tgis-adapter
+        *("enable_vllm_log_requests", "disable_prompt_logprobs"),
+    )
+)
+
+
+ADAPTER_DEFAULTS = {"port": "8000", "default_max_new_tokens": "context"}  # by our names
 
 
 def as_in_adapter(opt: Option) -> Option:
@@ -16,7 +44,7 @@ def as_in_adapter(opt: Option) -> Option:
     flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_"))
     variables = tuple(name for name in opt.vllm_names if name not in flags_only)
     opt = replace(opt, aliases=(*opt.aliases, *variables), vllm_names=flags_only)
-    default = DEFAULTS.get(opt.name)
+    default = ADAPTER_DEFAULTS.get(opt.name)
     if default is None:
         return opt
     return replace(opt, shown_default=default, default_factory=lambda _environ: opt.value_type.parse(default))
@@ -58,7 +86,7 @@ _SWITCHES = """
     trust_request_chat_template use_tqdm_on_load use_v2_block_manager worker_use_ray engine_use_ray
     data_parallel_external_lb data_parallel_hybrid_lb"""
 _NEGATED_SWITCHES = " ".join(f"no_{name}" for name in (*_SWITCHES.split(), "enable_lora", "enable_chunked_prefill"))
-IGNORED = _options(f"""{_SWITCHES} {_NEGATED_SWITCHES}
+VLLM_IGNORED = _options(f"""{_SWITCHES} {_NEGATED_SWITCHES}
     additional_config all2all_backend allowed_headers allowed_local_media_path allowed_media_domains allowed_methods
     allowed_origins api_key api_server_count block_size chat_template chat_template_content_format code_revision
     collect_detailed_traces compilation_config config_format cp_kv_cache_interleave_size cpu_offload_gb
@@ -86,3 +114,46 @@ IGNORED = _options(f"""{_SWITCHES} {_NEGATED_SWITCHES}
     tokenizer_pool_size tokenizer_pool_type tokenizer_revision tool_call_parser tool_parser_plugin tool_server
     typical_acceptance_sampler_posterior_alpha typical_acceptance_sampler_posterior_threshold uds uvicorn_log_level
     video_pruning_rate worker_cls worker_extension_cls""")
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignOptions:
+    """Those that an entry point knows, by what is done with them."""
+
+    ignored_prefix: str | None  # of variables
+    without_effect: tuple[Option, ...]
+    ignored: tuple[Option, ...]
+    refused: tuple[Option, ...]
+    always_on: tuple[Option, ...]
+
+    @classmethod
+    def known(cls, *, as_adapter: bool) -> "ForeignOptions":
+        """Those of `tgis serve`, or of `python -m vllm_tgis_adapter`."""
+        tables = WITHOUT_EFFECT, (*IGNORED, *VLLM_IGNORED), REFUSED, ALWAYS_ON
+        if as_adapter:
+            return cls("VLLM_", *(tuple(map(as_in_adapter, table)) for table in tables))
+        return cls(None, *tables)
+
+    @property
+    def all(self) -> tuple[Option, ...]:
+        """Every one of them."""
+        return (*self.without_effect, *self.ignored, *self.refused, *self.always_on)
+
+    def refuse(self, flags: Mapping[str, Words], environ: Mapping[str, str], *, unless: str) -> None:
+        """OptionError for what would serve something else; the value `unless` asks for nothing."""
+        for opt in self.refused:
+            for raw in find_raw_values(opt, flags, environ):
+                if raw.text != unless:
+                    parse_option(opt, [raw])
+
+    def warnings(self, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[str]:
+        """About those that are set."""
+        warnings = []
+        for opt in self.without_effect:
+            if found := find_raw_values(opt, flags, environ):
+                parse_option(opt, found)
+                warnings += [f"{raw} has no effect: {opt.help_text}" for raw in found if raw.text.lower() not in OFF]
+        ignored = [raw.source for opt in self.ignored for raw in find_raw_values(opt, flags, environ)]
+        if self.ignored_prefix is not None:
+            ignored += [name for name in environ if name.startswith(self.ignored_prefix)]
+        return [*warnings, f"ignored options: {', '.join(ignored)}"] if ignored else warnings
