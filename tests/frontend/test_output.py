@@ -35,7 +35,7 @@ def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParam
 
 def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> OutputBuilder:
     minimum = SamplingParams(min_new_tokens=wanted.sampling_params.min_new_tokens)
-    request = Request(1, [5, 6], 99, False, minimum, wanted.logprob_options)
+    request = Request(1, [5, 6], 99, False, minimum, wanted.given.logprob_options)
     return OutputBuilder(OutputQueue(request, eager=True, arrived=0.0), "prompt", wanted, decoder, separator="")
 
 
@@ -52,7 +52,7 @@ def deliveries(steps: Steps, *, logprobs: bool) -> Iterator[NewTokens]:
 
 def unary(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> RequestOutput:
     output = builder(decoder, wanted)
-    for new in deliveries(steps, logprobs=wanted.logprob_options.logprobs):
+    for new in deliveries(steps, logprobs=wanted.given.logprob_options.logprobs):
         if not output.stop_reason:
             output.add(new)
     return output.final()
@@ -61,7 +61,7 @@ def unary(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> Reques
 def streamed(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> list[RequestOutput]:
     output = builder(decoder, wanted)
     chunks: list[RequestOutput] = []
-    for new in deliveries(steps, logprobs=wanted.logprob_options.logprobs):
+    for new in deliveries(steps, logprobs=wanted.given.logprob_options.logprobs):
         if not output.stop_reason:
             chunks += output.chunks(new)
     return chunks

@@ -105,7 +105,7 @@ def test_defaults_replace_zero_and_absent(raw: RawParams) -> None:
     params = validate(raw, LIMITS)
     greedy = not raw.do_sample or raw.temperature == 0
     assert params.sampling_params.greedy == greedy
-    assert params.max_new_tokens == (raw.max_new_tokens or 20)
+    assert params.given.max_new_tokens == (raw.max_new_tokens or 20)
     assert params.sampling_params.repetition_penalty == (raw.repetition_penalty or 1.0)
     assert (params.deadline is None) == (raw.time_limit_millis == 0)
     include = raw.include_stop_sequence
@@ -158,7 +158,7 @@ def test_without_max_new_tokens_all_that_fits(limits: dict[str, Any], length: in
 def test_without_max_new_tokens_the_least_is_still_checked() -> None:
     """As in vllm-tgis-adapter, the minimum may be as high as the server's maximum."""
     context = replace(LIMITS, default_max_new_tokens=None, max_request_tokens=110)
-    assert validate(RawParams(min_new_tokens=169), context).max_new_tokens == 169
+    assert validate(RawParams(min_new_tokens=169), context).given.max_new_tokens == 169
     with pytest.raises(InvalidRequest, match="min_new_tokens must be <= max_new_tokens"):
         validate(RawParams(min_new_tokens=170), context)
     params = validate(RawParams(min_new_tokens=11), context)
@@ -168,8 +168,8 @@ def test_without_max_new_tokens_the_least_is_still_checked() -> None:
 
 def test_another_default_of_max_new_tokens() -> None:
     limits = replace(LIMITS, default_max_new_tokens=50)
-    assert validate(RawParams(), limits).max_new_tokens == 50
-    assert validate(RawParams(max_new_tokens=7), limits).max_new_tokens == 7
+    assert validate(RawParams(), limits).given.max_new_tokens == 50
+    assert validate(RawParams(max_new_tokens=7), limits).given.max_new_tokens == 7
 
 
 @pytest.mark.parametrize(("decoder", "positions"), [(0, (18, 20)), (3, (14, 23))])

@@ -82,7 +82,8 @@ class Generator:
             params = self._resolve_params(call)
             async with self._adapters.acquire(call.adapter) as adapter:
                 requests = await self._prepare(call, params, adapter, log)
-                with self._client.submit(requests, eager=bool(params.stop_sequences), arrived=log.started) as queues:
+                eager = bool(params.given.stop_sequences)
+                with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
                     await _all_or_first_error([self._collect(output, log) for output in outputs])
                     return [output.final() for output in outputs]
@@ -179,7 +180,7 @@ class Generator:
         requests = [
             make_request(
                 self._client.next_id(),
-                self._tokenizer.truncate(encoding.ids, params.truncate_input_tokens),
+                self._tokenizer.truncate(encoding.ids, params.given.truncate_input_tokens),
                 adapter,
                 params=params.seeded(self._seeds.getrandbits(32)),
                 limits=self.server_info.limits,

@@ -57,19 +57,19 @@ class OutputBuilder:
         self._tokenizer = decoder.tokenizer
         self._detokenizer = Detokenizer(decoder)
         self._stop_matcher = StopStringMatcher(
-            params.stop_sequences,
+            params.given.stop_sequences,
             include_stop_sequence=params.include_stop_sequence,
             hold_last_grapheme=decoder.splits_graphemes,
         )
         self._separator = separator
         self._texts: list[str] = []
         self._tokens: list[TokenInfo] = []
-        self._wants_input_tokens = params.logprob_options.input_tokens
+        self._wants_input_tokens = params.given.logprob_options.input_tokens
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""
         request = self.queue.request
-        echoed = self.input_text if self.params.input_text else ""
+        echoed = self.input_text if self.params.given.input_text else ""
         return RequestOutput(text=echoed, input_token_count=request.input_length, seed=request.sampling_params.seed)
 
     def chunks(self, new: NewTokens) -> Iterator[RequestOutput]:
@@ -81,7 +81,7 @@ class OutputBuilder:
             self._wants_input_tokens = False
             yield RequestOutput(input_tokens=input_tokens, input_token_count=self.queue.request.input_length)
         appended = self._append(new)
-        if new.merged and not self.params.logprob_options.generated_tokens:
+        if new.merged and not self.params.given.logprob_options.generated_tokens:
             appended = iter([("".join([text for text, _ in appended]), [])])
         for text, tokens in appended:
             if text or tokens or self.stop_reason:
@@ -98,7 +98,7 @@ class OutputBuilder:
         request = self.queue.request
         if self.expired_in_queue:
             return RequestOutput(input_token_count=request.input_length, stop_reason=self.stop_reason)
-        echoed = self.input_text + self._separator if self.params.input_text else ""
+        echoed = self.input_text + self._separator if self.params.given.input_text else ""
         return RequestOutput(
             text=echoed + "".join(self._texts),
             input_token_count=request.input_length,
@@ -125,7 +125,7 @@ class OutputBuilder:
         if not new.token_ids:
             self.stop_reason, self.expired_in_queue = new.stop_reason, self.num_generated == 0
             yield self._log(self._stop_matcher.flush()), []
-        wanted = self.params.logprob_options.generated_tokens
+        wanted = self.params.given.logprob_options.generated_tokens
         last = len(new.token_ids) - 1
         for i, token_id in enumerate(new.token_ids):
             text = self._append_token(token_id, new.stop_reason if i == last else StopReason.NOT_FINISHED)

@@ -62,7 +62,7 @@ class RequestLog:
     def validated(self, requests: list[Request], params: ResolvedParams) -> None:
         lengths = [request.input_length for request in requests]
         self._validation = time.monotonic() - self.started
-        self._metrics.request_validated(lengths, params.max_new_tokens, self._validation)
+        self._metrics.request_validated(lengths, params.given.max_new_tokens, self._validation)
 
     def track(self, outputs: list[OutputBuilder]) -> list[OutputBuilder]:
         """Take note of the outputs of submitted inputs, and return them."""
@@ -141,10 +141,10 @@ def _num_generated(output: OutputBuilder) -> int:
 
 def _describe_params(output: OutputBuilder) -> str:
     """Parameters other than the defaults: numbers and flags, never text."""
-    request, options = output.queue.request, output.params.logprob_options
+    request, options = output.queue.request, output.params.given.logprob_options
     values = msgspec.structs.asdict(request.sampling_params) | {
         "max_new_tokens": request.max_new_tokens,
-        "stop_sequences": len(output.params.stop_sequences),
+        "stop_sequences": len(output.params.given.stop_sequences),
         "time_limit": request.deadline is not None,
         "details": options.generated_tokens or options.input_tokens,
     }

@@ -51,6 +51,7 @@ class RawParams:
         greedy = self.temperature == 0.0
         include = self.include_stop_sequence
         return ResolvedParams(
+            given=self,
             sampling_params=SamplingParams(
                 temperature=self.temperature,
                 top_k=0 if greedy else self.top_k,
@@ -61,15 +62,9 @@ class RawParams:
                 seed=0 if greedy or self.seed is None else self.seed,
                 min_new_tokens=self.min_new_tokens,
             ),
-            seed=self.seed,
-            max_new_tokens=self.max_new_tokens,
             fill_context=fill_context,
             deadline=time.monotonic() + self.time_limit_millis / 1000 if self.time_limit_millis else None,
-            stop_sequences=self.stop_sequences,
             include_stop_sequence=include_stop_sequence if include is None else include,
-            input_text=self.input_text,
-            logprob_options=self.logprob_options,
-            truncate_input_tokens=self.truncate_input_tokens,
         )
 
 
@@ -77,19 +72,14 @@ class RawParams:
 class ResolvedParams:
     """What every input of a call runs with."""
 
+    given: RawParams  # with defaults
     sampling_params: SamplingParams
-    seed: int | None  # as given; None draws one per input
-    max_new_tokens: int
     fill_context: bool  # the request asked for no number: generate all that fits
     deadline: float | None
-    stop_sequences: tuple[str, ...]
     include_stop_sequence: bool
-    input_text: bool
-    logprob_options: LogprobOptions
-    truncate_input_tokens: int
 
     def seeded(self, default_seed: int) -> "ResolvedParams":
         """For one input: the given seed, which is that of all inputs of the call, else its own."""
-        if self.sampling_params.greedy or self.seed is not None:
+        if self.sampling_params.greedy or self.given.seed is not None:
             return self
         return replace(self, sampling_params=msgspec.structs.replace(self.sampling_params, seed=default_seed))

@@ -82,7 +82,7 @@ def make_request(
         raise InvalidRequest(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:
         raise InvalidRequest(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
-    max_new_tokens = min(params.max_new_tokens, room)
+    max_new_tokens = min(params.given.max_new_tokens, room)
     if params.fill_context:
         decoder_length = adapter.decoder_length if adapter else 0
         fits = min(limits.max_request_tokens - length - prefix_length, limits.max_positions - decoder_length)
@@ -91,9 +91,9 @@ def make_request(
         id=request_id,
         tokens=[limits.placeholder_id] * prefix_length + tokens,
         max_new_tokens=max_new_tokens,
-        limited_by_context=params.fill_context or params.max_new_tokens > room,
+        limited_by_context=params.fill_context or params.given.max_new_tokens > room,
         sampling_params=params.sampling_params,
-        logprob_options=params.logprob_options,
+        logprob_options=params.given.logprob_options,
         deadline=params.deadline,
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
         adapter=adapter,
