@@ -1,14 +1,19 @@
 """Options of vLLM and vllm-tgis-adapter: what they become, and what is ignored or refused by name."""
 
+import asyncio
 import re
+from pathlib import Path
 
 import pytest
+import tokenizer_families
 from config_parsing import read, refusal
 from repository import REPOSITORY
 
 from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import ALWAYS_ON, REFUSED
+from tgis.models.fake import make_fake_model
+from tgis.server import prepare
 from tgis.utils.options import declared_options
 
 ADAPTER = "python -m vllm_tgis_adapter"
@@ -98,7 +103,9 @@ def test_names_of_vllm_are_variables_in_the_adapter_only() -> None:
     assert (got.model_name, got.bind_address, got.random_seed, got.max_batch_size) == ("m", "127.0.0.1", 7, 16)
     assert not got.log_requests
     assert read(**names) == read()
-    assert read_as_adapter(MODEL="m", NO_ENABLE_PREFIX_CACHING="true").prefix_cache  # a flag only, as in vLLM
+    assert read_as_adapter(MODEL="m", NO_ENABLE_PREFIX_CACHING="true", CONFIG="x") == read_as_adapter(
+        MODEL="m"
+    )  # flags
     assert read_as_adapter(MODEL="m", ENABLE_PREFIX_CACHING="false").prefix_cache is False
     assert read_as_adapter("--max-num-seqs", "8", **names).max_batch_size == 8
 
@@ -120,6 +127,19 @@ def test_defaults_of_the_adapter() -> None:
     assert (got.port, got.default_max_new_tokens) == (3000, 20)
     assert read_as_adapter(MODEL_NAME="m", ADD_SPECIAL_TOKENS="0").add_special_tokens is False
     assert str(read_as_adapter(MODEL_NAME="m", TERMINATION_LOG_DIR="/t").termination_log) == "/t"
+
+
+@pytest.mark.parametrize(("value", "added"), [("true", True), ("0", False)])
+def test_special_tokens_are_added_unless_told_otherwise(
+    value: str, added: bool, cache_dir: Path, tmp_path: Path
+) -> None:
+    model = tokenizer_families.write(
+        make_fake_model(tmp_path), tokenizer_families.description("byte_fallback", cache_dir)
+    )
+    environ = {"MODEL_NAME": str(model), "DEPLOYMENT_FRAMEWORK": "fake", "ADD_SPECIAL_TOKENS": value}
+    server = prepare(read_as_adapter(**environ, CACHE_DIR=str(tmp_path)))
+    (encoding,) = asyncio.run(server._tokenizer.encode(["The first"]))
+    assert (server._tokenizer.token_text(encoding.ids[0]) == "<s>") is added
 
 
 def test_other_flags_of_vllm_are_named_in_one_warning() -> None:

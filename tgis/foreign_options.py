@@ -35,13 +35,12 @@ IGNORED = tuple(
     )
 )
 
-
 ADAPTER_DEFAULTS = {"port": "8000", "default_max_new_tokens": "context"}  # by our names
 
 
 def as_in_adapter(opt: Option) -> Option:
     """The option as the adapter has it: vLLM's names are variables too, and the default is the adapter's."""
-    flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_"))
+    flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_") or name == "config")
     variables = tuple(name for name in opt.vllm_names if name not in flags_only)
     opt = replace(opt, aliases=(*opt.aliases, *variables), vllm_names=flags_only)
     default = ADAPTER_DEFAULTS.get(opt.name)
