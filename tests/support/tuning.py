@@ -1,7 +1,7 @@
 """Soft prompts and LoRA adapters trained with PEFT, and what PEFT then generates: expected values of tests.
 
-Float32, CPU, greedy, batch of one, without tgis. Computed by a child process (this file as a script) and kept in the
-test cache under a key of everything that they depend on, this file included.
+Float32, CPU, greedy, batch of one, without tgis. Computed by one child process per model (this file as a script) and
+kept in the test cache under a key of everything that they depend on, this file included.
 """
 
 import argparse
@@ -155,8 +155,9 @@ class Tuned:
 
 
 def tuned(name: str, model: Path, cache: Path) -> Tuned:
-    """The results of the plan of that name for a model; trained once."""
-    directory = compute_once(cache / "oracle" / f"tuned-{name}-{_key(model)[:16]}", __file__, name, model)
+    """The results of the plan of that name for a model; trained once, with the other plan of that model."""
+    family = name.removesuffix("-lora")
+    directory = compute_once(cache / "oracle" / f"tuned-{family}-{_key(model)[:16]}", __file__, family, model) / name
     return Tuned(directory / "store", msgspec.json.decode((directory / "trained.json").read_bytes(), type=Trained))
 
 
@@ -248,12 +249,13 @@ def _continued(model: Any, prompt: str, ids: list[int]) -> Continuation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train soft prompts or adapters, and let PEFT generate with them.")
-    parser.add_argument("plan", choices=TUNING_PLANS)
+    parser.add_argument("family", choices=("glassllm", "titles"))
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    trained = train(TUNING_PLANS[arguments.plan], arguments.model, arguments.out / "store")
-    (arguments.out / "trained.json").write_bytes(msgspec.json.encode(trained))
+    for name in (arguments.family, f"{arguments.family}-lora"):
+        trained = train(TUNING_PLANS[name], arguments.model, arguments.out / name / "store")
+        (arguments.out / name / "trained.json").write_bytes(msgspec.json.encode(trained))
 
 
 if __name__ == "__main__":
