@@ -54,11 +54,11 @@ class ForwardSignature:
 
 
 def select_device(options: EngineOptions) -> torch.device:
-    """CUDA if present, limited to the process's share of its memory; else the CPU with its threads."""
+    """CUDA if present, limited to the process's share of its memory, else the CPU; sets the CPU threads for both."""
+    torch.set_num_threads(options.num_threads)
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(options.cuda_memory_fraction)
         return torch.device("cuda", torch.cuda.current_device())
-    torch.set_num_threads(options.num_threads)
     return torch.device("cpu")
 
 
