@@ -5,7 +5,7 @@ tokens in the same way, so that both say the same.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
 from tgis.frontend.output_queue import NewTokens, OutputQueue
@@ -95,20 +95,12 @@ class OutputBuilder:
 
     def final(self) -> RequestOutput:
         """The response of a unary call."""
-        request = self.queue.request
+        num_input_tokens = self.queue.request.input_length
         if self.expired_in_queue:
-            return RequestOutput(input_token_count=request.input_length, stop_reason=self.stop_reason)
+            return RequestOutput(input_token_count=num_input_tokens, stop_reason=self.stop_reason)
         echoed = self.input_text + self._separator if self.params.given.input_text else ""
-        return RequestOutput(
-            text=echoed + "".join(self._texts),
-            input_token_count=request.input_length,
-            generated_token_count=self.num_generated,
-            stop_reason=self.stop_reason,
-            stop_sequence=self._stop_matcher.matched or "",
-            seed=request.sampling_params.seed,
-            tokens=self._tokens,
-            input_tokens=self._input_tokens(),
-        )
+        whole = self._chunk(echoed + "".join(self._texts), self._tokens)
+        return replace(whole, input_token_count=num_input_tokens, input_tokens=self._input_tokens())
 
     def _chunk(self, text: str, tokens: list[TokenInfo]) -> RequestOutput:
         return RequestOutput(
