@@ -141,12 +141,7 @@ _RULES = (
         "temperature must be >= 0.05",
         "{p.temperature:g}",
     ),
-    _Rule(
-        "top_p",
-        lambda p, _: p.top_p <= 0.0 or p.top_p > 1.0,
-        "top_p must be > 0.0 and <= 1.0",
-        "{p.top_p:g}",
-    ),
+    _Rule("top_p", lambda p, _: p.top_p <= 0.0 or p.top_p > 1.0, "top_p must be > 0.0 and <= 1.0", "{p.top_p:g}"),
     _Rule("typical_p", lambda p, _: p.typical_p > 1.0, "typical_p must be <= 1.0", "{p.typical_p:g}"),
     _Rule("top_k", lambda p, _: p.top_k > _INT32_MAX, "top_k must be strictly positive", "{p.top_k}"),
     _Rule(

@@ -10,12 +10,7 @@ from tgis.api.grpc.servicer import GENERATION_SERVICE
 from tgis.pb import generation_pb2
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-SERVICES = (
-    GENERATION_SERVICE,
-    "grpc.health.v1.Health",
-    REFLECTION_V1,
-    "grpc.reflection.v1alpha.ServerReflection",
-)
+SERVICES = (GENERATION_SERVICE, "grpc.health.v1.Health", REFLECTION_V1, "grpc.reflection.v1alpha.ServerReflection")
 
 
 def add_reflection(server: grpc.aio.Server) -> None:
