@@ -1,7 +1,6 @@
 """The load generator against a fake server with known counts and errors; its figures against numpy."""
 
 import asyncio
-import datetime
 import itertools
 import json
 import os
@@ -21,9 +20,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from certificates import make_pair
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -500,32 +497,15 @@ def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixtu
     assert level["ok"] == 4
 
 
-def self_signed() -> tuple[bytes, bytes]:
-    """A self-signed certificate for localhost, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain)
-    return certificate.public_bytes(encoding), private
-
-
 def test_mutual_tls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    certificate, key = self_signed()
-    (tmp_path / "cert.pem").write_bytes(certificate)
-    (tmp_path / "key.pem").write_bytes(key)
-    cert, pair = str(tmp_path / "cert.pem"), ("--tls-key", str(tmp_path / "key.pem"))
-    credentials = grpc.ssl_server_credentials([(key, certificate)], certificate, require_client_auth=True)
+    authority = make_pair()
+    server, client = make_pair(authority), make_pair(authority)
+    for name, data in {"ca": authority.cert, "cert": client.cert, "key": client.key}.items():
+        (tmp_path / name).write_bytes(data)
+    credentials = grpc.ssl_server_credentials([(server.key, server.cert)], authority.cert, require_client_auth=True)
     with serving(FakeServer(), credentials) as target:
-        options = ("--target", target, "--requests", "2", "--unary", "--tls-ca", cert)
-        assert bench(*options, "--tls-cert", cert, *pair) == 0
+        options = ("--target", target, "--requests", "2", "--unary", "--ca-cert", str(tmp_path / "ca"))
+        assert bench(*options, "--tls-cert", str(tmp_path / "cert"), "--tls-key", str(tmp_path / "key")) == 0
         assert bench(*options) == 1
     assert "UNAVAILABLE" in capsys.readouterr().err
 
