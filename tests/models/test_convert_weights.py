@@ -388,6 +388,12 @@ class TestForServing:
         assert weights.ensure_weights(path, tmp_path / "cache") == path
         assert not (tmp_path / "cache").exists()
 
+    def test_other_safetensors_are_not_the_weights(self, model: Callable[..., Path], tmp_path: Path) -> None:
+        path = model("tied")
+        save_file({"w": torch.ones(1)}, path / "adapter_model.safetensors")
+        made = weights.ensure_weights(path, tmp_path / "cache")
+        assert same(loaded(made, safetensors=True), loaded(path, safetensors=False))
+
     def test_broken_weights_are_refused_each_time(self, model: Callable[..., Path], tmp_path: Path) -> None:
         path = model("tied")
         (path / "pytorch_model.bin").write_bytes(b"x")

@@ -26,6 +26,7 @@ SEQUENCE_LENGTH_KEYS = (
     "seq_len",
 )
 
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")  # one file, or the index of several
 EMBEDDING_SIZE_KEYS = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 
 
@@ -57,7 +58,7 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
 
 def find_weights(path: Path) -> tuple[Path, ...]:
     """The safetensors files in a model's directory, sorted; StartError if any is missing."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    single, index = (path / name for name in SAFETENSORS)
     if single.is_file():
         shards = [single]
     elif index.is_file():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tgis.errors import StartError
 from tgis.models import child_process
-from tgis.models.files import find_weights, shard_files
+from tgis.models.files import SAFETENSORS, find_weights, shard_files
 from tgis.models.progress_bar import format_bytes
 from tgis.models.staging import staging_directory
 from tgis.utils.file_lock import locked
@@ -50,7 +50,7 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
 
 def needs_conversion(path: Path) -> bool:
     """Whether the weights in directory `path` are .bin files only."""
-    return not any(path.glob("*.safetensors*")) and bool(_sources(path))
+    return not any((path / name).is_file() for name in SAFETENSORS) and bool(_sources(path))
 
 
 def convert_weights(path: Path, out: Path | None = None, *, show_progress: bool = True) -> str:
