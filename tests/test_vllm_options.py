@@ -153,6 +153,18 @@ def test_other_flags_of_vllm_are_named_in_one_warning() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        ("-O3", "--optimization-level"),
+        ("--compilation-config.level=3", "--compilation-config"),
+        ("--swap_space=4", "--swap-space"),
+    ],
+)
+def test_spellings_of_vllm(argument: str, named: str) -> None:
+    assert read(argument).warnings == (f"ignored options: {named}",)
+
+
 def test_other_variables_of_vllm_are_named_by_the_adapter_only() -> None:
     names = {"BLOCK_SIZE": "16", "API_KEY": "secret", "VLLM_LOGGING_LEVEL": "DEBUG"}
     ignored = "ignored options: API_KEY, BLOCK_SIZE, VLLM_LOGGING_LEVEL"

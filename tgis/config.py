@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import OptionError, StartError
-from tgis.foreign_options import IGNORED, WITHOUT_EFFECT, ForeignOptions, as_in_adapter
+from tgis.foreign_options import IGNORED, WITHOUT_EFFECT, ForeignOptions, as_declared, as_in_adapter
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
 from tgis.utils.options import (
@@ -42,7 +42,6 @@ from tgis.utils.options import (
     or_word,
     parse_option,
     required_option,
-    with_dashes,
     with_unit,
 )
 
@@ -278,7 +277,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     foreign, options = ForeignOptions.known(as_adapter=as_adapter), declared_options(Config)
     if as_adapter:
         options = tuple(map(as_in_adapter, options))
-    flags = vars(_parser(prog, options, foreign).parse_args(list(map(with_dashes, argv))))
+    flags = vars(_parser(prog, options, foreign).parse_args(list(map(as_declared, argv))))
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     values = _parse_options(raw_values, environ)

@@ -38,6 +38,14 @@ IGNORED = tuple(
 ADAPTER_DEFAULTS = {"port": "8000", "default_max_new_tokens": "context"}  # by our names
 
 
+def as_declared(argument: str) -> str:
+    """A flag as the parser knows it: vLLM also takes --max_model_len, --compilation-config.level=3 and -O3."""
+    if argument.startswith("-O"):
+        return f"--optimization-level={argument[2:]}"
+    name, equals, value = argument.partition("=")
+    return name.partition(".")[0].replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
 def as_in_adapter(opt: Option) -> Option:
     """The option as the adapter has it: vLLM's names are variables too, and the default is the adapter's."""
     flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_") or name == "config")

@@ -372,12 +372,6 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def with_dashes(argument: str) -> str:
-    """A flag as it is declared: vLLM also takes --max_model_len."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
 def find_raw_values(opt: Option, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[RawValue]:
     """The values given by flags, else those given by variables that are not blank."""
     by_flag = [
