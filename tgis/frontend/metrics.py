@@ -194,30 +194,42 @@ class _RequestMetrics:
     def __init__(self, add: MetricFamilies, sequence: Sequence[float], new: Sequence[float]) -> None:
         self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND_LABELS)
         self.input_count = add.counter("tgi_request_input_count", "Inputs of calls to generate.")
-        self.failure = add.counter("tgi_request_failure", "Calls or inputs that failed.", _FAILURE_LABELS)
+        self.failure = add.counter(
+            "tgi_request_failure", "Calls that failed; for cancelled and timeout, inputs.", _FAILURE_LABELS
+        )
         self.success = add.counter("tgi_request_success", "Inputs that succeeded.", _SUCCESS_LABELS)
 
-        self.raw_length = add.histogram("tgi_request_raw_input_length", "Tokens before truncation.", sequence)
-        self.input_length = add.histogram("tgi_request_input_length", "Tokens after truncation.", sequence)
+        self.raw_length = add.histogram("tgi_request_raw_input_length", "Input tokens before truncation.", sequence)
+        self.input_length = add.histogram("tgi_request_input_length", "Input tokens after truncation.", sequence)
         self.max_new_tokens = add.histogram("tgi_request_max_new_tokens", "Maximum new tokens requested.", new)
-        self.generated_tokens = add.histogram("tgi_request_generated_tokens", "Generated tokens.", new)
-        self.total_tokens = add.histogram("tgi_request_total_tokens", "Input and generated tokens.", sequence)
+        self.generated_tokens = add.histogram(
+            "tgi_request_generated_tokens", "Generated tokens of inputs that succeeded.", new
+        )
+        self.total_tokens = add.histogram(
+            "tgi_request_total_tokens", "Input and generated tokens of inputs that succeeded.", sequence
+        )
 
-        self.duration = add.duration("tgi_request_duration", "From arrival to the end.")
-        self.validation = add.duration("tgi_request_validation_duration", "From arrival to the end of validation.")
+        self.duration = add.duration("tgi_request_duration", "From arrival to the end, of inputs that succeeded.")
+        self.validation = add.duration(
+            "tgi_request_validation_duration", "From arrival to the end of validation, of valid calls."
+        )
         self.queue = add.duration("tgi_request_queue_duration", "From submission to the first step.")
-        self.inference = add.duration("tgi_request_inference_duration", "From the first step to the end.")
+        self.inference = add.duration(
+            "tgi_request_inference_duration", "From the first step to the end, of inputs that succeeded."
+        )
         self.mean_time_per_token = add.duration(
-            "tgi_request_mean_time_per_token_duration", "From the first step to the end, per generated token."
+            "tgi_request_mean_time_per_token_duration", "The same per generated token."
         )
         self.time_to_first_token = add.duration(
-            "tgi_request_time_to_first_token_duration", "From arrival to the first token."
+            "tgi_request_time_to_first_token_duration",
+            "From arrival to the first token, whatever becomes of the input.",
         )
         self.inter_token_latency = add.duration(
-            "tgi_request_inter_token_latency_duration", "Between the steps that gave an input tokens."
+            "tgi_request_inter_token_latency_duration",
+            "Between two steps that gave an input tokens, whatever becomes of it.",
         )
         self.time_per_output_token = add.duration(
-            "tgi_request_time_per_output_token_duration", "Mean time between tokens after the first."
+            "tgi_request_time_per_output_token_duration", "Mean time between the tokens of an input that succeeded."
         )
 
 
@@ -238,10 +250,10 @@ class _BatchMetrics:
         self.prompt_tokens = add.counter(
             "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
         )
-        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, of all inputs.")
+        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, whatever becomes of them.")
         self.discarded_tokens = add.counter(
             "tgi_batch_discarded_tokens",
-            "Generated tokens in no answer: of cancelled and failed calls, or after a stop.",
+            "Those in no answer: of cancelled and failed calls, or after a stop sequence.",
         )
 
         self.size = add.histogram(
