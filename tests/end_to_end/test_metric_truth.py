@@ -178,6 +178,7 @@ class Run:
         messages: list[list[pb.GenerationResponse]] = [[] for _ in running]
         readers = [asyncio.create_task(client.read(*pair)) for pair in zip(running, messages, strict=True)]
         while min(map(len, messages)) < 10:
+            assert not any(reader.done() for reader in readers)
             await asyncio.sleep(0.005)
         with stopped(self._server.engine_pid()):
             cancelled = (await self.until(lambda now: answered(now) == client.num_received))[CANCELLED]
@@ -245,8 +246,8 @@ def test_counters_equal_the_books_of_the_clients(tmp_path: Path, kind: dict[str,
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["tgis_native", "hf_transformers"])
 def test_counters_of_a_thousand_calls_to_a_model(
-    tmp_path: Path, glassllm_dir: Path, cache_dir: Path, engine: str
+    tmp_path: Path, smollm2_dir: Path, cache_dir: Path, engine: str
 ) -> None:
     settings: dict[str, Any] = OPTIONS | {"DEPLOYMENT_FRAMEWORK": engine, "CACHE_DIR": cache_dir}
-    with running_server(tmp_path, glassllm_dir, **settings) as server:
+    with running_server(tmp_path, smollm2_dir, **settings) as server:
         asyncio.run(check(server, hundreds=10, can_poison=False, max_new_tokens=1000))
