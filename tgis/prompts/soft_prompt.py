@@ -20,6 +20,7 @@ from tgis.prompts.tensor_file import (
 )
 
 _PROMPT_EMBEDDINGS = "prompt_embeddings"
+_TGIS_LAYOUT = "TGIS"
 _PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING")
 
 
@@ -30,7 +31,6 @@ class RawSoftPrompt:
     layout: str
     decoder: FileTensor | None
     encoder: FileTensor | None
-    peft: bool = False
 
     def fit(self, target: TargetModel, version: int) -> "SoftPrompt":
         """The soft prompt for the model; AdapterError if it does not fit."""
@@ -40,7 +40,7 @@ class RawSoftPrompt:
             if self.decoder is None:
                 raise AdapterError("it is for encoder-decoder models, this one is decoder-only")
             return SoftPrompt(version, _fit_tensor(self.decoder, target))
-        if target.encoder_decoder and self.peft and self.encoder is None:
+        if target.encoder_decoder and self.layout != _TGIS_LAYOUT and self.encoder is None:
             raise AdapterError(f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model")
         decoder, encoder = (_fit_tensor(part, target) if part else None for part in (self.decoder, self.encoder))
         return SoftPrompt(version, decoder, encoder, encoder_decoder=target.encoder_decoder is True)
@@ -101,7 +101,7 @@ def read_soft_prompt(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
     )
     if decoder is None and encoder is None:
         raise AdapterError(f"invalid adapter: no {CONFIG} found", AdapterProblem.NOT_FOUND)
-    return RawSoftPrompt("TGIS", decoder, encoder)
+    return RawSoftPrompt(_TGIS_LAYOUT, decoder, encoder)
 
 
 def _read_peft(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
@@ -113,14 +113,14 @@ def _read_peft(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
         raise AdapterError(f"{name} holds no {_PROMPT_EMBEDDINGS}")
     part = FileTensor(name, content[_PROMPT_EMBEDDINGS])
     if config is None:
-        return RawSoftPrompt("PEFT", part, None, peft=True)
+        return RawSoftPrompt("PEFT", part, None)
     tensor = check_tensor(part)
     if config.num_rows != len(tensor) and (config.encoder_decoder or config.num_rows is not None):
         raise AdapterError(f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.num_rows}")
     if config.encoder_decoder:  # PEFT itself ignores the other rows
         part = FileTensor(name, tensor[: config.num_virtual_tokens])
-        return RawSoftPrompt(config.peft_type, None, part, peft=True)
-    return RawSoftPrompt(config.peft_type, part, None, peft=True)
+        return RawSoftPrompt(config.peft_type, None, part)
+    return RawSoftPrompt(config.peft_type, part, None)
 
 
 def _fit_tensor(part: FileTensor, target: TargetModel) -> torch.Tensor:

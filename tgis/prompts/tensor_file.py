@@ -38,9 +38,7 @@ class TargetModel:
     dtype: torch.dtype
     device: torch.device
     encoder_decoder: bool | None = False
-    lora_targets: Mapping[str, tuple[int, int]] | None = (
-        None  # name -> in and out features; empty: LoRA is not supported
-    )
+    lora_targets: Mapping[str, tuple[int, int]] | None = None  # name -> in and out features; empty: takes no LoRA
 
 
 def read_config(directory: AdapterDirectory, kind: type[T]) -> T:

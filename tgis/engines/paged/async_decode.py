@@ -34,11 +34,6 @@ class InFlightStep:
         prompt_tables = [chunk.table for chunk in self.prompt_chunks if chunk.table]
         self._pending = PendingCopy([*self.sampled.tables, *prompt_tables])
 
-    @property
-    def seqs(self) -> list[Sequence]:
-        """Those that get a token."""
-        return self.sampled.seqs
-
     def wait(self, prompt_logprobs: PromptLogprobs) -> tuple[StepResult, list[Sequence]]:
         """The result, and the sequences whose token is not the one that a next step was launched with."""
         tables = self._pending.wait()
@@ -91,7 +86,7 @@ class AsyncDecoder:
             self._cooldown -= 1
             return
         # A sequence that was in flight and is not reused is in both steps: the later one counts.
-        indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.seqs)}
+        indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.sampled.seqs)}
         token_ids = torch.cat([step.sampled.token_ids() for step in steps])
         self._in_flight = self.launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
         self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
@@ -111,11 +106,11 @@ class AsyncDecoder:
         return position < len(seq.block_table) * self.block_size
 
     def _collect(self, plan: StepPlan, steps: list[InFlightStep]) -> StepResult:
-        last_steps = {seq.id: step for step in steps for seq in step.seqs}
+        last_steps = {seq.id: step for step in steps for seq in step.sampled.seqs}
         results = []
         for step in steps:
             result, changed = step.wait(self.prompt_logprobs)
-            results.append((step.seqs, result))
+            results.append((step.sampled.seqs, result))
             self._discard([seq for seq in changed if last_steps[seq.id] is step and seq in plan.sampled])
         return StepResult.gather(plan.sampled, results)
 

@@ -69,7 +69,7 @@ class PagedEngine:
         vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", kernels)
         self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history)
-        self._prompt_logprobs = PromptLogprobs(vocab_size)
+        self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device)
         if async_decode is None:
             async_decode = self._device.type == "cuda" and options.num_shards == 1

@@ -29,8 +29,7 @@ class PromptChunk:
 class PromptLogprobs:
     """Keeps the logprobs of unfinished prompts."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self) -> None:
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # by request id
 
     def start(self, plan: StepPlan, prompt_slices: dict[int, slice], logits: Tensor) -> list[PromptChunk]:
@@ -49,7 +48,7 @@ class PromptLogprobs:
                 self._logprobs[seq.id] = [first_prompt_logprobs(options)]
             if chunk.table:
                 rows = next(on_host).rows
-                self._logprobs[seq.id] += [token_logprobs(row, options, self._vocab_size) for row in rows]
+                self._logprobs[seq.id] += [token_logprobs(row, options) for row in rows]
             else:
                 self._logprobs[seq.id] += [TokenLogprobs()] * chunk.num_targets
             if chunk.is_last:

@@ -180,16 +180,15 @@ def logprob_table(
     return LogprobTable(table, num_candidates, scores.map_row_blocks(retry))
 
 
-def token_logprobs(row: list[float], options: LogprobOptions, vocab_size: int) -> TokenLogprobs:
+def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
     """What `options` ask for, from a row of a table."""
     _, _, logprob, rank, num_top, *best = row
     half = len(best) // 2
     top = list(zip(map(int, best[:half]), best[half:], strict=True))[: int(num_top)]
-    n = min(options.top_n_tokens, vocab_size)
     return TokenLogprobs(
         logprob if options.logprobs else 0.0,
         int(rank) if options.ranks else 0,
-        _top_candidates(top, n, options.logprobs) if options.top_n_tokens else [],
+        _top_candidates(top, options.top_n_tokens, options.logprobs) if options.top_n_tokens else [],
     )
 
 
@@ -215,7 +214,7 @@ def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptio
         return [TokenLogprobs() for _ in tokens]
     with torch.inference_mode():
         (on_host,) = PendingCopy([prompt_logprob_table(logits, tokens, options)]).wait()
-    return [token_logprobs(row, options, logits.shape[1]) for row in on_host.rows]
+    return [token_logprobs(row, options) for row in on_host.rows]
 
 
 def prompt_logprob_table(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> LogprobTable:

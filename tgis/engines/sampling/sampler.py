@@ -161,7 +161,7 @@ class SampledTokens:
             result.tokens.append([int(row[0])] if valid else [])
             if asked:
                 told = valid and own.wants_details
-                result.logprobs.append([token_logprobs(row, own, self.vocab_size)] if told else [])
+                result.logprobs.append([token_logprobs(row, own)] if told else [])
             if not valid:
                 result.failed[seq.id] = "the model's scores are not finite"
         return result

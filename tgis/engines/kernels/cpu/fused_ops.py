@@ -203,12 +203,7 @@ def _rows_close(expected: Tensor, found: Tensor) -> bool:
 def _with_global(method: Any, name: str, value: object) -> MethodType:
     """A copy of the method that sees another value of one global."""
     function = method.__func__
-    changed = FunctionType(
-        function.__code__,
-        {**function.__globals__, name: value},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    names = {**function.__globals__, name: value}
+    changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return MethodType(changed, method.__self__)
