@@ -154,7 +154,8 @@ class EngineClient:
                     self._fail(request_id, _request_error(kind, text))
                 if self.metrics and prefill is not None:
                     self.metrics.step_failed(kind, prefill=prefill)
-            case messages.Ready(info, self.fallback_reason):
+            case messages.Ready(info, reason):
+                self.fallback_reason = reason
                 self.ready.set_result(info)
             case messages.Fatal(text):
                 self._death_cause = text
