@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import oracle
 import pytest
@@ -55,7 +56,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def smollm2(request: pytest.FixtureRequest, smollm2_dir: Path, cache_dir: Path) -> Iterator[Served]:
-    with _serving("smollm2", smollm2_dir, cache_dir, request) as served:
+    # by default its KV cache has 5 GiB, which take seconds to clear
+    with _serving("smollm2", smollm2_dir, cache_dir, request, KV_CACHE_SIZE_MB=512) as served:
         yield served
 
 
@@ -78,11 +80,11 @@ def titles(request: pytest.FixtureRequest, titles_dir: Path, cache_dir: Path) ->
 
 
 @contextmanager
-def _serving(name: str, model: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+def _serving(name: str, model: Path, cache: Path, request: pytest.FixtureRequest, **options: Any) -> Iterator[Served]:
     answers = oracle.answers(name, model, cache, request.config.getoption("--oracle-recompute"))
     with (
         TemporaryDirectory() as log,
-        running_server(Path(log), model, DTYPE="float32") as server,
+        running_server(Path(log), model, DTYPE="float32", **options) as server,
         server.stub() as stub,
     ):
         yield Served(server, stub, answers, MAX_NEW_TOKENS[name])
