@@ -119,8 +119,10 @@ class Server:
 
     def convert_weights(self) -> None:
         """Make safetensors if the model has older weights; StartError if that fails."""
-        if self._config.engine not in _OTHER_WEIGHTS:
-            self._model = replace(self._model, path=ensure_weights(self._model.path, self._config.cache_dir))
+        path, engine = self._model.path, self._config.engine
+        has_graphs = engine == "hf_optimum_ort" and any(path.glob("**/*.onnx"))  # else hf_transformers takes its place
+        if engine != "fake" and not has_graphs:
+            self._model = replace(self._model, path=ensure_weights(path, self._config.cache_dir))
 
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""

@@ -24,10 +24,13 @@ from transformers import (
     T5Config,
 )
 
+from tgis.config import parse
 from tgis.errors import StartError
 from tgis.models import child_process
 from tgis.models.convert import weights, weights_child
+from tgis.models.fake import make_fake_model
 from tgis.models.files import find_weights
+from tgis.server import prepare
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "tied": GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, bos_token_id=0, eos_token_id=0),
@@ -393,6 +396,23 @@ class TestForServing:
         save_file({"w": torch.ones(1)}, path / "adapter_model.safetensors")
         made = weights.ensure_weights(path, tmp_path / "cache")
         assert same(loaded(made, safetensors=True), loaded(path, safetensors=False))
+
+    def test_engines_that_have_weights_of_their_own(self, model: Callable[..., Path], tmp_path: Path) -> None:
+        path = model("tied")
+        shutil.copy(make_fake_model(tmp_path / "fake") / "tokenizer.json", path)
+
+        def served(engine: str) -> Path:
+            environ = {"MODEL_NAME": str(path), "DEPLOYMENT_FRAMEWORK": engine, "CACHE_DIR": str(tmp_path / "cache")}
+            server = prepare(parse([], environ, "tgis serve"))
+            server.convert_weights()
+            return Path(server._engine_options().model_path)
+
+        assert served("fake") == path
+        assert served("hf_optimum_ort") != path  # hf_transformers will serve it
+        (path / "onnx").mkdir()
+        (path / "onnx" / "model.onnx").touch()
+        assert served("hf_optimum_ort") == path
+        assert served("hf_transformers") != path
 
     def test_broken_weights_are_refused_each_time(self, model: Callable[..., Path], tmp_path: Path) -> None:
         path = model("tied")
