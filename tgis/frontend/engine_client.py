@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
@@ -159,6 +159,8 @@ class EngineClient:
                 self.ready.set_result(info)
             case messages.Fatal(text):
                 self._death_cause = text
+            case unknown:
+                assert_never(unknown)
 
     def disconnected(self) -> None:
         """The engine process is gone: fail everything open, then find out why."""
