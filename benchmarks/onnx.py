@@ -22,7 +22,7 @@ from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request
 from tgis.models.demo.fetch import ensure
 from tgis.utils.cpus import usable_cores
 
@@ -132,9 +132,7 @@ def _end(reason: str) -> Any:
 
 
 def _sequences(inputs: list[list[int]], details: LogprobOptions) -> list[Sequence]:
-    return [
-        Sequence(Request(n, ids, NEW_TOKENS, False, SamplingParams(), details), 0.0) for n, ids in enumerate(inputs)
-    ]
+    return [Sequence(Request(n, ids, NEW_TOKENS, logprob_options=details), 0.0) for n, ids in enumerate(inputs)]
 
 
 def _greedy(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

@@ -21,7 +21,7 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
 from tgis.ipc.messages import BatcherCounters
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import Request
 
 # SmolLM2-135M in bf16 on two cores: steps of 16.9, 21.4, 40.7 and 70 ms at 1, 8, 32 and 64 sequences of 150 tokens.
 SMOLLM2_TWO_CORES = StepModel(
@@ -141,7 +141,7 @@ class Simulation:
             arrival, number, request = heapq.heappop(self._arrivals)
             self._token_times[number] = arrival, []
             tokens = [*range(request.prompt_tokens)]
-            one = Request(number, tokens, request.output_tokens, False, SamplingParams(), LogprobOptions())
+            one = Request(number, tokens, request.output_tokens)
             self._batcher.submit([one], arrival)
 
     def _step(self, plan: StepPlan) -> None:

@@ -66,9 +66,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
     tokens: list[int]  # placeholders of the soft prompt, then the input after truncation, with special tokens
     max_new_tokens: int  # already reduced to what the sequence length leaves
-    limited_by_context: bool  # it was reduced: reaching it is TOKEN_LIMIT, not MAX_TOKENS
-    sampling_params: SamplingParams
-    logprob_options: LogprobOptions
+    limited_by_context: bool = False  # it was reduced: reaching it is TOKEN_LIMIT, not MAX_TOKENS
+    sampling_params: SamplingParams = SamplingParams()
+    logprob_options: LogprobOptions = LogprobOptions()
     deadline: float | None = None  # `time.monotonic()`
     cache_salt: bytes = b""  # requests share cached prefixes only with others of the same salt
     adapter: AdapterRef | None = None

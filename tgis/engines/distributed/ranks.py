@@ -17,7 +17,7 @@ from tgis.engines.lora.soft_prompts import flat_spans
 from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineOptions, Shutdown
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.soft_prompt import SoftPrompt
 
 
@@ -48,8 +48,6 @@ class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
             self.id,
             tokens=[0] * self.num_computed_tokens + self.tokens,
             max_new_tokens=1,
-            limited_by_context=False,
-            sampling_params=SamplingParams(),
             logprob_options=LogprobOptions(input_tokens=self.prompt_logprobs),
             adapter=AdapterRef("", self.num_computed_tokens + soft_length, 0, 0, 0) if soft_length else None,
         )

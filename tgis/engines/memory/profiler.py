@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+import msgspec
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -30,6 +31,7 @@ _FLOAT_BYTES = 4
 # sequence samples by another method, because each method copies the scores of its own sequences.
 _EXPENSIVE = SamplingParams(temperature=100.0, top_p=0.999, typical_p=0.999, repetition_penalty=1.1, min_new_tokens=1)
 _PLAIN = SamplingParams(temperature=1.0)
+_DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,19 +214,14 @@ class DummyRunner:
         prompt_length = max(1, prompt_length - index % 2) if index else prompt_length
         vocab_size = self._engine.info.vocab_size
         tokens = [(index + 7 * position) % vocab_size for position in range(prompt_length + output_length)]
+        sampling_params = _PLAIN if index == 1 else _EXPENSIVE
+        options = msgspec.structs.replace(_DETAILS, input_tokens=logprobs, top_n_tokens=self._max_top_n_tokens)
         request = Request(
             next(self._ids),
             tokens[:prompt_length],
             output_length + 2,
-            limited_by_context=False,
-            sampling_params=_PLAIN if index == 1 else _EXPENSIVE,
-            logprob_options=LogprobOptions(
-                generated_tokens=True,
-                input_tokens=logprobs,
-                logprobs=True,
-                ranks=True,
-                top_n_tokens=self._max_top_n_tokens,
-            ),
+            sampling_params=sampling_params,
+            logprob_options=options,
         )
         seq = Sequence(request, arrival_time=0.0)
         seq.tokens = tokens

@@ -22,7 +22,7 @@ from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import Request
 
 _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 
@@ -64,10 +64,7 @@ class PaddedEngine:
 
     def warm_up(self) -> None:
         """Generate two tokens for one sequence, then find out how many tokens of context fit into memory."""
-        request = Request(
-            -1, [0] * 8, 2, limited_by_context=False, sampling_params=SamplingParams(), logprob_options=LogprobOptions()
-        )
-        seq = Sequence(request, arrival_time=0.0)
+        seq = Sequence(Request(-1, tokens=[0] * 8, max_new_tokens=2), arrival_time=0.0)
         for _ in range(2):
             tokens = self.step(StepPlan.compute_all([seq])).tokens
             seq.num_computed_tokens = len(seq.tokens)

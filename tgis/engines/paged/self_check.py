@@ -10,7 +10,7 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.errors import Unsupported
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import LogprobOptions, Request
 
 _NUM_TOKENS = 40
 _CHUNKS = (17, _NUM_TOKENS - 18, 1)
@@ -46,7 +46,7 @@ def verify_attention(
 def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool = False) -> Sequence:
     """A sequence of no request, in the first blocks."""
     options = LogprobOptions(input_tokens=prompt_logprobs)
-    seq = Sequence(Request(-1, tokens, 2, False, SamplingParams(), options), arrival_time=0.0)
+    seq = Sequence(Request(-1, tokens, 2, logprob_options=options), arrival_time=0.0)
     seq.block_table = list(range(-(-len(tokens) // block_size)))
     return seq
 
