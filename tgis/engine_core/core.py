@@ -32,7 +32,7 @@ class EngineCore:
         """Serve until Shutdown."""
         while self._handle(self.channel.receive(wait=self.batcher.idle)):
             if expired := self.batcher.expire(time.monotonic()):
-                self._send_step(expired, [[]] * len(expired))
+                self._send_step(expired, [[]] * len(expired), StepResult([], []), None)
             plan = self.batcher.plan(time.monotonic())
             self.engine.release(plan.to_release)
             if plan.seqs:
@@ -99,19 +99,8 @@ class EngineCore:
         return rest, StepResult.gather(rest.sampled, [(plan.sampled, result)])
 
     def _send_step(
-        self,
-        seqs: list[Sequence],
-        tokens: list[list[int]],
-        result: StepResult | None = None,
-        stats: StepStats | None = None,
+        self, seqs: list[Sequence], tokens: list[list[int]], result: StepResult, stats: StepStats | None
     ) -> None:
-        self.channel.send(
-            Step(
-                ids=[seq.id for seq in seqs],
-                tokens=tokens,
-                stop_reasons=[seq.stop_reason for seq in seqs],
-                logprobs=result.logprobs if result else [],
-                prompt_logprobs=result.prompt_logprobs if result else {},
-                stats=stats,
-            )
-        )
+        stop_reasons: list[int] = [seq.stop_reason for seq in seqs]
+        ids = [seq.id for seq in seqs]
+        self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, result.prompt_logprobs, stats))

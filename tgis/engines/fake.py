@@ -92,15 +92,9 @@ class FakeEngine:
         if model.memory_tokens is not None and context > model.memory_tokens:
             raise OutOfMemory("more tokens of context than the model's config allows")
         tokens = [self._next_tokens(seq) for seq in plan.sampled]
-        return StepResult(
-            tokens,
-            logprobs=[
-                self._token_logprobs(seq.request.logprob_options, new_tokens)
-                for seq, new_tokens in zip(plan.sampled, tokens, strict=True)
-            ],
-            prompt_logprobs=self._prompt_logprobs(plan.sampled),
-            failed={seq.id: "a poisoned row" for seq in plan.seqs if model.poison_token in seq.tokens},
-        )
+        logprobs = [self._token_logprobs(seq, new) for seq, new in zip(plan.sampled, tokens, strict=True)]
+        failed = {seq.id: "a poisoned row" for seq in plan.seqs if model.poison_token in seq.tokens}
+        return StepResult(tokens, logprobs, self._prompt_logprobs(plan.sampled), failed)
 
     def release(self, seqs: Collection[Sequence]) -> None:
         for seq in seqs:
@@ -127,7 +121,8 @@ class FakeEngine:
             if seq.wants_prompt_logprobs
         }
 
-    def _token_logprobs(self, options: LogprobOptions, tokens: list[int]) -> list[TokenLogprobs]:
+    def _token_logprobs(self, seq: Sequence, tokens: list[int]) -> list[TokenLogprobs]:
+        options = seq.request.logprob_options
         wanted = options.generated_tokens and options.wants_details
         return [self._make_logprobs(options, token) for token in tokens] if wanted else []
 

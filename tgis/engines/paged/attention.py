@@ -32,11 +32,11 @@ _Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, _KVCache, AttentionParam
 class PagedAttention:
     """The attention function of one engine: writes the keys and values of the step, then attends."""
 
-    def __init__(self, name: str, kernels: CpuKernels | None = None) -> None:
+    def __init__(self, name: str, block_size: int, kernels: CpuKernels | None) -> None:
         self.name = name
         self._cpu_attention = CpuAttention(kernels) if kernels else None
         self.batch: FlatBatch | None = None
-        self.cache = PagedKVCache(0, 1)
+        self.cache = PagedKVCache(0, block_size)
         self.windows: set[int | None] = set()  # that layers have passed
         self.operator: Callable[..., Tensor] = self.attend  # or a custom operator that wraps it, for torch.compile
         AttentionInterface.register(name, self)

@@ -67,7 +67,7 @@ class PagedEngine:
         self._lora = LoraLayers(self._model, kernels)
         self._embed_tokens = self._model.get_input_embeddings()
         vocab_size = int(self._model.get_output_embeddings().out_features)
-        self._attention = PagedAttention(f"tgis_paged_{id(self)}", kernels)
+        self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, kernels)
         self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history)
         self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device)
@@ -77,7 +77,7 @@ class PagedEngine:
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledDecoder | None = None
         self._graphs: DecodeGraphs | None = None
-        verify_attention(self._model, self._attention, self.compute_logits, block_size, options.max_sequence_length)
+        verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
         kind = self._device.type
         self.info = EngineInfo(
             engine="tgis_native",

@@ -20,11 +20,7 @@ _WINDOW_LAYER_TYPES = {"sliding_window": "sliding_attention", "attention_chunk_s
 
 
 def verify_attention(
-    model: PreTrainedModel,
-    attention: PagedAttention,
-    compute_logits: ComputeLogits,
-    block_size: int,
-    max_sequence_length: int,
+    model: PreTrainedModel, attention: PagedAttention, compute_logits: ComputeLogits, max_sequence_length: int
 ) -> None:
     """Replace the model's attention, for good. Unsupported unless its logits stay the same, for a prompt in chunks and
     a decode. Leaves a KV cache of the few tokens of this check.
@@ -33,7 +29,7 @@ def verify_attention(
     tokens = torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0].double()
     model.set_attn_implementation(attention.name)
-    logits = _paged_logits(tokens, attention, compute_logits, block_size)
+    logits = _paged_logits(tokens, attention, compute_logits)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(attention.cache) != num_layers:
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
@@ -51,9 +47,8 @@ def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool 
     return seq
 
 
-def _paged_logits(
-    tokens: list[int], attention: PagedAttention, compute_logits: ComputeLogits, block_size: int
-) -> Tensor:
+def _paged_logits(tokens: list[int], attention: PagedAttention, compute_logits: ComputeLogits) -> Tensor:
+    block_size = attention.cache.block_size
     seq = dummy_sequence(tokens, block_size, prompt_logprobs=True)
     attention.cache = PagedKVCache(len(seq.block_table), block_size)
     logits = []
