@@ -104,6 +104,16 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
     assert metric(server, "tgi_prompt_load_failure") == 0
 
 
+def test_adapters_in_use_are_in_the_metrics(server: Server, stub: Stub) -> None:
+    scrape = ""
+    while 'running_lora_adapters="queen"' not in scrape:  # the stream may have ended before the scrape
+        stream = stub.GenerateStream(as_stream_request(call("The Queen", "queen", 100)), timeout=60)
+        next(stream), next(stream)
+        scrape = server.get("/metrics")[1]
+        assert len(list(stream)) > 0
+    assert metric(server, "tgi_lora_running_adapters") == 0
+
+
 def test_broken_adapters_have_clear_errors_and_affect_no_other_request(server: Server, stub: Stub, store: Path) -> None:
     request = call("The Queen", "queen", 100)
     undisturbed = tokens_of(stub, request)
