@@ -176,7 +176,7 @@ def test_what_gathers_while_nobody_reads_comes_in_one_message_unless_tokens_are_
     with grpc.insecure_channel(server.target, options=window) as channel:
         messages = pb_grpc.GenerationServiceStub(channel).GenerateStream(as_stream_request(request), timeout=60)
         next(messages)
-        wait_until(lambda: gauge(server, "tgi_batch_generated_tokens_total") == before + MAX_NEW, seconds=30)
+        wait_until(lambda: gauge(server, "tgi_batch_generated_tokens_total") == before + MAX_NEW)
         rest = list(messages)
     assert "".join(message.text for message in rest) == ("abcdefgh" * 22)[:MAX_NEW]
     assert rest[-1].generated_token_count == MAX_NEW
@@ -201,10 +201,9 @@ def test_the_time_limit_cuts_with_partial_text(stub: Stub, streamed: bool) -> No
         *_, last = stub.GenerateStream(as_stream_request(request))
     else:
         (last,) = stub.Generate(request).responses
-    took = time.monotonic() - started
+    assert time.monotonic() - started >= 0.2
     assert last.stop_reason == pb.TIME_LIMIT
     assert 1 <= last.generated_token_count < 60
-    assert 0.2 <= took < 2.0
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -428,34 +427,37 @@ def test_a_poisoned_request_fails_alone(stub: Stub) -> None:
 
 
 def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) -> None:
-    cancelled = 'tgi_request_failure{err="cancelled"}'
-    before = gauge(server, cancelled)
+    cancelled, generated = 'tgi_request_failure{err="cancelled"}', "tgi_batch_generated_tokens_total"
+    before = {name: gauge(server, name) for name in (cancelled, generated)}
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in ("abc", "!", "def")])
     request.params.stopping.max_new_tokens = MAX_NEW
-    started = time.monotonic()
     assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.INTERNAL
-    assert time.monotonic() - started < MAX_NEW * 0.005  # sooner than the others could finish
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
-    assert gauge(server, cancelled) - before == 2
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)
+    assert gauge(server, cancelled) - before[cancelled] == 2
+    assert gauge(server, generated) - before[generated] < 2 * MAX_NEW
 
 
 def test_a_cancelled_stream_frees_its_row(server: Server, stub: Stub) -> None:
+    before = gauge(server, "tgi_batch_generated_tokens_total")
     streams = [stub.GenerateStream(as_stream_request(unary_request(f"cancel {n}", MAX_NEW))) for n in range(10)]
     for stream in streams:
         next(stream), next(stream)
     assert gauge(server, "tgi_batch_current_size") == 10
     for stream in streams:
         stream.cancel()
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)
+    assert gauge(server, "tgi_batch_generated_tokens_total") - before < 10 * MAX_NEW
 
 
 def test_a_cancelled_unary_call_frees_its_rows(server: Server, stub: Stub) -> None:
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=f"abc{n}") for n in range(10)])
     request.params.stopping.max_new_tokens = MAX_NEW
+    before = gauge(server, "tgi_batch_generated_tokens_total")
     future = stub.Generate.future(request)
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 10, seconds=2)
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 10)
     future.cancel()
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0, seconds=0.5)
+    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)
+    assert gauge(server, "tgi_batch_generated_tokens_total") - before < 10 * MAX_NEW
 
 
 def test_garbage_on_the_port_affects_nobody_else(server: Server, stub: Stub) -> None:
@@ -527,8 +529,8 @@ def gauge(server: Server, name: str) -> float:
     raise AssertionError(f"no {name}")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < until
         threading.Event().wait(0.005)
