@@ -173,15 +173,17 @@ class Server:
             engine=info,
             limits=replace(
                 self._limits,
-                placeholder_id=self._placeholder_id(info.vocab_size),
+                placeholder_id=self._placeholder_id(info.input_vocab_size),
                 max_request_tokens=info.max_request_tokens,
                 max_positions=info.max_positions,
+                input_vocab_size=info.input_vocab_size,
             ),
             max_concurrent_inputs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
             random_seed=config.random_seed,
             log_text=config.log_text,
         )
+        self._compare_vocabularies(info)
         self._metrics = self._make_metrics(info)
         client.metrics = self._metrics
         adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
@@ -195,6 +197,12 @@ class Server:
         for line in startup_lines(config, info, client.fallback_reason, lengths, ports):
             log.info("%s", line)
         log.info("serving %s after %.1f s", config.shown_model, time.monotonic() - self._started)
+
+    def _compare_vocabularies(self, info: EngineInfo) -> None:
+        largest = self._tokenizer.max_token_id
+        if largest >= info.input_vocab_size:
+            text = "the tokenizer has token %r with id %d, the model has only ids below %d: inputs with it are refused"
+            log.warning(text, self._tokenizer.token_text(largest), largest, info.input_vocab_size)
 
     async def _monitor(self, client: EngineClient, stop: asyncio.Future[None]) -> None:
         """Return on a signal or when the engine dies; kill it if it has work but finishes no step for too long."""

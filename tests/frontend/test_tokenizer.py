@@ -141,6 +141,12 @@ def test_token_texts_are_raw_vocabulary(families: Families) -> None:
     assert [i for i in range(300) if tokenizer.is_special(i)] == [0, 1, 2]
 
 
+def test_the_highest_id_may_be_that_of_an_added_token(families: Families) -> None:
+    for family in zoo.FAMILIES:
+        backend, tokenizer = families(family)
+        assert tokenizer.max_token_id == max(backend.get_vocab().values())
+
+
 def test_encode_without_special_tokens(families: Families) -> None:
     backend, tokenizer = families("byte_fallback")
     assert tokenizer.encode_without_special_tokens("The") == backend.encode("The").ids[1:]

@@ -69,6 +69,7 @@ class FakeEngine:
             max_prefill_tokens=self._model.prefill_tokens,
             block_size=self._model.block_size,
             max_request_tokens=self._model.largest,
+            input_vocab_size=int(config["vocab_size"]),
         )
 
     def warm_up(self) -> None:

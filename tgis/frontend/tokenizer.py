@@ -97,6 +97,12 @@ class Tokenizer:
         size: int = self._backend.get_vocab_size()
         return size
 
+    @property
+    def max_token_id(self) -> int:
+        """The highest id, if those of the model itself have no gaps; added tokens may have any."""
+        size: int = self._backend.get_vocab_size(with_added_tokens=False)
+        return max([size - 1, *self._backend.get_added_tokens_decoder()])
+
     def token_text(self, token_id: int) -> str:
         """The raw vocabulary string, such as `Ġfirst` or `</s>`; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""

@@ -31,6 +31,7 @@ class RequestLimits:
     placeholder_id: int = 0  # the token that stands for each virtual token of a soft prompt
     max_request_tokens: int = 1 << 40  # input and output that fit into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
+    input_vocab_size: int = 1 << 40  # of the model; its tokenizer may have more ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,9 @@ def make_request(
         raise InvalidRequest(field, f"{field} gives no token")
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
     room = max_length - length - prefix_length
+    if (largest := max(tokens)) >= limits.input_vocab_size:
+        text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
+        raise InvalidRequest(field, text)
     if room <= 0:
         raise InvalidRequest(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:

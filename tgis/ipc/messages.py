@@ -49,7 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     model_class: str
     device: str
     dtype: str
-    vocab_size: int
+    vocab_size: int  # width of the logits
     encoder_decoder: bool
     padded: bool  # a batch costs batch size x longest sequence, else the sum of lengths
     max_batch_size: int
@@ -60,6 +60,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_slowdown: float = 2.0  # how much longer a step may take because of prefill chunks beside decodes
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
+    input_vocab_size: int = 1 << 40  # ids of input tokens are below
     embedding_size: int = 0  # width of a soft prompt; 0: the engine takes none
     lora_targets: dict[str, tuple[int, int]] = {}  # layer -> its inputs and outputs; empty: the engine takes no LoRA
 

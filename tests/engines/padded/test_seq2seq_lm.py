@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import DECODER_START, EOS, VOCAB_SIZE, generate_all, make_model
+from tiny_models import DECODER_START, EOS, VOCAB_SIZE, generate_all, make_config, make_model, make_model_from_config
 from transformers import AutoModelForSeq2SeqLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
+from tgis.errors import StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 NEW_TOKENS = 12
@@ -67,6 +68,25 @@ def test_the_generation_config_is_obeyed(name: str, rule: str, tmp_path: Path) -
     expected = generate(directory)
     assert expected != plain, "the rule changes nothing"
     assert joined(directory, requests(), 3) == expected
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(60, VOCAB_SIZE), (VOCAB_SIZE, 60)])
+def test_inputs_are_of_the_vocabulary_of_the_encoder(encoder: int, decoder: int, tmp_path: Path) -> None:
+    config = make_config("T5Gemma")
+    config.encoder.vocab_size, config.decoder.vocab_size = encoder, decoder
+    config.vocab_size = decoder
+    info = load(make_model_from_config(config, tmp_path)).info
+    assert (info.input_vocab_size, info.vocab_size) == (encoder, decoder)
+
+
+@pytest.mark.parametrize("rule", ["forced_bos_token_id", "decoder_start_token_id"])
+def test_a_generation_config_with_tokens_beyond_the_vocabulary(rule: str, tmp_path: Path) -> None:
+    """Suppressing them changes nothing."""
+    suppress = {"bad_words_ids": [[VOCAB_SIZE]], "suppress_tokens": [VOCAB_SIZE, 5000]}
+    directory = make_model("T5", tmp_path / "suppressed", **suppress)
+    assert joined(directory, requests(), 3) == joined(make_model("T5", tmp_path / "plain"), requests(), 3)
+    with pytest.raises(StartError, match=rf"^{rule} {VOCAB_SIZE} is not in the model's vocabulary of {VOCAB_SIZE}$"):
+        load(make_model("T5", tmp_path / "forced", **{rule: VOCAB_SIZE}))
 
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])

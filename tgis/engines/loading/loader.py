@@ -40,7 +40,8 @@ class LoadedModelInfo:
 
     model_class: str
     dtype: torch.dtype
-    vocab_size: int
+    vocab_size: int  # width of the logits
+    input_vocab_size: int  # ids of input tokens are below
     encoder_decoder: bool
 
 
@@ -90,7 +91,17 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
 
 def model_info(model: PreTrainedModel) -> LoadedModelInfo:
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    return LoadedModelInfo(type(model).__name__, model.dtype, vocab_size, model.config.is_encoder_decoder)
+    encoder_decoder = model.config.is_encoder_decoder
+    return LoadedModelInfo(
+        type(model).__name__, model.dtype, vocab_size, input_vocab_size(model), encoder_decoder=encoder_decoder
+    )
+
+
+def input_vocab_size(model: PreTrainedModel) -> int:
+    """How many token ids have an embedding and, where an input has logprobs, a logit."""
+    if model.config.is_encoder_decoder:  # some have a vocabulary of their own for each part
+        return int(model.get_encoder().get_input_embeddings().num_embeddings)
+    return int(min(model.get_input_embeddings().num_embeddings, model.get_output_embeddings().out_features))
 
 
 def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:

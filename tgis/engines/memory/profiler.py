@@ -212,7 +212,8 @@ class DummyRunner:
     def _sequence(self, prompt_length: int, output_length: int = 0, *, index: int, logprobs: bool) -> Sequence:
         """Every other sequence is a token shorter, so that there is padding."""
         prompt_length = max(1, prompt_length - index % 2) if index else prompt_length
-        vocab_size = self._engine.info.vocab_size
+        info = self._engine.info
+        vocab_size = min(info.vocab_size, info.input_vocab_size)
         tokens = [(index + 7 * position) % vocab_size for position in range(prompt_length + output_length)]
         sampling_params = _PLAIN if index == 1 else _EXPENSIVE
         options = msgspec.structs.replace(_DETAILS, input_tokens=logprobs, top_n_tokens=self._max_top_n_tokens)

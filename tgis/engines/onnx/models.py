@@ -109,7 +109,7 @@ class OnnxSeq2SeqLM:
         self._decoder = Decoder.load(files, device, options.num_threads)
         self._device = device
         self.lora = LoraLayers(None)
-        self._constraints = OutputConstraints(_generation_config(options, config), device)
+        self._constraints = OutputConstraints(_generation_config(options, config), self._decoder.vocab_size, device)
         self.info = _model_info(config, self._decoder)
         most = getattr(config, "max_position_embeddings", None)
         self.max_positions = min(options.max_sequence_length, most or options.max_sequence_length)
@@ -212,7 +212,11 @@ class OnnxSeq2SeqLM:
 
 def _model_info(config: PreTrainedConfig, decoder: Decoder) -> LoadedModelInfo:
     name = (config.architectures or [type(config).__name__])[0]
-    return LoadedModelInfo(f"{name} (ONNX)", decoder.dtype, decoder.vocab_size, config.is_encoder_decoder)
+    encoder_decoder = config.is_encoder_decoder
+    input_vocab_size = config.vocab_size if encoder_decoder else decoder.vocab_size
+    return LoadedModelInfo(
+        f"{name} (ONNX)", decoder.dtype, decoder.vocab_size, input_vocab_size, encoder_decoder=encoder_decoder
+    )
 
 
 def _generation_config(options: EngineOptions, config: PreTrainedConfig) -> GenerationConfig:

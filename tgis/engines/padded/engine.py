@@ -58,6 +58,7 @@ class PaddedEngine:
             token_capacity=0,  # until `warm_up` has found it
             max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
             max_positions=self._model.max_positions,
+            input_vocab_size=model.input_vocab_size,
             embedding_size=self._model.embedding_size,
             lora_targets=self._model.lora.targets,
         )

@@ -30,16 +30,22 @@ from tgis.ipc.request import TokenLogprobs
 class OutputConstraints:
     """What a model's generation config demands of every output, unlike its defaults for sampling."""
 
-    def __init__(self, config: GenerationConfig, device: torch.device) -> None:
-        """StartError unless the config has one token for the decoder to start with."""
+    def __init__(self, config: GenerationConfig, vocab_size: int, device: torch.device) -> None:
+        """StartError unless the config has one token for the decoder to start with, and that and the one it forces are
+        in the vocabulary.
+        """
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if not isinstance(start, int):
             raise StartError(f"decoder_start_token_id of an encoder-decoder must be one token, not {start!r:.40}")
+        for name, token in {"decoder_start_token_id": start, "forced_bos_token_id": config.forced_bos_token_id}.items():
+            if token is not None and not 0 <= token < vocab_size:
+                raise StartError(f"{name} {token} is not in the model's vocabulary of {vocab_size}")
         words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
         suppressed = [*words, *(config.suppress_tokens or [])]  # such as Marian's padding
         self.decoder_start_token_id = start
         self._forced_bos_token_id = config.forced_bos_token_id  # of every output, for example a target language
-        self._suppressed_token_ids = torch.tensor(suppressed, dtype=torch.int64, device=device)
+        known = [token for token in suppressed if 0 <= token < vocab_size]
+        self._suppressed_token_ids = torch.tensor(known, dtype=torch.int64, device=device)
 
     def apply(self, logits: Tensor, first_step_rows: list[int]) -> None:
         """Change logits [rows, V] in place; `first_step_rows` have no token yet."""
@@ -62,7 +68,7 @@ class Seq2SeqLM:
         check_row_independence(self.model)
         self.info = model_info(self.model)
         self._positions = find_positions(self.model, options.max_sequence_length)
-        self._constraints = OutputConstraints(self.model.generation_config, device)
+        self._constraints = OutputConstraints(self.model.generation_config, self.info.vocab_size, device)
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self._max_batch_size = max_batch_size
