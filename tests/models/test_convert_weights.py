@@ -1,9 +1,11 @@
 """Conversion of .bin weights: bit-identical safetensors, or no change at all."""
 
 import json
+import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ from tgis.models.convert import weights, weights_child
 from tgis.models.fake import make_fake_model
 from tgis.models.files import find_weights
 from tgis.server import prepare
+from tgis.utils.file_lock import locked
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "tied": GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, bos_token_id=0, eos_token_id=0),
@@ -413,6 +416,22 @@ class TestForServing:
         (path / "onnx" / "model.onnx").touch()
         assert served("hf_optimum_ort") == path
         assert served("hf_transformers") != path
+
+    def test_a_signal_ends_the_wait(self, model: Callable[..., Path], tmp_path: Path) -> None:
+        """The conversion that it waits for is one of another process."""
+        path = model("tied")
+        target = tmp_path / "cache" / "weights" / weights._cache_key(path)
+        shutil.copy(make_fake_model(tmp_path / "fake") / "tokenizer.json", path)
+        environ = os.environ | {"MODEL_NAME": str(path), "CACHE_DIR": str(tmp_path / "cache")}
+        command, pipe = [sys.executable, "-m", "tgis", "serve"], subprocess.PIPE
+        with locked(target.with_suffix(".lock")), subprocess.Popen(command, env=environ, stderr=pipe) as server:
+            try:
+                assert server.stderr is not None
+                assert b"waiting for another process" in server.stderr.readline()
+                server.terminate()
+                assert server.wait(60) == 0
+            finally:
+                server.kill()
 
     def test_broken_weights_are_refused_each_time(self, model: Callable[..., Path], tmp_path: Path) -> None:
         path = model("tied")
