@@ -196,11 +196,15 @@ def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path) -> None:
             [3, 3, 3, 3],
         ),  # chunks
         # the second prompt is cached but for its last token
-        ([[submit(request(1, 9, 2))], [], [submit(request(2, 9, 2))], []], {"block_size": 4}, [9, 0, 9, 0]),
+        (
+            [[submit(request(1, 9, 2))], [], [submit(request(2, 9, 2))], []],
+            {"block_size": 4, "prefix_cache": True},
+            [9, 0, 9, 0],
+        ),
         # the third step preempts one sequence, the last one computes it again
         (
             [[submit(request(1, 2, 4), request(2, 2, 4))], [], [], [], []],
-            {"block_size": 1, "weight": 8, "prefix_cache": False},
+            {"block_size": 1, "weight": 8},
             [2 + 2, 0, 0, 0, 0],
         ),
         # the third step runs out of memory, and one of the two is computed again

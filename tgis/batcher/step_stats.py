@@ -16,7 +16,11 @@ def record_step(
     The result is to be called once, after the commit, with the time when the engine returned, and the time.
     """
     num_prefill_tokens = plan.num_prefill_tokens
-    prompt_tokens = sum(map(_count_prompt, plan.seqs, plan.num_scheduled_tokens)) if plan.has_prefill else 0
+    prompt_tokens = sum(
+        _count_prompt(seq, count)
+        for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        if seq.num_counted_tokens < seq.prompt_length  # also where the last token of a prompt looks like a decode
+    )
     started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
     first_scheduled = [seq for seq in batcher.running_seqs if not seq.was_scheduled]
     had_running = any(seq.num_computed_tokens for seq in batcher.running_seqs)
