@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -71,6 +72,25 @@ async def test_metrics_are_text_of_version_0_0_4() -> None:
         status, headers, body = await request(port, "/metrics")
         assert (status, body) == (200, b"tgi_request_count 7.0\n")
         assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+@run_async
+async def test_many_scrapes_share_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And yet none shows what was before its request."""
+    monkeypatch.setattr(probes_module, "SCRAPE_INTERVAL_SECONDS", 0.3)
+    events, scrapes = 0, 0
+
+    def scrape() -> bytes:
+        nonlocal scrapes
+        scrapes += 1
+        return b"%d" % events
+
+    async with serving(scrape=scrape) as port:
+        started = time.monotonic()
+        for events in range(3):
+            answers = await asyncio.gather(*(request(port, "/metrics") for _ in range(20)))
+            assert {body for _, _, body in answers} == {b"%d" % events}
+        assert 3 <= scrapes <= (time.monotonic() - started) / 0.3 + 1
 
 
 @pytest.mark.parametrize(

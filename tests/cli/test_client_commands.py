@@ -109,6 +109,19 @@ def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
     assert sampled.params.sampling == pb.SamplingParameters(top_k=5, seed=2**64 - 1)
 
 
+@pytest.mark.parametrize("proxy", ["http_proxy", "grpc_proxy"])
+def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a proxy, localhost is another machine."""
+    monkeypatch.setenv(proxy, "http://127.0.0.1:1")
+    served.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    port = served.target.partition(":")[2]
+    for target in (served.target, f"localhost:{port}", f"dns:///localhost:{port}", f"ipv4:127.0.0.1:{port}"):
+        assert tgis("health", "--service=", "--target", target) == (0, "SERVING\n", ""), target
+    code, _, error = tgis("health", "--service=", "--target", f"tgis.invalid:{port}")
+    assert code == 1
+    assert "nothing listens at" in error  # the proxy refused: the name itself has no address
+
+
 def test_generate_reads_stdin(served: Served) -> None:
     command = [sys.executable, "-m", "tgis", "generate", "--target", served.target]
     subprocess.run(command, input="from\nstdin", text=True, check=True)

@@ -116,6 +116,14 @@ def test_a_failed_call_is_an_error(server: Server) -> None:
     assert found[1]["message"] == "single request: 0 tokens, ERROR"
 
 
+def test_a_refused_call_is_no_error_of_the_server(server: Server) -> None:
+    too_many = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * 513)
+    with server.stub() as stub, pytest.raises(grpc.RpcError):
+        stub.Generate(too_many, metadata=metadata("refused-id"))
+    (line,) = lines(server, "refused-id", 1)
+    assert (line["level"], line["message"].split(":")[:2]) == ("INFO", ["batch call failed", " Model is overloaded"])
+
+
 def test_no_text_and_no_credentials_are_logged(server: Server) -> None:
     with server.stub() as stub:
         stub.Generate(unary_request(SECRET, 60, stop_sequences=["zzz"]), metadata=metadata("secret-id"))

@@ -41,6 +41,14 @@ class TestFindModel:
     def test_generation_config_is_optional(self, tmp_path: Path) -> None:
         assert find_model(str(write_model(tmp_path / "m")), None, None).generation_config == {}
 
+    @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "encoder_layers", "num_local_experts"])
+    def test_more_layers_than_any_model_has(self, key: str, tmp_path: Path) -> None:
+        """Making their modules would not end."""
+        find_model(str(write_model(tmp_path / "m", config={key: 10_000, "num_experts": None})), None, None)
+        for config in ({key: 10**9}, {"text_config": {key: 10**9}}):
+            with pytest.raises(StartError, match=f"config.json: {key} is 1000000000, at most 10000 are allowed"):
+                find_model(str(write_model(tmp_path / "m", config=config)), None, None)
+
     @pytest.mark.parametrize("revision", [None, "main", "pr/1", COMMIT])
     def test_the_cache(self, hub: Path, revision: str | None) -> None:
         model = find_model("org/name", revision, str(hub.parent))

@@ -142,6 +142,24 @@ def test_the_expiry_is_of_the_certificates_in_use(secret: Secret) -> None:
     assert certificates.expiry["server"] == expires(secret.authority)
 
 
+def test_an_expired_certificate_is_a_warning(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    Certificates(secret.files(mutual=True))
+    assert caplog.messages == []
+    expired = make_pair(secret.authority, days=0)
+    secret.publish(expired.cert, expired.key)
+    certificates = Certificates(secret.files(mutual=True), lambda: now)
+    (said,) = caplog.messages
+    day = expired.certificate.not_valid_after_utc.strftime("%Y-%m-%d")
+    assert said.startswith(f"{secret.files().cert} has a certificate that expired on {day} at ")
+    caplog.clear()
+    renewed = make_pair(secret.authority, days=0)
+    secret.publish(renewed.cert, renewed.key)
+    now += 2 * CHECK_INTERVAL_SECONDS
+    certificates.fetch()
+    assert [" expired on " in message for message in caplog.messages] == [True]
+
+
 def expires(pair: Pair) -> float:
     return pair.certificate.not_valid_after_utc.timestamp()
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tgis.utils.options import PATH, TEXT, decimal
 
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
+_LOOPBACK = re.compile(r"(dns:/*|ipv[46]:)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_TIMEOUT_SECONDS) -> None:
@@ -114,9 +116,12 @@ def _describe(target: str, error: grpc.RpcError) -> str:
 
 
 def _channel(options: argparse.Namespace) -> grpc.Channel:
+    arguments: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
+    if _LOOPBACK.fullmatch(options.target):  # which means another machine to a proxy
+        arguments.append(("grpc.enable_http_proxy", 0))
     if tls := credentials(options):
-        return grpc.secure_channel(options.target, tls, [*_CHANNEL_OPTIONS, *tls_arguments(options)])
-    return grpc.insecure_channel(options.target, _CHANNEL_OPTIONS)
+        return grpc.secure_channel(options.target, tls, [*arguments, *tls_arguments(options)])
+    return grpc.insecure_channel(options.target, arguments)
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -44,8 +44,8 @@ class RequestLog:
     ) -> None:
         if isinstance(error, RequestError):
             self._metrics.request_failed(_failure_reason(error))
-            level = logging.INFO if isinstance(error, InvalidRequest | Unimplemented) else logging.ERROR
-            log.log(level, "%s call failed: %s", self._kind, error.detail)
+            refused = self._num_unsubmitted > 0
+            log.log(logging.INFO if refused else logging.ERROR, "%s call failed: %s", self._kind, error.detail)
         elif error is not None and self._num_unsubmitted:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._num_unsubmitted)
         for output in list(self._open):

@@ -14,6 +14,7 @@ from tgis.errors import StartError
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
 MAX_REF_BYTES = 1 << 10
+MAX_LAYERS = 10_000  # and experts; the modules of each are made before any weight is read
 COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or another name of a snapshot; a single path component
 DEFAULT_SEQUENCE_LENGTH = 2048
 SEQUENCE_LENGTH_KEYS = (
@@ -46,14 +47,24 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
     """
     try:
         path = find_directory(name, revision, cache_dir)
-        generation = path / "generation_config.json"
+        config, generation = read_json(path / "config.json"), path / "generation_config.json"
+        _check_counts(config, path / "config.json")
         return ModelFiles(
             path=path,
-            config=read_json(path / "config.json"),
+            config=config,
             generation_config=read_json(generation) if generation.is_file() else {},
         )
     except OSError as error:
         raise StartError(f"cannot read model {name!r}: {error}") from error
+
+
+def _check_counts(section: dict[str, Any], path: Path) -> None:
+    """StartError for more layers or experts than any model has, in any section."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            _check_counts(value, path)
+        elif re.search("(layers?|experts)$", key) and (_as_int(value) or 0) > MAX_LAYERS:
+            raise StartError(f"{path}: {key} is {value}, at most {MAX_LAYERS} are allowed")
 
 
 def find_weights(path: Path) -> tuple[Path, ...]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -38,6 +39,7 @@ class Certificates:
         self._lock = threading.Lock()
         self._watch = FileWatch([path for path in (files.cert, files.key, files.client_ca) if path], clock)
         self._initial, self.expiry = _load(files)
+        self._warn_if_expired()
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials that call `fetch` for every new connection."""
@@ -59,8 +61,15 @@ class Certificates:
         except OptionError as error:
             _log.warning("the changed TLS files are unusable, keeping the previous ones: %s", error)
             return None
+        self._warn_if_expired()
         _log.info("reloaded the TLS files for new connections")
         return configuration
+
+    def _warn_if_expired(self) -> None:
+        for name, path in {"server": self._files.cert, "client_ca": self._files.client_ca}.items():
+            if self.expiry.get(name, math.inf) <= time.time():
+                since = datetime.fromtimestamp(self.expiry[name], UTC)
+                _log.warning("%s has a certificate that expired on %s", path, since.strftime("%Y-%m-%d at %H:%M UTC"))
 
 
 def _load(files: TlsFiles) -> tuple[grpc.ServerCertificateConfiguration, dict[str, float]]:

@@ -179,6 +179,30 @@ def test_repetition_penalty_applies_once_per_id() -> None:
     assert [found[token] for token in range(4)] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("penalty", "logits", "best"),
+    [
+        (1e-38, [5.0, 1.0, -2.0, 0.0], [0]),  # 5e38 is beyond any float32
+        (1e-45, [5.0, 0.0, -INFINITY, -3.0], [0]),
+        (3e38, [-5.0, 0.0, -INFINITY, -3.0], [1]),
+        (3e38, [-5.0, -INFINITY, -2.0, -3.0], [0, 2, 3]),
+    ],
+)
+def test_extreme_repetition_penalties_stay_finite(penalty: float, logits: list[float], best: list[int]) -> None:
+    """All tokens are in the history; those that are excluded stay so."""
+    found = candidates(SamplingParams(temperature=1.0, repetition_penalty=penalty), logits, context=range(4))
+    assert [token for token, logprob in found.items() if logprob > -50] == best
+    assert found[best[0]] == pytest.approx(-math.log(len(best)))
+    greedy = SamplingParams(repetition_penalty=penalty)
+    assert choose([make_row(greedy)], torch.tensor([logits]), torch.tensor([range(4)])).tokens == best[:1]
+
+
+def test_extreme_penalties_together_stay_finite() -> None:
+    sampling = SamplingParams(length_penalty=(0, 10.0), repetition_penalty=1e-38)
+    row = make_row(sampling, generated=100)
+    assert choose([row], torch.tensor([[5.0, 1.0, 2.0, 3.0]]), torch.tensor([[3]]), EOS[:1]).tokens == [3]
+
+
 def test_repetition_penalty_of_one_row_leaves_the_others_alone() -> None:
     logits = normal(3, 30)
     rows = [make_row(SamplingParams(repetition_penalty=p), LOGPROBS) for p in (1.0, 9.0, 1.0)]

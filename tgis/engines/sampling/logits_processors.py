@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 from tgis.engines.transfers import to_device
 from tgis.ipc.request import SamplingParams
 
-_MIN_TEMPERATURE = 1e-30  # a lower one would divide to infinity; sampling is greedy long before
+_MIN_DIVISOR = 1e-30  # a lower temperature or repetition penalty would divide to infinity
 _MAX_PENALTY_FACTOR = 1e30  # so that what it boosts stays finite
+_MAX_SCORE = 1e38  # of a penalized token, in float32
 _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE_MASK = 0x7FFFFFFF  # the bits of a float32 but the sign
 _ID_BITS = 32  # of a sort key, below the score
@@ -49,7 +50,8 @@ class Penalties:
         self._decay = column([decay for _, decay in lengths], torch.float64, device)
         self._repeats = column(repeats, torch.int64, device)
         self._repeats_in_batch = to_device([indices[i] for i in repeats], torch.int64, device)
-        self._repetition = column([params[i].repetition_penalty for i in repeats], torch.float32, device)
+        penalties = [max(params[i].repetition_penalty, _MIN_DIVISOR) for i in repeats]
+        self._repetition = column(penalties, torch.float32, device)
 
     def __bool__(self) -> bool:
         """Whether any row has one."""
@@ -73,7 +75,8 @@ class Penalties:
 
     def _penalize_repetition(self, scores: Tensor, token_history: Tensor) -> None:
         old = scores[self._repeats, token_history]  # [r, W]; duplicate ids read and write the same value
-        new = torch.where(old < 0, old * self._repetition, old / self._repetition)
+        new = torch.where(old < 0, old * self._repetition, old / self._repetition).clamp(-_MAX_SCORE, _MAX_SCORE)
+        new = torch.where(old.isfinite(), new, old)  # tokens that are excluded stay so
         scores[self._repeats, token_history] = new
 
 
@@ -91,7 +94,7 @@ class Filters:
         """A greedy row has none; a top_k of the whole vocabulary is off."""
         params = [SamplingParams(temperature=1.0) if row.greedy else row for row in params]
         return cls(
-            column([max(row.temperature, _MIN_TEMPERATURE) for row in params], torch.float64, device),
+            column([max(row.temperature, _MIN_DIVISOR) for row in params], torch.float64, device),
             _column_if_used([row.top_k if row.top_k < vocab_size else 0 for row in params], 0, torch.int64, device),
             _column_if_used([row.top_p for row in params], 1.0, torch.float64, device),
             _column_if_used([row.typical_p for row in params], 1.0, torch.float64, device),
