@@ -79,15 +79,22 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a tiny model, by name."""
+    return cache(lambda name: make_model(name, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def subject(request: pytest.FixtureRequest, model: Callable[[str], Path]) -> Subject:
     name, block_size, dtype, async_decode = request.param
-    directory = make_model(name, tmp_path_factory.mktemp("model"))
+    directory = model(name)
     options = msgspec.structs.replace(engine_options(directory, MAX_BATCH_SIZE, threads=1), dtype=dtype)
     engine = PagedEngine(options, async_decode=async_decode, block_size=block_size)
     engine.warm_up()
     return Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
 
 
+@cache  # several engines have the same model
 def _oracle(directory: Path, dtype: str) -> tuple[Callable[..., list[int]], Callable[..., list[float]]]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
 
