@@ -27,7 +27,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api/grpc": "config errors frontend ipc pb security utils",
     "api/http": "errors ipc",
     "startup_log": "config ipc utils",
-    "server": "api/grpc api/http config errors frontend ipc models security startup_log",
+    "server": "api/grpc api/http config errors frontend ipc models security startup_log utils",
     # the engine process
     "batcher": "errors ipc",
     "prompts": "errors ipc models utils",

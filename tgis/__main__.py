@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import tgis
 from tgis.errors import OptionError, StartError
+from tgis.utils import stop_signals
 
 COMMANDS = {
     "serve": "serve a model over gRPC",
@@ -25,6 +26,7 @@ COMMANDS = {
     "convert-to-fast-tokenizer": "convert a slow tokenizer to tokenizer.json",
     "convert-to-onnx": "export a model to ONNX for hf_optimum_ort",
 }
+SERVERS = ("serve", "vllm_tgis_adapter")
 MODEL_FILE_COMMANDS = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 
@@ -75,6 +77,8 @@ def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMAND
 
 def run_command(command: str, argv: list[str], prog: str) -> int:
     """Run a command and return its exit code; expected errors are one line on stderr."""
+    if command in SERVERS:
+        stop_signals.handle_by_exit()
     from tgis.config import prepare_command  # noqa: PLC0415 - `tgis --help` and --version need no options
 
     try:

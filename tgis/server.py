@@ -50,6 +50,7 @@ from tgis.models.files import (
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
+from tgis.utils import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Server:
 
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
-        stop = _stop_signal()
+        stop, hurry = _stop_signals()
         grpc_server = self._make_grpc_server()
         client = EngineClient()
         probes = self._probes(client)
@@ -152,13 +153,14 @@ class Server:
                 await self._load_lora_modules(client, info)
                 self._start_serving(grpc_server, client, info, ports)
                 await self._monitor(client, stop)
-            await self._drain(grpc_server, client)
+            await self._drain(grpc_server, client, hurry)
             return self._exit_code(client, stop)
         finally:
             await grpc_server.stop(0)
             await client.stop()
             await probes.stop()
             self._tokenizer.close()
+            stop_signals.ignore()
 
     def _make_grpc_server(self) -> GrpcServer:
         on_rejected = self._service_metrics.authentication_failed
@@ -227,8 +229,8 @@ class Server:
                 client.kill(self._unhealthy_reason)
             await _wait_first([client.died, stop], timeout=_MONITOR_SECONDS)
 
-    async def _drain(self, grpc_server: GrpcServer, client: EngineClient) -> None:
-        """Reject new calls; give those in flight the grace period to finish."""
+    async def _drain(self, grpc_server: GrpcServer, client: EngineClient, hurry: asyncio.Future[None]) -> None:
+        """Reject new calls; give those in flight the grace period to finish, unless there is a `hurry`."""
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         self._service_metrics.set_state(ServiceState.DRAINING)
         if client.died.done():
@@ -239,7 +241,8 @@ class Server:
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
-        await grpc_server.stop(grace)
+        await _wait_first([asyncio.create_task(grpc_server.stop(grace)), hurry])
+        await grpc_server.stop(0)
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
 
@@ -306,18 +309,20 @@ async def _wait_first(events: list[asyncio.Future[Any]], timeout: float | None =
     await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _stop_signal() -> asyncio.Future[None]:
-    """Done on the first SIGTERM, SIGINT or SIGHUP; further ones are ignored."""
+def _stop_signals() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+    """One done on the first SIGTERM, SIGINT or SIGHUP, and one on a SIGINT after that."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(name, _set_done, stop)
-    return stop
+    hurry: asyncio.Future[None] = loop.create_future()
+    stop_signals.handle(lambda number: loop.call_soon_threadsafe(_signalled, number, stop, hurry))
+    return stop, hurry
 
 
-def _set_done(stop: asyncio.Future[None]) -> None:
+def _signalled(number: signal.Signals, stop: asyncio.Future[None], hurry: asyncio.Future[None]) -> None:
     if not stop.done():
         stop.set_result(None)
+    elif number == signal.SIGINT and not hurry.done():
+        hurry.set_result(None)
 
 
 def _limits(config: Config, model: ModelFiles) -> RequestLimits:

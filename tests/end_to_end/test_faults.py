@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -237,6 +238,35 @@ def test_clients_that_disconnect_leave_nothing_running(tmp_path: Path) -> None:
         assert 'tgi_request_failure{err="cancelled"} 60.0' in server.get("/metrics")[1]
 
 
+def test_a_second_sigint_ends_the_grace(tmp_path: Path) -> None:
+    channels: list[grpc.Channel] = []
+    with start(tmp_path, SLOW, SHUTDOWN_GRACE_SECONDS=1000) as server:
+        calls = open_calls(server, 2, channels)
+        server.process.send_signal(signal.SIGTERM)
+        while "draining: 2 inputs" not in server.log.read_text():
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0  # the calls take 50 s
+        for each in calls:
+            each.wait()
+            assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert "s: 2 of 2 inputs were cancelled" in server.log.read_text()
+
+
+def test_nohup(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the server
+    try:
+        with start(tmp_path) as server, server.stub() as stub:
+            server.process.send_signal(signal.SIGHUP)
+            assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
+            status = Path(f"/proc/{server.process.pid}/status").read_text()
+            (ignored,) = re.findall(r"^SigIgn:\s(\w+)$", status, re.MULTILINE)
+            assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)
+            assert server.stop() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def refused(action: Callable[[], object]) -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as caught:
         action()
@@ -335,3 +365,28 @@ def test_every_line_is_json_with_json_output(
     last = [json.loads(line) for line in done.stdout.splitlines()][-1]
     assert last["level"] == "CRITICAL"
     assert reason in last["message"]
+
+
+@pytest.mark.parametrize(
+    ("number", "module"),
+    [
+        (signal.SIGTERM, "tgis.utils.options"),
+        (signal.SIGTERM, "asyncio.unix_events"),
+        (signal.SIGTERM, "tgis.server"),
+        (signal.SIGINT, "tgis.frontend.tokenizer"),
+        (signal.SIGHUP, "tgis.frontend.tokenizer"),
+    ],
+)
+def test_a_signal_while_the_server_starts_ends_it_with_exit_code_0(
+    tmp_path: Path, number: signal.Signals, module: str
+) -> None:
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "tgis", "serve"]
+    environment = server_environment(GRPC_PORT=0, PORT=0, **fake(tmp_path))
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while process.stderr.readline().split()[-1] != module:
+            pass
+        process.send_signal(number)
+        rest = process.stderr.readlines()
+    assert process.returncode == 0
+    assert [line for line in rest if not line.startswith("import time:")] == []

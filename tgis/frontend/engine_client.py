@@ -55,7 +55,7 @@ class EngineClient:
         with theirs:
             fd = theirs.fileno()
             command = (sys.executable, "-m", "tgis.engine_core.main", str(fd))
-            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(fd,))
+            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(fd,), process_group=0)  # no Ctrl-C
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
         self._send(options)
@@ -128,7 +128,9 @@ class EngineClient:
         """Shut the engine process down and wait for its exit; kill it after a timeout."""
         if self._process is None:
             return
-        if not self._dead:
+        if not self.ready.done() and self._transport is not None:
+            self._transport.close()  # while loading, it heeds nothing else
+        elif not self._dead:
             self._send(messages.Shutdown())
         try:
             await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
