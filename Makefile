@@ -33,9 +33,8 @@ serve: venv ## serve the demo model on ports 8033 and 3000; MODEL=directory serv
 	[ -n "$$model" ] || model=$$($(BIN)/python -m tgis.models.demo smollm2) || exit 1; \
 	exec $(BIN)/tgis serve --model-name "$$model" $(ARGS)
 
-# In the order of their names, files end with cheap ones; xdist's own order ends with those of few, long tests.
 test: venv ## run the tests, except the slow ones, on every core; ARGS goes to pytest
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile -m 'not slow and not gpu' $(ARGS)
 
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
