@@ -16,9 +16,10 @@ from benchmarks.soak.cases import Answer, assemble_answer, difference
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
 from tgis.errors import InvalidRequest
-from tgis.frontend.calls import CallKind
+from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.request_log import RequestLog
+from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.messages import StepStats
 from tgis.ipc.request import StopReason
 from tgis.pb import generation_pb2 as pb
@@ -153,11 +154,15 @@ def test_discrepancies_are_found(change: Callable[[Metrics, ClientLog], object],
     assert [text for text in discrepancies_after(change) if text.startswith(f"{what}: the server counted")]
 
 
+def batch_of(inputs: int) -> GenerateCall:
+    return GenerateCall(CallKind.BATCH, ["text"] * inputs, ["text"] * inputs, RawParams())
+
+
 def test_inputs_of_a_call_cancelled_before_queueing_are_counted_as_ended() -> None:
     server = metrics()
-    with pytest.raises(asyncio.CancelledError), RequestLog(CallKind.BATCH, 3, server, log_text=False):
+    with pytest.raises(asyncio.CancelledError), RequestLog(batch_of(3), server, log_text=False):
         raise asyncio.CancelledError
-    with pytest.raises(InvalidRequest), RequestLog(CallKind.BATCH, 2, server, log_text=False):
+    with pytest.raises(InvalidRequest), RequestLog(batch_of(2), server, log_text=False):
         raise InvalidRequest("field", "is bad")
     found = reconcile.parse_metrics(server.scrape().decode())
     assert found["tgi_request_failure_total", "cancelled"] == 3

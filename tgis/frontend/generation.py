@@ -75,7 +75,7 @@ class Generator:
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: one output per input, in order; the first input that fails fails the call."""
-        log = self._request_log(call)
+        log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         if not call.texts:
             return []
         with log, self._admission(call):
@@ -90,7 +90,7 @@ class Generator:
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds."""
-        log = self._request_log(call)
+        log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         with log, self._admission(call):
             params = self._resolve_params(call)
             async with self._adapters.acquire(call.adapter) as adapter:
@@ -123,15 +123,6 @@ class Generator:
             )
             for encoding in encodings
         ]
-
-    def _request_log(self, call: GenerateCall) -> RequestLog:
-        return RequestLog(
-            call.kind,
-            len(call.fields),
-            self._metrics,
-            log_text=self.server_info.log_text,
-            correlation_id=call.correlation_id,
-        )
 
     def _output_builders(
         self, queues: list[OutputQueue], call: GenerateCall, params: ResolvedParams

@@ -8,7 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable, Unimplemented
-from tgis.frontend.calls import CallKind
+from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, OutputBuilder
 from tgis.frontend.sampling_params import ResolvedParams
@@ -22,19 +22,16 @@ _DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {"stop_sequences": 0, "ti
 class RequestLog:
     """Records one call to generate; a context manager around its life."""
 
-    def __init__(
-        self, kind: CallKind, num_inputs: int, metrics: Metrics, *, log_text: bool, correlation_id: str | None = None
-    ) -> None:
-        self._kind = kind
+    def __init__(self, call: GenerateCall, metrics: Metrics, *, log_text: bool) -> None:
+        self._call = call
         self._metrics = metrics
         self.started = time.monotonic()
         self._log_text = log_text
-        self._correlation_id = correlation_id
         self._validation = 0.0  # seconds
         self._outputs: list[OutputBuilder] = []
         self._open: list[OutputBuilder] = []
-        self._num_unsubmitted = num_inputs
-        metrics.request_started(kind, num_inputs)
+        self._num_unsubmitted = len(call.fields)
+        metrics.request_started(call.kind, len(call.fields))
 
     def __enter__(self) -> Self:
         return self
@@ -45,13 +42,13 @@ class RequestLog:
         if isinstance(error, RequestError):
             self._metrics.request_failed(_failure_reason(error))
             refused = self._num_unsubmitted > 0
-            log.log(logging.INFO if refused else logging.ERROR, "%s call failed: %s", self._kind, error.detail)
+            log.log(logging.INFO if refused else logging.ERROR, "%s call failed: %s", self._call.kind, error.detail)
         elif error is not None and self._num_unsubmitted:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._num_unsubmitted)
         for output in list(self._open):
             self.finish(output)
         for output in self._outputs:
-            answered = 0 if error and self._kind is not CallKind.STREAM else output.num_generated
+            answered = 0 if error and self._call.kind is not CallKind.STREAM else output.num_generated
             self._metrics.tokens_discarded(output.queue.num_tokens - answered)
 
     def inputs_tokenized(self, lengths: list[int]) -> None:
@@ -84,7 +81,7 @@ class RequestLog:
         if output.expired_in_queue:
             self._metrics.request_failed(FailureReason.TIMEOUT)
         self._metrics.request_succeeded(
-            self._kind,
+            self._call.kind,
             output.stop_reason,
             input_tokens=output.queue.request.input_length,
             generated_tokens=output.num_generated,
@@ -100,8 +97,8 @@ class RequestLog:
         log.log(
             logging.ERROR if output.queue.failed else logging.INFO if as_asked else logging.WARNING,
             "%s request%s: %d tokens, %s",
-            self._kind,
-            f" {self._outputs.index(output) + 1} of {len(self._outputs)}" if self._kind is CallKind.BATCH else "",
+            self._call.kind,
+            f" {self._outputs.index(output) + 1} of {len(self._outputs)}" if self._call.kind is CallKind.BATCH else "",
             _num_generated(output),
             ended,
             extra=self._fields(output),
@@ -109,10 +106,10 @@ class RequestLog:
 
     def _request_id(self, output: OutputBuilder) -> str | int:
         """As in vllm-tgis-adapter: the correlation id, in unary calls with the index; without one, the engine's id."""
-        if self._correlation_id is None:
+        if self._call.correlation_id is None:
             return output.queue.request.id
-        index = "" if self._kind is CallKind.STREAM else f"-{self._outputs.index(output)}"
-        return self._correlation_id + index
+        index = "" if self._call.kind is CallKind.STREAM else f"-{self._outputs.index(output)}"
+        return self._call.correlation_id + index
 
     def _fields(self, output: OutputBuilder) -> dict[str, Any]:
         timings, now, request = output.queue.timings, time.monotonic(), output.queue.request
