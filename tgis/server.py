@@ -55,6 +55,8 @@ from tgis.utils import stop_signals
 log = logging.getLogger(__name__)
 
 _MONITOR_SECONDS = 0.25
+
+Credentials = tuple[Certificates | None, TokenFile | None]  # of TLS and of bearer authentication, where it is on
 _OTHER_WEIGHTS = ("fake", "hf_optimum_ort")  # engines with weights in other formats, or none
 
 
@@ -82,16 +84,16 @@ def prepare(config: Config) -> "Server":
         log.warning("%s", warning)
     if not config.log_requests:
         logging.getLogger(request_log.__name__).setLevel(logging.WARNING)
-    certificates, tokens = load_credentials(config)
+    credentials = load_credentials(config)
     log.info("tgis %s, starting engine %s with model %s", __version__, config.engine, config.model_name)
     model = find_model(config.model_name, config.revision, str(config.hub_cache))
     if config.engine not in _OTHER_WEIGHTS and not needs_conversion(model.path):
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)
-    return Server(config, model, tokenizer, certificates, tokens)
+    return Server(config, model, tokenizer, credentials)
 
 
-def load_credentials(config: Config) -> tuple[Certificates | None, TokenFile | None]:
+def load_credentials(config: Config) -> Credentials:
     """What TLS and bearer authentication need, None where it is off; OptionError for unusable files."""
     cert, key, client_ca = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     files = TlsFiles(str(cert), str(key), str(client_ca) if client_ca else None)
@@ -102,17 +104,9 @@ def load_credentials(config: Config) -> tuple[Certificates | None, TokenFile | N
 class Server:
     """One run of the service."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: ModelFiles,
-        tokenizer: Path,
-        certificates: Certificates | None,
-        tokens: TokenFile | None,
-    ) -> None:
+    def __init__(self, config: Config, model: ModelFiles, tokenizer: Path, credentials: Credentials) -> None:
         self._config = config
-        self._certificates = certificates
-        self._tokens = tokens
+        self._certificates, self._tokens = credentials
         self._model = model
         self._eos_ids = eos_token_ids(model, tokenizer)
         self._tokenizer = Tokenizer.load(
@@ -126,7 +120,9 @@ class Server:
         )
         self._limits = _limits(config, model)
         self._adapter_store = _adapter_store_options(config, self._limits)
-        self._servicer = GenerationServicer(bearer_auth=tokens is not None, deadline_partial=config.deadline_partial)
+        self._servicer = GenerationServicer(
+            bearer_auth=self._tokens is not None, deadline_partial=config.deadline_partial
+        )
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
         self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)

@@ -37,9 +37,8 @@ class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         start = seq.num_computed_tokens
         spans = flat_spans([(seq, count)])
         soft_prompt = [token.numpy().tobytes() for span in spans for token in span.embeddings.cpu().view(torch.uint8)]
-        return cls(
-            seq.id, seq.tokens[start : start + count], start, seq.block_table, seq.wants_prompt_logprobs, soft_prompt
-        )
+        tokens = seq.tokens[start : start + count]
+        return cls(seq.id, tokens, start, seq.block_table, seq.wants_prompt_logprobs, soft_prompt)
 
     def to_sequence(self, dtype: torch.dtype) -> Sequence:
         """A sequence that computes the same; the tokens before are unknown here. Embeddings are of `dtype`."""
