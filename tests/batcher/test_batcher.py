@@ -1,15 +1,20 @@
 """The batcher, rule by rule, with a fake clock."""
 
+from typing import Any
+
 import msgspec
 import pytest
-from batches import EOS, ids, limits, next_plan, next_prefill, request, run_step
+from batches import EOS, busy, ids, limits, next_plan, next_prefill, request, run_step
 
+from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
+from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import Request, StopReason
+from tgis.ipc.snapshot import WaitReason
 
 
 def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: float = 0.0) -> Sequence:
@@ -40,6 +45,28 @@ def test_eos_on_the_last_allowed_token_is_eos() -> None:
 def test_each_eos_id_ends_a_request() -> None:
     seq = generated(Batcher(limits(), {EOS, 98}), request(1), [7, 98])
     assert (seq.num_generated_tokens, seq.stop_reason) == (2, StopReason.EOS_TOKEN)
+
+
+def with_adapter(one: Request, version: int, rank: int) -> Request:
+    return msgspec.structs.replace(one, adapter=AdapterRef(f"a{version}", 0, 0, 100 + version, version, rank))
+
+
+@pytest.mark.parametrize("kind", [{}, {"padded": False, "block_size": 4}])
+def test_the_adapters_of_a_batch_have_a_limited_sum_of_ranks(kind: dict[str, Any]) -> None:
+    """Each counts once; sequences without one, or with one that runs already, overtake."""
+    batcher = Batcher(limits(max_batch_size=8, **kind), {EOS})
+    ranks = {1: 512, 2: 512, 3: 1}
+    wanted = [with_adapter(request(n, max_new=2), adapter, ranks[adapter]) for n, adapter in enumerate([1, 2, 3, 1, 2])]
+    for one in [*wanted, request(9, max_new=9)]:
+        batcher.submit([one], 0.0)
+    assert ids(next_prefill(batcher).seqs) == [0, 1, 3, 4, 9]
+    assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.ADAPTER_RANKS
+    together = []
+    while busy(batcher):
+        plan, _ = run_step(batcher)
+        together.append({seq.request.adapter.version for seq in plan.seqs if seq.request.adapter})
+    assert all(sum(ranks[version] for version in adapters) <= MAX_ADAPTER_RANKS for adapters in together)
+    assert {3} in together
 
 
 def test_eos_before_min_new_tokens_does_not_end() -> None:

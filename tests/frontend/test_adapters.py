@@ -58,9 +58,11 @@ async def test_a_call_without_an_adapter_looks_nothing_up() -> None:
 
 @run_async
 async def test_an_adapter_is_kept_until_the_call_ends() -> None:
-    adapters, engine, metrics = make_client(AdapterResolved(7, length=5, decoder_length=2, version=3, loaded=True))
+    adapters, engine, metrics = make_client(
+        AdapterResolved(7, length=5, decoder_length=2, version=3, rank=16, loaded=True)
+    )
     async with adapters.acquire(("adapter_id", "a/b")) as adapter:
-        assert adapter == AdapterRef("a/b", 5, 2, 7, 3)
+        assert adapter == AdapterRef("a/b", 5, 2, 7, 3, 16)
         assert engine.open == ["a/b"]
     assert engine.open == []
     assert failures_and_loads(metrics) == ("0.0", "1.0")

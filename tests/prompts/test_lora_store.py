@@ -194,3 +194,4 @@ def test_concurrent_first_lookups_read_the_file_once(store: AdapterStore, monkey
     assert len(loads) == 1
     assert sum(info.loaded for info in answers) == 1
     assert len({info.version for info in answers}) == 1
+    assert {(info.rank, info.length) for info in answers} == {(RANK, 0)}

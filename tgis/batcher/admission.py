@@ -13,13 +13,41 @@ from tgis.ipc.snapshot import WaitReason
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for those that would overtake: about 0.2 ms
 
 
+MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each of its tokens pays for all of them
+
+
+class AdapterRanks:
+    """The ranks of the LoRA adapters of some sequences, each adapter counted once."""
+
+    def __init__(self, running: Iterable[Sequence]) -> None:
+        self._ranks: dict[int, int] = {}  # by version of the adapter
+        for seq in running:
+            self.add(seq)
+
+    def fits(self, seq: Sequence) -> bool:
+        """Whether the adapters may run beside each other; one alone always may."""
+        adapter = seq.request.adapter
+        if adapter is None or adapter.version in self._ranks:
+            return True
+        return sum(self._ranks.values()) + adapter.rank <= MAX_ADAPTER_RANKS
+
+    def add(self, seq: Sequence) -> None:
+        if adapter := seq.request.adapter:
+            self._ranks[adapter.version] = adapter.rank
+
+
 def select_waiting(
-    waiting: Iterable[Sequence], admission: "PaddedAdmission | PagedAdmission", max_seqs: int, counters: BatcherCounters
+    waiting: Iterable[Sequence],
+    running: Iterable[Sequence],
+    admission: "PaddedAdmission | PagedAdmission",
+    max_seqs: int,
+    counters: BatcherCounters,
 ) -> tuple[list[Sequence], WaitReason | None]:
     """The sequences that join, in order, and why the first of the others has to wait, if there are any.
 
     One that has to wait may be overtaken only by those that arrived within a second of it.
     """
+    ranks = AdapterRanks(running)
     selected: list[Sequence] = []
     reason: WaitReason | None = None
     cutoff, last_position = math.inf, math.inf
@@ -30,9 +58,10 @@ def select_waiting(
             return selected, reason or WaitReason.RETRY
         if seq.arrival_time > cutoff or position > last_position:
             break
-        wait_reason = admission.wait_reason(seq)
+        wait_reason = admission.wait_reason(seq) if ranks.fits(seq) else WaitReason.ADAPTER_RANKS
         if wait_reason is None:
             admission.admit(seq)
+            ranks.add(seq)
             selected.append(seq)
             counters.queue_jumps += reason is not None
         else:

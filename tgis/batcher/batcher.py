@@ -259,7 +259,9 @@ class Batcher:
         return self._limits.max_batch_size - len(self._running)
 
     def _admit(self, admission: PaddedAdmission | PagedAdmission) -> list[Sequence]:
-        admitted, self._wait_reason = select_waiting(self._waiting, admission, self._free_slots(), self._counters)
+        admitted, self._wait_reason = select_waiting(
+            self._waiting, self._running, admission, self._free_slots(), self._counters
+        )
         if admitted:
             self._waiting.remove({seq.id for seq in admitted})
             self._running = sorted(self._running + admitted, key=lambda seq: seq.arrival_order)

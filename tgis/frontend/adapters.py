@@ -39,7 +39,8 @@ class AdapterClient:
                 raise self._error(field, _error_message(field, adapter_id, found))
             if found.loaded:
                 self._metrics.adapter_loaded(time.monotonic() - started)
-            yield AdapterRef(adapter_id, found.length, found.decoder_length, found.lookup_id, found.version)
+            lengths = found.length, found.decoder_length
+            yield AdapterRef(adapter_id, *lengths, found.lookup_id, found.version, found.rank)
 
     def _error(self, field: str, text: str) -> InvalidRequest:
         self._metrics.adapter_load_failed()

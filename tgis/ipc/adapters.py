@@ -13,6 +13,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     decoder_length: int  # how many of these go before the output of an encoder-decoder
     lookup_id: int  # of the lookup that found it
     version: int  # unique to this content: cached prefixes are valid for one version only
+    rank: int = 0  # of LoRA, the highest of any layer
 
 
 class AdapterStoreOptions(msgspec.Struct, frozen=True):
@@ -47,6 +48,7 @@ class AdapterResolved(msgspec.Struct, frozen=True, tag="adapter_resolved"):
     length: int = 0  # virtual tokens
     decoder_length: int = 0
     version: int = 0
+    rank: int = 0
     loaded: bool = False  # files were read for it
     problem: AdapterProblem | None = None
     reason: str = ""

@@ -34,6 +34,10 @@ class Adapter(Protocol):
     def version(self) -> int:
         """Unique for each load."""
 
+    @property
+    def rank(self) -> int:
+        """The highest rank of LoRA in any layer; 0 for a soft prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
@@ -107,7 +111,8 @@ def _message_of(lookup_id: int, done: "Future[StoreResult]") -> AdapterResolved:
         case None:
             found = done.result()
             adapter = found.adapter
-            return AdapterResolved(lookup_id, adapter.length, adapter.decoder_length, adapter.version, found.loaded)
+            lengths = adapter.length, adapter.decoder_length
+            return AdapterResolved(lookup_id, *lengths, adapter.version, adapter.rank, found.loaded)
         case AdapterError() as error:
             return AdapterResolved(lookup_id, problem=AdapterProblem(error.problem), reason=str(error))
         case error:

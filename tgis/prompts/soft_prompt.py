@@ -55,6 +55,8 @@ class SoftPrompt:
     encoder: torch.Tensor | None = None  # prepended to the input of the encoder
     encoder_decoder: bool = False
 
+    rank = 0  # of LoRA
+
     @property
     def decoder_length(self) -> int:
         """Virtual tokens prepended to the output of an encoder-decoder."""

@@ -319,6 +319,25 @@ def test_unused_adapters_leave_the_model() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_unused_adapters_make_room_for_others() -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    layers = LoraLayers(LlamaForCausalLM(config))
+    (name, (inputs, outputs)), *_ = layers.targets.items()
+
+    def apply(rank: int) -> Any:
+        weights = LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))
+        with layers.applied([LoraAdapter(1, {name: weights})]):
+            return weakref.ref(weights.lora_a)
+
+    first, second = apply(512), apply(512)
+    gc.collect()
+    assert None not in (first(), second())
+    third = apply(1)
+    gc.collect()
+    assert (first(), second()) == (None, None)
+    assert third() is not None
+
+
 def test_a_bank_keeps_adapters_apart_through_random_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of each compute what its matrices compute; a failed update leaves nothing half written."""
     rng = random.Random(0)

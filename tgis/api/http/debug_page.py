@@ -25,6 +25,8 @@ _ADVICE = {
     "MAX_WAITING_TOKENS steps. A lower value schedules requests sooner but pauses streams more often.",
     WaitReason.PREFIX_CACHE: "Another request is computing the same prefix; this one will reuse its KV cache. "
     "PREFIX_CACHE=false turns this off.",
+    WaitReason.ADAPTER_RANKS: "The LoRA adapters of a batch have a limited number of ranks together, because each "
+    "of its tokens pays for all of them. Use adapters of lower rank, or add a replica.",
     WaitReason.RETRY: "A step has failed. Its requests are retried in groups to find the one that causes it; "
     "see the log.",
 }

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import Gemm, cpu_gemm
@@ -61,10 +62,12 @@ class LoraLayers:
     def _update_bank(self, used: set[LoraAdapter]) -> None:
         self._num_passes += 1
         self._last_used |= dict.fromkeys(used, self._num_passes)
-        old = {adapter for adapter, last in self._last_used.items() if self._num_passes - last > _IDLE_PASSES}
+        new = used - self._bank.adapters
+        full = bool(new) and sum(adapter.rank for adapter in self._last_used) > MAX_ADAPTER_RANKS
+        idle = 0 if full else _IDLE_PASSES
+        old = {adapter for adapter, last in self._last_used.items() if self._num_passes - last > idle}
         for adapter in old:
             del self._last_used[adapter]
-        new = used - self._bank.adapters
         if new or old:
             self._gemms = {}
             self._bank.update(new, old & self._bank.adapters)
