@@ -95,6 +95,21 @@ def test_a_model_that_only_its_own_code_can_run_is_refused(tmp_path: Path, auto_
         load(tmp_path, engine="auto")
 
 
+@pytest.mark.parametrize("name", ["GPT2", "OPT", "CodeGen", "BioGpt"])
+def test_a_table_of_positions_limits_the_sequence_length(name: str, tmp_path: Path) -> None:
+    """A position beyond it fails a step on a CPU and ends the process on a GPU."""
+    model = make_model(name, tmp_path)
+    for engine in ("auto", "hf_transformers"):
+        assert load(model, engine=engine, max_sequence_length=128).info.max_positions == 128
+        with pytest.raises(StartError, match=rf"^MAX_SEQUENCE_LENGTH 129 exceeds the 128 positions of {name}"):
+            load(model, engine=engine, max_sequence_length=129)
+
+
+@pytest.mark.parametrize("engine", ["auto", "hf_transformers"])
+def test_computed_positions_do_not(models: dict[str, Path], engine: str) -> None:
+    load(models["Llama"], engine=engine, max_sequence_length=129)
+
+
 def test_shards_are_not_compiled(models: dict[str, Path]) -> None:
     with pytest.raises(StartError, match="STRICT_OPTIONS: PT2_COMPILE has no effect with NUM_SHARD above 1"):
         load(models["Llama"], num_shards=2, compile=True, strict=True)

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from tgis.engines.base import Engine, warn
-from tgis.errors import Unsupported
+from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineOptions
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,11 @@ def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> 
         reason = ""
     else:
         engine, reason = _load_or_fall_back(options)
+    length, info = options.max_sequence_length, engine.info
+    if not info.encoder_decoder and length > info.max_positions:  # those check the positions of each request
+        raise StartError(
+            f"MAX_SEQUENCE_LENGTH {length} exceeds the {info.max_positions} positions of {info.model_class}"
+        )
     store = options.adapter_store
     if store and store.path and not engine.info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")

@@ -1,7 +1,9 @@
 """Loading a model from a local directory: device, dtype, weights. No download, no remote code."""
 
 import inspect
+import itertools
 import logging
+import re
 import time
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,6 +33,7 @@ from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)
 
+_POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -95,6 +98,14 @@ def model_info(model: PreTrainedModel) -> LoadedModelInfo:
     return LoadedModelInfo(
         type(model).__name__, model.dtype, vocab_size, input_vocab_size(model), encoder_decoder=encoder_decoder
     )
+
+
+def max_positions(model: PreTrainedModel) -> int:
+    """How many tokens a sequence may have, where the model looks its positions up in a table."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    if not any(_POSITION_TABLE.search(name) for name, _ in tensors):
+        return 1 << 40
+    return int(model.config.max_position_embeddings)
 
 
 def input_vocab_size(model: PreTrainedModel) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import load_causal_lm, model_info, select_kernels
+from tgis.engines.loading.loader import load_causal_lm, max_positions, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, padded_spans
 from tgis.engines.memory.profiler import KVCacheCost
@@ -25,7 +25,7 @@ class CausalLM:
         if device.type == "cpu":
             use_gqa_attention(self.model)
         self.info = model_info(self.model)
-        self.max_positions = options.max_sequence_length
+        self.max_positions = min(options.max_sequence_length, max_positions(self.model))
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._embed_tokens = self.model.get_input_embeddings()
         self.embedding_size = self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0

@@ -14,7 +14,7 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
-from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, select_device, select_kernels
+from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, max_positions, select_device, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import device_errors, memory_for_batches
@@ -93,6 +93,7 @@ class PagedEngine:
             block_size=block_size,
             lookahead=int(async_decode),
             max_slowdown=_MAX_SLOWDOWN[kind],
+            max_positions=max_positions(self._model),
             input_vocab_size=input_vocab_size(self._model),
             embedding_size=self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0,
             lora_targets=self._lora.targets,
