@@ -226,7 +226,10 @@ class Server:
             await _wait_first([client.died, stop], timeout=_MONITOR_SECONDS)
 
     async def _drain(self, grpc_server: GrpcServer, client: EngineClient, hurry: asyncio.Future[None]) -> None:
-        """Reject new calls; give those in flight the grace period to finish, unless there is a `hurry`."""
+        """Reject new calls; give those in flight the grace period to finish, unless there is a `hurry`.
+
+        Streams that nobody reads, reflection and calls without a message do not delay it.
+        """
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         self._service_metrics.set_state(ServiceState.DRAINING)
         if client.died.done():
@@ -237,7 +240,8 @@ class Server:
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
-        await _wait_first([asyncio.create_task(grpc_server.stop(grace)), hurry])
+        ends = [asyncio.create_task(end) for end in (grpc_server.stop(grace), self._servicer.wait_until_idle())]
+        await _wait_first([*ends, hurry])
         await grpc_server.stop(0)
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Server, as_stream_request, running_server, server_environment, unary_request
 
 from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2_grpc as pb_grpc
 
 SLOW = {"step_seconds": 0.05}
 
@@ -52,8 +54,6 @@ class Call:
         self._thread.start()
 
     def _run(self, channel: grpc.Channel, streamed: bool) -> None:
-        from tgis.pb import generation_pb2_grpc as pb_grpc
-
         stub = pb_grpc.GenerationServiceStub(channel)
         request = unary_request("never ending story ", 1000)
         try:
@@ -251,6 +251,39 @@ def test_a_second_sigint_ends_the_grace(tmp_path: Path) -> None:
             each.wait()
             assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert "s: 2 of 2 inputs were cancelled" in server.log.read_text()
+
+
+def test_calls_that_wait_for_their_clients_do_not_delay_the_end(tmp_path: Path) -> None:
+    small_window = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
+    end = threading.Event()
+    with (
+        start(tmp_path, {"step_seconds": 0.002}, SHUTDOWN_GRACE_SECONDS=1000) as server,
+        grpc.insecure_channel(server.target, small_window) as channel,
+        server.stub() as stub,
+    ):
+        unread = pb_grpc.GenerationServiceStub(channel).GenerateStream(as_stream_request(unary_request("abc", 1000)))
+        next(unread)
+        server.wait_for_metric("tgi_batch_current_size 0.0")
+        generate = channel.stream_unary("/fmaas.GenerationService/Generate", None, None)
+        headers_only = generate.future(requests_until(end))
+        listing = reflection_pb2.ServerReflectionRequest(list_services="")
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        idle = reflection.ServerReflectionInfo(requests_until(end, listing))
+        next(idle)
+        real = stub.Generate.future(unary_request("abc", 300))
+        server.wait_for_metric("tgi_batch_current_size 1.0")
+        server.process.send_signal(signal.SIGTERM)
+        assert real.result().responses[0].text == "abc" * 100
+        assert server.process.wait(20) == 0
+        end.set()
+        assert "1 of 2 inputs were cancelled" in server.log.read_text()  # the stream that nobody reads
+        assert headers_only.code() is not grpc.StatusCode.OK
+
+
+def requests_until(end: threading.Event, *requests: object) -> Iterator[object]:
+    """The requests, and the stream's end with the event."""
+    yield from requests
+    end.wait()
 
 
 def test_nohup(tmp_path: Path) -> None:

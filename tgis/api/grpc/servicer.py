@@ -1,9 +1,10 @@
 """fmaas.GenerationService: converts messages, delegates to the Generator, maps exceptions to status codes."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 GENERATION_SERVICE = "fmaas.GenerationService"
 CORRELATION_ID_KEY = "x-correlation-id"
+IDLE_SECONDS = 0.4  # after which what a client has not read is not worth keeping a server from its end
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -52,6 +54,8 @@ class GenerationServicer:
         self.generator: Generator | None = None
         self._bearer_auth = bearer_auth
         self._deadline_partial = deadline_partial
+        self._num_active = 0  # calls that wait neither for the client's message nor for it to read
+        self._last_active = 0.0
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
@@ -65,11 +69,17 @@ class GenerationServicer:
         }
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
+    async def wait_until_idle(self) -> None:
+        """Return when all calls have only been waiting for their clients for some time."""
+        while self._num_active or time.monotonic() - self._last_active < IDLE_SECONDS:
+            await asyncio.sleep(0.02)
+
     async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
         call = convert.generate_call(
             request, self._identity(context), logs.correlation_id(), self._answer_deadline(context)
         )
-        replies = await self._require_generator().generate(call)
+        with self._active():
+            replies = await self._require_generator().generate(call)
         return pb.BatchedGenerationResponse(responses=[convert.generation_response(reply) for reply in replies])
 
     async def _generate_stream(self, request: pb.SingleGenerationRequest | None, context: Context) -> None:
@@ -77,15 +87,36 @@ class GenerationServicer:
             call = convert.generate_stream_call(
                 _require_decoded(request), self._identity(context), logs.correlation_id()
             )
-            async with aclosing(self._require_generator().stream(call)) as replies:
-                async for reply in replies:
-                    await context.write(convert.generation_response(reply))
+            with self._active():
+                async with aclosing(self._require_generator().stream(call)) as replies:
+                    async for reply in replies:
+                        await self._write(convert.generation_response(reply), context)
 
     async def _tokenize(self, request: pb.BatchedTokenizeRequest, _context: Context) -> Message:
-        return convert.tokenize_response(await self._require_generator().tokenize(convert.tokenize_call(request)))
+        with self._active():
+            return convert.tokenize_response(await self._require_generator().tokenize(convert.tokenize_call(request)))
 
     async def _model_info(self, _request: pb.ModelInfoRequest, _context: Context) -> Message:
         return convert.model_info_response(self._require_generator().server_info)
+
+    async def _write(self, message: Message, context: Context) -> None:
+        self._count_active(-1)
+        try:
+            await context.write(message)
+        finally:
+            self._count_active(1)
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        self._count_active(1)
+        try:
+            yield
+        finally:
+            self._count_active(-1)
+
+    def _count_active(self, change: int) -> None:
+        self._num_active += change
+        self._last_active = time.monotonic()
 
     def _identity(self, context: Context) -> bytes:
         return caller_identity(context, bearer_auth=self._bearer_auth)
