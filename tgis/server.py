@@ -10,10 +10,7 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,20 +59,9 @@ _OTHER_WEIGHTS = ("fake", "hf_optimum_ort")  # engines with weights in other for
 
 def run(config: Config) -> int:
     """Serve until a signal, then return 0; StartError if the server cannot start or the engine fails."""
-    with _exit_on_sigterm():
-        server = prepare(config)
-        server.convert_weights()  # not part of a check: it may take minutes
+    server = prepare(config)
+    server.convert_weights()  # not part of a check: it may take minutes
     return asyncio.run(server.serve())
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Exit with 0, as later. Process 1 of a container ignores signals that it does not handle."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def prepare(config: Config) -> "Server":

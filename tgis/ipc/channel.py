@@ -47,7 +47,10 @@ class Channel:
     def send(self, message: msgspec.Struct) -> None:
         """Send one message from any thread; the parent always reads."""
         with self._send_lock:
-            self._socket.sendall(encode_frame(message))
+            try:
+                self._socket.sendall(encode_frame(message))
+            except BrokenPipeError:
+                os._exit(0)  # the reader thread has yet to notice
 
     def abort(self, reason: str) -> NoReturn:
         """Send the reason and exit at once, from any thread: others may hang where nothing can wake them."""
