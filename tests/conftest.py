@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -43,6 +44,16 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--oracle-recompute", action="store_true", help="compute the oracle's answers anew")
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Commands that run in this process set variables for their children; other tests start children of their own."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -263,6 +263,7 @@ def test_calls_that_wait_for_their_clients_do_not_delay_the_end(tmp_path: Path) 
     ):
         unread = pb_grpc.GenerationServiceStub(channel).GenerateStream(as_stream_request(unary_request("abc", 1000)))
         next(unread)
+        server.wait_for_metric("tgi_batch_generated_tokens_total 1000.0")
         server.wait_for_metric("tgi_batch_current_size 0.0")
         generate = channel.stream_unary("/fmaas.GenerationService/Generate", None, None)
         headers_only = generate.future(requests_until(end))

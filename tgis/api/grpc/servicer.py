@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 GENERATION_SERVICE = "fmaas.GenerationService"
 CORRELATION_ID_KEY = "x-correlation-id"
-IDLE_SECONDS = 0.4  # after which what a client has not read is not worth keeping a server from its end
+_QUIET_SECONDS = 0.4  # after the last call: another may be on its way
+_STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -54,8 +56,8 @@ class GenerationServicer:
         self.generator: Generator | None = None
         self._bearer_auth = bearer_auth
         self._deadline_partial = deadline_partial
-        self._num_active = 0  # calls that wait neither for the client's message nor for it to read
-        self._last_active = 0.0
+        self._waiting_since: dict[Context, float] = {}  # of open calls: for the client to read; infinity: not waiting
+        self._last_end = 0.0
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
@@ -70,15 +72,19 @@ class GenerationServicer:
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
     async def wait_until_idle(self) -> None:
-        """Return when all calls have only been waiting for their clients for some time."""
-        while self._num_active or time.monotonic() - self._last_active < IDLE_SECONDS:
+        """Return when all calls have ended but those whose clients have stopped reading."""
+        while self._is_active(time.monotonic()):
             await asyncio.sleep(0.02)
+
+    def _is_active(self, now: float) -> bool:
+        reading = any(now - since < _STALL_SECONDS for since in self._waiting_since.values())
+        return reading or now - self._last_end < _QUIET_SECONDS
 
     async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
         call = convert.generate_call(
             request, self._identity(context), logs.correlation_id(), self._answer_deadline(context)
         )
-        with self._active():
+        with self._tracked(context):
             replies = await self._require_generator().generate(call)
         return pb.BatchedGenerationResponse(responses=[convert.generation_response(reply) for reply in replies])
 
@@ -87,36 +93,40 @@ class GenerationServicer:
             call = convert.generate_stream_call(
                 _require_decoded(request), self._identity(context), logs.correlation_id()
             )
-            with self._active():
+            with self._tracked(context):
                 async with aclosing(self._require_generator().stream(call)) as replies:
                     async for reply in replies:
                         await self._write(convert.generation_response(reply), context)
 
-    async def _tokenize(self, request: pb.BatchedTokenizeRequest, _context: Context) -> Message:
-        with self._active():
+    async def _tokenize(self, request: pb.BatchedTokenizeRequest, context: Context) -> Message:
+        with self._tracked(context):
             return convert.tokenize_response(await self._require_generator().tokenize(convert.tokenize_call(request)))
 
     async def _model_info(self, _request: pb.ModelInfoRequest, _context: Context) -> Message:
         return convert.model_info_response(self._require_generator().server_info)
 
     async def _write(self, message: Message, context: Context) -> None:
-        self._count_active(-1)
-        try:
-            await context.write(message)
-        finally:
-            self._count_active(1)
+        self._mark(context, time.monotonic())
+        await context.write(message)
+        self._mark(context, math.inf)
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
-        self._count_active(1)
+    def _tracked(self, context: Context) -> Iterator[None]:
+        """What a call does before its client only has to read the rest."""
+        self._waiting_since[context] = math.inf
+        context.add_done_callback(self._ended)  # type: ignore[arg-type]
         try:
             yield
         finally:
-            self._count_active(-1)
+            self._mark(context, time.monotonic())
 
-    def _count_active(self, change: int) -> None:
-        self._num_active += change
-        self._last_active = time.monotonic()
+    def _mark(self, context: Context, waiting_since: float) -> None:
+        if context in self._waiting_since:
+            self._waiting_since[context] = waiting_since
+
+    def _ended(self, context: Context) -> None:
+        self._waiting_since.pop(context, None)
+        self._last_end = time.monotonic()
 
     def _identity(self, context: Context) -> bytes:
         return caller_identity(context, bearer_auth=self._bearer_auth)
