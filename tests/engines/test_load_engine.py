@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from batches import engine_options
+from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
 from tgis.engines import load_engine
@@ -93,6 +94,17 @@ def test_a_model_that_only_its_own_code_can_run_is_refused(tmp_path: Path, auto_
     said = r"transformers [\d.]+ has no models of type 'baichuan', and the code of a model is never run"
     with pytest.raises(StartError, match=said):
         load(tmp_path, engine="auto")
+
+
+@pytest.mark.parametrize("engine", ["auto", "hf_transformers"])
+def test_a_missing_weight_is_named(engine: str, tmp_path: Path) -> None:
+    """Else transformers makes up random numbers."""
+    file = make_model("Llama", tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(StartError, match=r"1 weights of LlamaForCausalLM are missing, model.layers.1.mlp.up_proj"):
+        load(tmp_path, engine=engine)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "OPT", "CodeGen", "BioGpt"])

@@ -157,7 +157,7 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     path = options.model_path
     try:
-        model = auto_class.from_pretrained(
+        model, loading = auto_class.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -165,10 +165,13 @@ def _from_pretrained(
             trust_remote_code=False,
             use_safetensors=True,
             distributed_config=DistributedConfig(tp_size=options.num_shards),
+            output_loading_info=True,
         )
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise StartError(f"{path}: {auto_class.__name__} cannot load it: {reason}") from error
+    if missing := sorted(loading["missing_keys"]):  # transformers would fill them with random numbers
+        raise StartError(f"{path}: {len(missing)} weights of {type(model).__name__} are missing, {missing[0]} for one")
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
