@@ -27,6 +27,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in shells' background jobs; tests interrupt themselves
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; servers would inherit it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # other workers make any test slow now and then
 hypothesis.settings.register_profile("no-clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -47,13 +49,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """Commands that run in this process set variables for their children; other tests start children of their own."""
-    before = dict(os.environ)
+def _process_state() -> Iterator[None]:
+    """Commands that run in this process set variables for their children and handlers of signals."""
+    environ = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
-    if os.environ != before:
+    if os.environ != environ:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(environ)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
