@@ -418,9 +418,13 @@ def test_a_signal_while_the_server_starts_ends_it_with_exit_code_0(
     environment = server_environment(GRPC_PORT=0, PORT=0, **fake(tmp_path))
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        while process.stderr.readline().split()[-1] != module:
-            pass
-        process.send_signal(number)
-        rest = process.stderr.readlines()
+        try:
+            while process.stderr.readline().split()[-1] != module:
+                pass
+            process.send_signal(number)
+            rest = process.stderr.readlines()
+            process.wait(60)
+        finally:
+            process.kill()  # else a server that goes on would hold up the end of the block for ever
     assert process.returncode == 0
     assert [line for line in rest if not line.startswith("import time:")] == []

@@ -11,8 +11,6 @@ from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.snapshot import WaitReason
 
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for those that would overtake: about 0.2 ms
-
-
 MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each of its tokens pays for all of them
 
 
