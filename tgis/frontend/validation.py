@@ -86,15 +86,10 @@ def make_request(
         raise InvalidRequest(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:
         raise InvalidRequest(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
-    max_new_tokens = min(params.given.max_new_tokens, room)
-    if params.fill_context:
-        decoder_length = adapter.decoder_length if adapter else 0
-        fits = min(limits.max_request_tokens - length - prefix_length, limits.max_positions - decoder_length)
-        max_new_tokens = max(min(max_new_tokens, fits), min_new_tokens, 1)
     request = Request(
         id=request_id,
         tokens=[limits.placeholder_id] * prefix_length + tokens,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=_max_new_tokens(length + prefix_length, adapter, params, limits),
         limited_by_context=params.fill_context or params.given.max_new_tokens > room,
         sampling_params=params.sampling_params,
         logprob_options=params.given.logprob_options,
@@ -105,6 +100,16 @@ def make_request(
     )
     _check_capacity(request, limits, field)
     return request
+
+
+def _max_new_tokens(length: int, adapter: AdapterRef | None, params: ResolvedParams, limits: RequestLimits) -> int:
+    """What the maximum sequence length leaves; with `fill_context` no more than can run either, if that is enough."""
+    max_new_tokens = min(params.given.max_new_tokens, limits.max_sequence_length - length)
+    if not params.fill_context:
+        return max_new_tokens
+    decoder_length = adapter.decoder_length if adapter else 0
+    fits = min(limits.max_request_tokens - length, limits.max_positions - decoder_length)
+    return max(min(max_new_tokens, fits), params.sampling_params.min_new_tokens, 1)
 
 
 def _check_capacity(request: Request, limits: RequestLimits, field: str) -> None:
