@@ -26,6 +26,7 @@ from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.generation import Generator, ServerInfo
+from tgis.frontend.loop_lag import watch_event_loop
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
 from tgis.frontend.tokenizer import Tokenizer
@@ -127,6 +128,7 @@ class Server:
         grpc_server = self._make_grpc_server()
         client = EngineClient()
         probes = self._probes(client)
+        loop_lag = asyncio.create_task(watch_event_loop(self._service_metrics.event_loop_late))
         try:
             ports = grpc_server.bind(), await probes.start()
             await grpc_server.start()
@@ -141,6 +143,7 @@ class Server:
             await grpc_server.stop(0)
             await client.stop()
             await probes.stop()
+            loop_lag.cancel()
             self._tokenizer.close()
             stop_signals.ignore()
 

@@ -1,6 +1,8 @@
 """tgis.frontend.service_metrics: what is exported from the first second, and what changes it."""
 
+import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import samples, value
 
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.loop_lag import watch_event_loop
 from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo, Step, StepStats
@@ -46,6 +49,7 @@ def test_the_scrape_has_exactly_the_documented_families(metrics: ServiceMetrics)
     assert {(name, kind) for name, kind in families if name.startswith("tgi_") and "process" not in name} == {
         *((name, "gauge") for name in GAUGES),
         *(("tgi_authentication_failure", kind) for kind in ("counter", "unknown")),
+        ("tgi_event_loop_lag_duration", "histogram"),
     }
     assert value(metrics, "process_resident_memory_bytes") > 1 << 20
     assert value(metrics, "tgi_engine_process_resident_memory_bytes") > 1 << 20
@@ -63,6 +67,23 @@ async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
     scrape = server._scrape(EngineClient()).decode()
     for line in ('tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"):
         assert line in scrape.splitlines()
+
+
+@run_async
+async def test_what_holds_the_event_loop_is_in_the_metrics(metrics: ServiceMetrics) -> None:
+    late = asyncio.Event()
+
+    def observe(duration: float) -> None:
+        metrics.event_loop_late(duration)
+        if duration > 0.19:
+            late.set()
+
+    watch = asyncio.create_task(watch_event_loop(observe, interval=0.001))
+    await asyncio.sleep(0)  # it watches
+    time.sleep(0.2)  # this is what it is to notice
+    await late.wait()
+    watch.cancel()
+    assert value(metrics, "tgi_event_loop_lag_duration_sum") > 0.19
 
 
 def test_the_service_is_in_one_state(metrics: ServiceMetrics) -> None:

@@ -42,6 +42,7 @@ class ServiceMetrics:
         self._running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")
         self._waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters of queued requests only.")
         self._lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name; a timestamp.", _LORA_LABELS)
+        self._loop_lag = add.duration("tgi_event_loop_lag_duration", "How late the front end does what is due.")
         self._identity = {"version": version, "commit": commit, "model": model}
         self._max_adapters = 0  # in a batch
         self._info.labels(**self._identity, engine="", dtype="", device="").set(1)
@@ -77,6 +78,9 @@ class ServiceMetrics:
         """Set when each certificate expires, in seconds since 1970."""
         for name, seconds in times.items():
             self._certificate_expiry.labels(name).set(seconds)
+
+    def event_loop_late(self, duration: float) -> None:
+        self._loop_lag.observe(duration)
 
     def authentication_failed(self) -> None:
         self._authentication_failure.inc()
