@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from certificates import make_pair
 from config_parsing import read, refusal
 
+from benchmarks.certificates import make_pair
 from tgis.config import prepare_environment
 from tgis.errors import OptionError, StartError
 from tgis.server import load_credentials

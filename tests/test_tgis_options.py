@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import torch
 import yaml
-from certificates import make_pair
 from harness import running_server, unary_request
 from repository import REPOSITORY
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from benchmarks.certificates import make_pair
 from tgis.config import parse
 from tgis.engines import load_engine
 from tgis.engines.base import Engine

@@ -20,10 +20,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from certificates import make_pair
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.certificates import make_pair
 from tgis.__main__ import run
 from tgis.bench import plot, workload
 from tgis.bench.client import RequestRecord

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from certificates import make_pair
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from benchmarks.certificates import make_pair
 from tgis import __main__
 from tgis.cli import client
 from tgis.pb import generation_pb2 as pb

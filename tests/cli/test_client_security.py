@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from certificates import make_pair
 from harness import Server, running_server
 
+from benchmarks.certificates import make_pair
 from tgis.models.fake import make_fake_model
 
 COMMANDS = {

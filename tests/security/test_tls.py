@@ -11,10 +11,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from certificates import Pair, make_pair
 from cryptography import x509
 from harness import run_async
 
+from benchmarks.certificates import Pair, make_pair
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 from tgis.errors import OptionError
