@@ -32,10 +32,12 @@ from prompt_files import (
 
 from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
+from tgis.prompts import tensor_file
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore
 from tgis.prompts.tensor_file import TargetModel
+from tgis.prompts.torch_file import load_torch_file
 
 TARGET = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"))
 
@@ -322,13 +324,12 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
 
 def test_concurrent_lookups_read_the_files_once(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Any] = []
-    load = torch.load
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def counted(*args: Any) -> Any:
         loads.append(args)
-        return load(*args, **options)
+        return load_torch_file(*args)
 
-    monkeypatch.setattr(torch, "load", counted)
+    monkeypatch.setattr(tensor_file, "load_torch_file", counted)
     answers = Answers()
     lookups = AdapterResolver(store, answers)
     for number in range(40):

@@ -68,6 +68,22 @@ def rezipped(file: bytes, compression: int = zipfile.ZIP_STORED, **changes: byte
     return buffer.getvalue()
 
 
+def described(pickled: bytes) -> bytes:
+    """The archive of torch.save whose tensors are described by this pickle instead."""
+    return rezipped(pt(matrix()), data=b"\x80\x02" + pickled + b".")
+
+
+def rebuilt(numel: int, rows: int, width: int, stride: int) -> bytes:
+    """A file with the 64 numbers of `matrix()`, as a tensor that its pickle claims."""
+    storage = b"X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu" + _long(numel) + b"tQ"
+    arguments = b"((" + storage + _long(0) + _long(rows) + _long(width) + b"\x86" + _long(stride) + _long(1) + b"\x86"
+    return described(b"ctorch._utils\n_rebuild_tensor_v2\n" + arguments + b"\x89ccollections\nOrderedDict\n)RtR")
+
+
+def _long(value: int) -> bytes:
+    return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+
+
 class Evil:
     """An object that runs code when it is unpickled."""
 
@@ -81,6 +97,7 @@ def endless(rows: int, width: int) -> torch.Tensor:
 
 
 NO_TENSOR_FILE = "is damaged, or not of this format"
+OTHER_THINGS = "decoder.pt holds something other than tensors"
 NOT_DENSE = "decoder.pt holds a tensor that is no dense one of floats"
 BROKEN: dict[str, tuple[Files, str]] = {  # files, and the error message
     "empty": ({DECODER: b""}, NO_TENSOR_FILE),
@@ -91,8 +108,17 @@ BROKEN: dict[str, tuple[Files, str]] = {  # files, and the error message
     "no tensor's file": ({DECODER: rezipped(pt(matrix()), data=b"\x80\x02.")}, "decoder.pt"),
     "code": (
         {DECODER: rezipped(pt(matrix()), data=pickle.dumps(Evil(), protocol=2))},
-        "decoder.pt holds something other than tensors",
+        OTHER_THINGS,
     ),
+    "more than the file has": ({DECODER: rebuilt(1 << 20, 1 << 10, 1 << 10, 1 << 10)}, NO_TENSOR_FILE),
+    "beyond the end": ({DECODER: rebuilt(64, 5, 16, 16)}, NO_TENSOR_FILE),
+    "backwards": ({DECODER: rebuilt(64, 4, 16, -16)}, NO_TENSOR_FILE),
+    "an overflow": ({DECODER: rebuilt(64, 1 << 62, 1 << 62, 0)}, NO_TENSOR_FILE),
+    "half an overflow": ({DECODER: rebuilt(64, 1 << 31, 1 << 31, 0)}, NO_TENSOR_FILE),
+    "memory": ({DECODER: described(b"cbuiltins\nbytearray\n" + _long(1 << 24) + b"\x85R")}, OTHER_THINGS),
+    "keys that take for ever": ({DECODER: described(b"})" + b"q\0h\0\x86" * 60 + b"Ns")}, OTHER_THINGS),
+    "an index of four billion": ({DECODER: described(b"Nr\xff\xff\xff\xff")}, "decoder.pt holds a NoneType"),
+    "an opcode that torch.save does not write": ({DECODER: described(b"I1\n")}, OTHER_THINGS),
     "a bomb": (
         {DECODER: rezipped(pt(matrix()), zipfile.ZIP_DEFLATED, bomb=bytes(CAPACITY))},
         f"bytes, at most {CAPACITY} are allowed",

@@ -1,8 +1,5 @@
 """Files of tensors, untrusted: read within limits, checked, and converted to the type and device of a model."""
 
-import io
-import pickle
-import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +10,7 @@ import torch
 
 from tgis.errors import AdapterError
 from tgis.prompts.files import CONFIG, PICKLE, SAFETENSORS, AdapterDirectory
+from tgis.prompts.torch_file import NotTensorsError, load_torch_file
 
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_CONFIG_BYTES = 1 << 20
@@ -64,21 +62,13 @@ def load_tensors(directory: AdapterDirectory, name: str, limit: int) -> Any:
     try:
         if name == SAFETENSORS:
             return safetensors.torch.load(data)
-        if (size := _uncompressed_size(data)) > limit:
-            raise AdapterError(f"{name} unpacks to {size} bytes, at most {limit} are allowed")
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return load_torch_file(name, data, limit)
     except AdapterError:
         raise
-    except pickle.UnpicklingError as error:
+    except NotTensorsError as error:
         raise AdapterError(f"{name} holds something other than tensors") from error
     except Exception as error:  # on hostile bytes the libraries raise anything
         raise AdapterError(f"{name} is damaged, or not of this format") from error
-
-
-def _uncompressed_size(data: bytes) -> int:
-    """Uncompressed size of torch.save's zip archive; files of torch before 1.6 are no archives and not supported."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return sum(entry.file_size for entry in archive.infolist())
 
 
 def check_tensor(part: FileTensor) -> torch.Tensor:
@@ -91,8 +81,6 @@ def check_tensor(part: FileTensor) -> torch.Tensor:
     if tensor.dtype not in _SUPPORTED_DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
         raise AdapterError(f"{part.file} holds a tensor that is no dense one of floats ({kind})")
-    if tensor.nbytes > tensor.untyped_storage().nbytes():  # an expanded view, which may claim any size
-        raise AdapterError(f"{part.file} holds a tensor that is larger than what is stored of it")
     return tensor.detach()
 
 

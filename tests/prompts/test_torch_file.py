@@ -1,0 +1,86 @@
+"""Files of torch.save: what torch.load reads is read alike."""
+
+import io
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_files import pt
+
+from tgis.errors import AdapterError
+from tgis.prompts import torch_file
+from tgis.prompts.torch_file import load_torch_file
+
+LIMIT = 1 << 20
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+SMALL_DTYPES = (torch.int8, torch.uint8, torch.bool)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Of any type and shape, in part views into a storage that others share."""
+    dtype = draw(st.sampled_from(DTYPES + SMALL_DTYPES))
+    whole = torch.arange(draw(st.integers(0, 60))).to(dtype)
+    view = whole[draw(st.integers(0, 5)) :: draw(st.integers(1, 3))]
+    if view.dim() and len(view) % 4 == 0:
+        view = view.view(-1, 4) if draw(st.booleans()) else view.view(4, -1).T
+    return torch.nn.Parameter(view) if dtype.is_floating_point and draw(st.booleans()) else view
+
+
+contents = st.recursive(
+    tensors() | st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    max_leaves=8,
+)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert type(found) is type(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert (type(found), found) == (type(expected), expected)
+
+
+@given(contents)
+def test_reads_what_torch_reads(content: Any) -> None:
+    data = pt(content)
+    assert_same(load_torch_file("it", data, LIMIT), torch.load(io.BytesIO(data), weights_only=True))
+
+
+def test_a_state_dict_with_tied_tensors() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(3, 5))
+    model[1].weight = model[0].weight
+    state = load_torch_file("it", pt(model.state_dict()), LIMIT)
+    assert_same(state, dict(model.state_dict()))
+    assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+
+
+def test_numbers_of_another_byte_order() -> None:
+    with zipfile.ZipFile(io.BytesIO(pt(torch.arange(5.0)))) as archive:
+        content = {entry: archive.read(entry) for entry in archive.namelist()}
+    folder = next(iter(content)).partition("/")[0]
+    content |= {f"{folder}/byteorder": b"big", f"{folder}/data/0": torch.arange(5.0).numpy().astype(">f4").tobytes()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    assert_same(load_torch_file("it", buffer.getvalue(), LIMIT), torch.arange(5.0))
+
+
+def test_descriptions_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their bytes takes about a microsecond."""
+    monkeypatch.setattr(torch_file, "_MAX_PICKLE_BYTES", 1000)
+    with pytest.raises(AdapterError, match=r"^it describes its tensors in \d{4} bytes, at most 1000 may$"):
+        load_torch_file("it", pt(list(range(1000))), LIMIT)
