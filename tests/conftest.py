@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -59,6 +60,20 @@ def _process_state() -> Iterator[None]:
         os.environ.update(environ)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def logging_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that configure the logging of this process."""
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    loggers = [logging.getLogger(name) for name in (None, "tgis", "__main__")]
+    levels, handlers = [logger.level for logger in loggers], loggers[0].handlers
+    loggers[0].handlers = []
+    yield
+    loggers[0].handlers = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    logging.captureWarnings(False)
 
 
 @pytest.fixture(scope="session")

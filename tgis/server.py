@@ -48,7 +48,7 @@ from tgis.models.files import (
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
-from tgis.utils import stop_signals
+from tgis.utils import logs, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +256,7 @@ class Server:
 
     def _scrape(self, client: EngineClient) -> bytes:
         self._service_metrics.set_lora_adapters(*client.lora_adapters())
+        self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines())
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
         return self._service_metrics.scrape() + (self._metrics.scrape() if self._metrics else b"")

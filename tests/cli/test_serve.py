@@ -10,18 +10,19 @@ from tgis.cli import serve
 from tgis.config import Config
 
 
+@pytest.mark.usefixtures("logging_as_before")
 def test_an_unexpected_error_is_in_both_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_config: Config) -> None:
         raise ValueError("a bug")
 
     monkeypatch.setattr(serve, "prepare_environment", fail)
-    monkeypatch.setattr(logging.root, "handlers", [])
     (tmp_path / "termination").touch()
     paths = "--termination-log", str(tmp_path / "termination"), "--cache-dir", str(tmp_path)
     assert serve.main(["--model-name", "m", "--json-output", *paths], "tgis serve") == 1
-    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    logging.root.handlers[0].close()
+    (line,) = map(json.loads, capfd.readouterr().out.splitlines())
     assert line["level"] == "ERROR"
     assert "ValueError: a bug" in line["exception"]
     assert (tmp_path / "termination").read_text() == "ValueError: a bug\n"

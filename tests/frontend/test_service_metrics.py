@@ -36,6 +36,7 @@ GAUGES = {
     "tgi_lora_waiting_adapters",
     "tgi_lora_requests_info",
 }
+COUNTERS = {"tgi_authentication_failure", "tgi_log_lines_dropped"}
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def test_the_scrape_has_exactly_the_documented_families(metrics: ServiceMetrics)
     families = [(family.name, family.type) for family in text_string_to_metric_families(metrics.scrape().decode())]
     assert {(name, kind) for name, kind in families if name.startswith("tgi_") and "process" not in name} == {
         *((name, "gauge") for name in GAUGES),
-        *(("tgi_authentication_failure", kind) for kind in ("counter", "unknown")),
         ("tgi_event_loop_lag_duration", "histogram"),
+        *((name, kind) for name in COUNTERS for kind in ("counter", "unknown")),
     }
     assert value(metrics, "process_resident_memory_bytes") > 1 << 20
     assert value(metrics, "tgi_engine_process_resident_memory_bytes") > 1 << 20
@@ -115,6 +116,12 @@ def test_the_engine_is_up_from_ready_to_death(metrics: ServiceMetrics) -> None:
     assert (value(metrics, "tgi_engine_up"), value(metrics, "tgi_kv_cache_blocks")) == (1, 0)
     metrics.engine_died()
     assert value(metrics, "tgi_engine_up") == 0
+
+
+def test_dropped_log_lines_are_counted_once(metrics: ServiceMetrics) -> None:
+    for total in (0, 3, 3, 10):
+        metrics.set_log_lines_dropped(total)
+        assert value(metrics, "tgi_log_lines_dropped_total") == total
 
 
 def test_lora_adapters_by_name(metrics: ServiceMetrics) -> None:

@@ -4,34 +4,28 @@ import asyncio
 import contextvars
 import json
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tgis.utils import logs
 
+pytestmark = pytest.mark.usefixtures("logging_as_before")
+
 Lines = Callable[[], list[str]]
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """Restores the logging of the test process."""
-    loggers = [logging.getLogger(name) for name in (None, "tgis", "__main__")]
-    levels, handlers = [logger.level for logger in loggers], loggers[0].handlers
-    loggers[0].handlers = []
-    yield
-    loggers[0].handlers = handlers
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    logging.captureWarnings(False)
-
-
 @pytest.fixture
-def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
+def lines(capfd: pytest.CaptureFixture[str]) -> Lines:
+    """Ends the logging, and returns all lines since the last time."""
+
     def read() -> list[str]:
-        return capsys.readouterr().out.splitlines()
+        for handler in logging.getLogger().handlers:
+            handler.close()
+        return capfd.readouterr().out.splitlines()
 
     return read
 
@@ -158,6 +152,41 @@ def test_libraries_log_from_warning_up(lines: Lines) -> None:
     assert first.endswith("WARNING grpc: shown")
     assert "py.warnings" in second
     assert "noticed" in second
+
+
+def test_repeated_warnings_are_counted(lines: Lines) -> None:
+    logs.configure(level="info", json_output=True)
+    logger = logging.getLogger("asyncio")
+    for number in (1, 1, 2, 1):
+        try:
+            raise OSError(24, "Too many open files")
+        except OSError:
+            logger.exception("no descriptor for %d", number)
+    for tokens in (1, 1):
+        logging.getLogger("tgis").info("request", extra={"tokens": tokens})  # of two calls
+        logging.getLogger("tgis").warning("request", extra={"tokens": tokens, "id": logger})
+    with logs.correlation_scope("a"):
+        logger.error("no descriptor for %s", 2)
+    found = [json.loads(line) for line in lines()]
+    assert [(line["message"], line.get("repeated"), line.get("correlation_id")) for line in found] == [
+        ("no descriptor for 1", None, None),
+        ("no descriptor for 2", None, None),
+        ("request", None, None),
+        ("request", None, None),
+        ("request", None, None),
+        ("no descriptor for 2", None, "a"),
+        ("no descriptor for 1", 2, None),
+        ("request", 1, None),
+    ]
+    assert ["exception" in line for line in found] == [True, True, *[False] * 6]
+
+
+def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure(level="info", json_output=False)
+    print("one", "\ud800", file=sys.stderr, flush=True)
+    print("two", file=sys.stderr)
+    logging.getLogger().handlers[0].close()
+    assert capfd.readouterr().err == "one \\ud800\ntwo\n"
 
 
 def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> None:

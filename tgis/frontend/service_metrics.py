@@ -39,12 +39,16 @@ class ServiceMetrics:
             "tgi_certificate_expiry_timestamp_seconds", "When a certificate in use expires.", {"certificate": ()}
         )
         self._authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
+        self._log_lines_dropped = add.counter(
+            "tgi_log_lines_dropped", "Log lines of the front end that nobody read in time."
+        )
         self._running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")
         self._waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters of queued requests only.")
         self._lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name; a timestamp.", _LORA_LABELS)
         self._loop_lag = add.duration("tgi_event_loop_lag_duration", "How late the front end does what is due.")
         self._identity = {"version": version, "commit": commit, "model": model}
         self._max_adapters = 0  # in a batch
+        self._num_log_lines_dropped = 0
         self._info.labels(**self._identity, engine="", dtype="", device="").set(1)
         self.set_state(ServiceState.LOADING)
         self._registry = CollectorRegistry()
@@ -84,6 +88,10 @@ class ServiceMetrics:
 
     def authentication_failed(self) -> None:
         self._authentication_failure.inc()
+
+    def set_log_lines_dropped(self, total: int) -> None:
+        self._log_lines_dropped.inc(total - self._num_log_lines_dropped)
+        self._num_log_lines_dropped = total
 
     def set_lora_adapters(self, running: Collection[str], waiting: Collection[str]) -> None:
         """Set the ids of adapters that requests use; only queued ones those of `waiting`."""

@@ -1,18 +1,24 @@
 """Logging of all processes: text or JSON on stdout, one line per record, with the correlation id.
 
-The text of requests and outputs must never be logged, unless LOG_TEXT is on.
+No line makes its process wait, whoever reads stdout. The text of requests and outputs must never be logged, unless
+LOG_TEXT is on.
 """
 
 import contextlib
+import io
 import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from tgis.utils.background_writer import BackgroundStream, BackgroundWriter
+from tgis.utils.repeated_lines import RepeatedLines
 
 LEVELS = {
     "trace": logging.DEBUG,
@@ -25,6 +31,7 @@ LEVELS = {
     "off": logging.CRITICAL + 1,
 }
 MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
+_STDOUT, _STDERR = 1, 2
 
 _correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -33,14 +40,22 @@ _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 def configure(*, level: str, json_output: bool, process: str | None = None) -> None:
     """Log to stdout; `process` names the process in every line, unless it is the front end.
 
-    `level` applies to tgis, an unknown one means info; libraries log from WARNING up.
+    `level` applies to tgis, an unknown one means info; libraries log from WARNING up. What Python and libraries write
+    to stderr makes nobody wait either.
     """
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_JsonFormatter(process) if json_output else _TextFormatter(process))
+    handler = _Handler(_JsonFormatter(process) if json_output else _TextFormatter(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
+    sys.stderr = io.TextIOWrapper(
+        BackgroundStream(handler.stderr, _STDERR), errors="backslashreplace", write_through=True
+    )
     for name in ("tgis", "__main__"):  # of a module run as a script
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
+
+
+def num_dropped_lines() -> int:
+    """Lines of this process that did not fit into the queue, because nobody read them, or that could not be written."""
+    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
 
 
 @contextlib.contextmanager
@@ -63,6 +78,56 @@ def write_termination_message(path: Path, reason: str) -> None:
     with contextlib.suppress(OSError), path.open("r+") as file:  # does not create it
         file.truncate()
         file.write(reason + "\n")
+
+
+class _Handler(logging.Handler):
+    """Formats a record where it is logged; the interpreter closes it at exit."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._stdout = BackgroundWriter(_STDOUT, self._dropped_line)
+        self.stderr = BackgroundWriter(_STDERR, lambda count: b"tgis: %d lines were dropped\n" % count)
+        self._repeated_lines = RepeatedLines()
+
+    @property
+    def num_dropped(self) -> int:
+        return self._stdout.num_dropped + self.stderr.num_dropped
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write_repeated(now := time.monotonic())
+            if record.levelno < logging.WARNING or not self._repeated_lines.is_repeat(record, _key(record), now):
+                self._write(record)
+        except Exception:  # noqa: BLE001 - as in all handlers of logging: no line may fail its caller
+            self.handleError(record)
+
+    def close(self) -> None:
+        self._write_repeated(math.inf)
+        self._stdout.close()
+        self.stderr.close()
+        super().close()
+
+    def _write_repeated(self, now: float) -> None:
+        for record, count in self._repeated_lines.due(now):
+            vars(record).update(repeated=count, correlation_id=None)  # not that of whoever logs now
+            self._write(record)
+
+    def _write(self, record: logging.LogRecord) -> None:
+        self._stdout.put(self._line(record))
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+
+    def _dropped_line(self, count: int) -> bytes:
+        text = "%d log lines were dropped: they came faster than they were read"
+        return self._line(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (count,), None))
+
+
+def _key(record: logging.LogRecord) -> str:
+    """The same for records that differ in nothing but their time."""
+    error = record.exc_info[1] if record.exc_info else None
+    return f"{record.levelno} {record.name} {record.getMessage()} {_fields(record, None)} {error!r}"
 
 
 class _TextFormatter(logging.Formatter):
