@@ -110,7 +110,7 @@ class _Handler(logging.Handler):
 
     def _write_repeated(self, now: float) -> None:
         for record, count in self._repeated_lines.due(now):
-            vars(record).update(repeated=count, correlation_id=None)  # not that of whoever logs now
+            vars(record).update(created=time.time(), correlation_id=None, repeated=count)
             self._write(record)
 
     def _write(self, record: logging.LogRecord) -> None:

@@ -1,0 +1,73 @@
+"""A server and its limit of open files: raised at start, and used up by connections that say nothing."""
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from harness import Server, running_server, unary_request
+
+from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2_grpc as pb_grpc
+from tgis.utils.file_limit import MAX_OPEN_FILES, raise_file_limit
+
+EXHAUSTED = "socket.accept() out of system resource"
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = len(os.listdir("/proc/self/fd")) + 100
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        for _ in range(2):
+            raise_file_limit()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [record.getMessage() for record in caplog.records] == [f"limit of open files raised from {low} to {wanted}"]
+
+
+def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: Path) -> None:
+    model = make_fake_model(tmp_path / "model")
+    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake") as server, server.stub() as stub:
+        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
+        limit = len(os.listdir(f"/proc/{server.process.pid}/fd")) + 10
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        with contextlib.ExitStack() as connections:
+            for port in (server.http_port, server.grpc_port) * 40:
+                connection = connections.enter_context(socket.socket())
+                connection.setblocking(False)  # the queue of the port may be full
+                connection.connect_ex(("127.0.0.1", port))
+            wait_for_log(server, EXHAUSTED)
+            for _ in range(50):
+                assert stub.Generate(unary_request("abc", 3), timeout=20).responses[0].text == "abc"
+        wait_until_healthy(server)
+        with grpc.insecure_channel(server.target) as channel:
+            new = pb_grpc.GenerationServiceStub(channel)
+            assert new.Generate(unary_request("abc", 3), timeout=20, wait_for_ready=True).responses[0].text == "abc"
+        assert server.stop() == 0
+        times = [line for line in server.log.read_text().splitlines() if EXHAUSTED in line and "repeated=" not in line]
+        assert len(times) == 1
+
+
+def wait_for_log(server: Server, text: str) -> None:
+    until = time.monotonic() + 20
+    while text not in server.log.read_text():
+        assert time.monotonic() < until, f"not in the log: {text}"
+        time.sleep(0.02)
+
+
+def wait_until_healthy(server: Server) -> None:
+    """asyncio tries to accept connections once a second."""
+    until = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(OSError):
+            if server.get("/health", timeout=1) == (200, ""):
+                return
+        assert time.monotonic() < until, "not healthy again"
