@@ -70,9 +70,9 @@ def read_table() -> dict[str, tuple[str, str]]:
 
 TABLE = read_table()
 MESSAGES = {  # for each reason in the table
-    "a mask of its own: the logits do not agree": "does not give the model's own logits",
+    "a mask of its own: the logits do not agree": "does not give the model's own (attention|logits)",
     "attention of its own": "0 of 2 layers use replaceable attention",
-    "differences of two attentions: the logits do not agree": "does not give the model's own logits",
+    "differences of two attentions: the logits do not agree": "does not give the model's own (attention|logits)",
     "encoder-decoder": "is an encoder-decoder",
     "keeps more than a KV cache": "keep more than a KV cache",
     "sees padding": "sees padding",

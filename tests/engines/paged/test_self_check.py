@@ -1,0 +1,65 @@
+"""The check at load, in half precision: rounding is no reason to refuse a model, a difference in one layer is."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options
+from tiny_models import make_model_from_config
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from tgis.engines.paged.attention import PagedAttention
+from tgis.engines.paged.batch import BatchBuilder, FlatBatch
+from tgis.engines.paged.engine import PagedEngine
+from tgis.errors import Unsupported
+from tgis.ipc.messages import EngineOptions
+
+LAYERS = 48
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
+    """Of a model so deep that rounding changes its logits: by 15 % with CPU kernels in bfloat16."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = make_model_from_config(config, tmp_path_factory.mktemp("deep"))
+    return msgspec.structs.replace(engine_options(model, 4, threads=1), dtype="bfloat16")
+
+
+def test_a_deep_model_is_paged(options: EngineOptions) -> None:
+    PagedEngine(options)
+
+
+def test_attention_that_differs_in_one_layer_is_not(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = PagedAttention.__call__
+
+    def scaled(
+        self: PagedAttention, module: nn.Module, query: Tensor, *others: Tensor, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        factor = 1.2 if module.layer_idx == LAYERS - 1 else 1.0
+        return attend(self, module, factor * query, *others, **arguments)
+
+    monkeypatch.setattr(PagedAttention, "__call__", scaled)
+    with pytest.raises(Unsupported, match=f"own attention in layer {LAYERS - 1} "):
+        PagedEngine(options)
+
+
+def test_other_positions_are_not(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = BatchBuilder._build
+
+    def without_positions(*arguments: object) -> FlatBatch:
+        batch = build(*arguments)  # type: ignore[arg-type]
+        batch.positions = torch.zeros_like(batch.positions)
+        return batch
+
+    monkeypatch.setattr(BatchBuilder, "_build", without_positions)
+    with pytest.raises(Unsupported, match="own logits"):
+        PagedEngine(options)
