@@ -1,7 +1,5 @@
 """On a real GPU: no step waits for the device except for its tokens, whatever the batch and its requests."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from random_requests import KINDS, WISHES
 from tiny_models import make_model
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.paged.cuda_graphs import forbid_synchronization
 from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
 from tgis.ipc.request import Request
 
@@ -18,16 +17,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@contextmanager
-def synchronization_forbidden() -> Iterator[None]:
-    """Waiting for a stream raises; waiting for an event is allowed."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("async_decode", [True, False])
@@ -46,7 +35,7 @@ def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool) ->
         while rows:
             plan = StepPlan.compute_all(rows)
             if seed:
-                with synchronization_forbidden():
+                with forbid_synchronization():
                     result = engine.step(plan)
             else:
                 result = engine.step(plan)

@@ -1,6 +1,7 @@
 """Captured decode steps: what is captured is replayed as it is, here without a device that could capture it."""
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -110,8 +111,14 @@ def test_other_batches_are_not_replayed(graphs: DecodeGraphs) -> None:
 def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that fails leaves torch 2.11's allocator in a bad state (pytorch issue 180395)."""
     modes = ["default"]
+
+    def set_mode(mode: str) -> None:
+        modes.append(mode)
+        if mode == "error":  # as torch does, once
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=1)
+
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(torch.cuda, "graph", None)
 
     def run() -> Tensor:

@@ -6,6 +6,7 @@ and values go to a slot that nobody reads.
 
 import logging
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ def cuda_capture() -> Capture:
 
     def capture(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         run()  # compiles and selects kernels, which cannot be captured
-        with _forbid_synchronization():
+        with forbid_synchronization():
             run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -46,9 +47,11 @@ def cuda_capture() -> Capture:
 
 
 @contextmanager
-def _forbid_synchronization() -> Iterator[None]:
-    """RuntimeError for what waits for the device: a capture that fails leaves torch's allocator in a bad state."""
-    torch.cuda.set_sync_debug_mode("error")
+def forbid_synchronization() -> Iterator[None]:
+    """RuntimeError for what waits for a stream: a capture that fails leaves torch's allocator in a bad state."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
