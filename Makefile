@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all soak check format bench bench-gpu clean
+.PHONY: help venv proto demo-model serve test test-all soak check format bench bench-gpu test-gpu wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -55,8 +55,22 @@ format: venv ## format the code and fix what the linter can fix
 bench: venv ## measure this machine; ARGS goes to benchmarks.suite
 	$(BIN)/python -m benchmarks.suite $(ARGS)
 
-bench-gpu: venv ## measure tgis_native on this machine's GPU; ARGS goes to benchmarks.gpu
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+# With WHEELS=directory a machine without a network uses its own Python: its torch, and what `make wheels` fetched.
+WHEELS ?=
+OFFLINE = $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .cache/wheels \
+	$(WHEELS)/*.whl && PYTHONPATH=.cache/wheels $(PYTHON)
+
+bench-gpu: $(if $(WHEELS),,venv) ## measure tgis_native on this machine's GPU; ARGS goes to benchmarks.gpu
+	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m benchmarks.gpu $(ARGS)
+
+test-gpu: $(if $(WHEELS),,venv) ## run the tests that need a GPU; ARGS goes to pytest
+	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m pytest -m gpu tests/engines $(ARGS)
+
+wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside torch and transformers
+	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt \
+	--python-version 3.12 --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
+	--platform manylinux_2_34_x86_64 --dest $(WHEELS) cffi cryptography googleapis-common-protos grpcio \
+	grpcio-health-checking grpcio-reflection grpcio-status msgspec protobuf pycparser
 
 clean: ## remove everything that make created, except the demo models in .cache
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,10 @@
 """`make bench-gpu`: the speed of tgis_native on one GPU, with a model of random weights that is made here.
 
-Attention by itself, the engine alone with static batches and a mixed load, and the server with streams, the last two
-also compiled. Needs no network and no files. A part that fails does not stop the others; the last line is one JSON
-object, with failures under "error". `--shape tiny` runs all of it on any machine.
+First a tiny model is served, which shows in a minute whether anything works; if not, nothing else is measured. Then
+attention by itself, the engine alone with static batches and a mixed load, and the server with streams, the last two
+also compiled. Times are wall-clock times, prompts are random tokens. Needs no network and no files; `--model` keeps
+the model for the next command. A part that fails does not stop the others; the last line is one JSON object, with
+failures under "error". `--shape tiny` runs all of it on any machine.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.mixed import MAX_SEQUENCE_LENGTH, engine_options, load_timed_engine
+from benchmarks.mixed import MAX_SEQUENCE_LENGTH, TimedEngine, engine_options, load_warm_engine
 from benchmarks.serving import running_server
 from benchmarks.suite import run_load as load_server
 from tgis.bench.simulate import Simulation, TraceRequest, lognormal_trace
@@ -35,12 +37,14 @@ from tgis.utils import logs
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model, the batch sizes and the lengths of its load."""
+    """A model and its load."""
 
     config: dict[str, int]
-    batch_sizes: tuple[int, ...]
-    input_tokens: int  # half as many are generated
-    mixed_requests: int  # of the mixed load
+    alone: tuple[tuple[int, int, int], ...]  # sequences, tokens in, tokens out; the largest batch last
+    served: tuple[int, ...]  # streams, of `served_tokens` in and out
+    served_tokens: tuple[int, int]
+    mixed_requests: int
+    mixed_tokens: tuple[int, int]  # medians of log-normal lengths in and out
 
 
 LLAMA = {
@@ -62,11 +66,26 @@ TINY = {
     "max_position_embeddings": 2048,
 }
 SHAPES = {
-    "llama-3.1-8b": Shape(LLAMA, (1, 8, 64, 256), 512, 1000),
-    "tiny": Shape(TINY, (1, 4), 32, 20),
+    "llama-3.1-8b": Shape(  # the loads that vLLM was measured with
+        LLAMA,
+        alone=((1, 128, 256), (8, 512, 256), (64, 512, 256), (256, 512, 256), (256, 32, 256)),
+        served=(1, 8, 64, 256),
+        served_tokens=(512, 256),
+        mixed_requests=1000,
+        mixed_tokens=(192, 160),
+    ),
+    "tiny": Shape(
+        TINY,
+        alone=((1, 8, 16), (4, 32, 16)),
+        served=(1, 4),
+        served_tokens=(32, 16),
+        mixed_requests=20,
+        mixed_tokens=(12, 10),
+    ),
 }
 SEED = 1
-PARTS = ("attention", "alone", "alone compiled", "served", "served compiled")
+PARTS = ("smoke", "attention", "alone", "alone compiled", "served", "served compiled")
+_ROUNDS = 4  # requests of each stream of a served load
 _PART_SECONDS = 240.0  # then it counts as failed
 
 
@@ -95,63 +114,66 @@ def _tokenizer(size: int) -> Tokenizer:
 
 def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The engine without a server: the figures of `Simulation` for each load."""
-    options = engine_options("tgis_native", model, "bfloat16", max(shape.batch_sizes))
-    machine, limits = load_timed_engine(msgspec.structs.replace(options, compile=compiled))
-    cases = {
-        f"{rows} x ({shape.input_tokens}, {shape.input_tokens // 2})": _identical_jobs(rows, shape.input_tokens, shape)
-        for rows in shape.batch_sizes
-    }
-    most = max(shape.batch_sizes)
-    cases[f"{most} x (32, {shape.input_tokens // 2})"] = _identical_jobs(most, 32, shape)
-    cases[f"{shape.mixed_requests} mixed"] = list(_mixed_jobs(shape))
-    Simulation(
-        limits, machine, cases[f"{most} x (32, {shape.input_tokens // 2})"], clients=most
-    ).run()  # does not count
+    most = max(rows for rows, _, _ in shape.alone)
+    options = engine_options("tgis_native", model, "bfloat16", most)
+    engine, limits = load_warm_engine(msgspec.structs.replace(options, compile=compiled))
+    cases = {f"{rows} x ({new}, {out})": [TraceRequest(0.0, new, out)] * rows for rows, new, out in shape.alone}
+    cases[f"{shape.mixed_requests} mixed"] = list(mixed_jobs(shape))
+
+    def run(jobs: list[TraceRequest]) -> dict[str, float]:
+        vocab_size = shape.config["vocab_size"]
+        return Simulation(limits, TimedEngine(engine), jobs, len(jobs), vocab_size).run().summary()
+
+    run([TraceRequest(0.0, *shape.alone[-1][1:])] * most)  # does not count
     for name, jobs in cases.items():
-        summary = Simulation(limits, machine, jobs, clients=len(jobs)).run().summary()
+        summary = run(jobs)
         print(f"{name:<24}{summary['tokens_per_second']:>10,.0f} tokens/s", flush=True)
         yield name, summary
 
 
-def _identical_jobs(rows: int, tokens: int, shape: Shape) -> list[TraceRequest]:
-    return [TraceRequest(0.0, tokens, shape.input_tokens // 2)] * rows
-
-
-def _mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
+def mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
     """For the large shape, 226 tokens in and 191 out on average."""
     most = MAX_SEQUENCE_LENGTH // 2 - 1
-    for job in lognormal_trace(
-        shape.mixed_requests, 1.0, SEED, 3 * shape.input_tokens // 8, 5 * shape.input_tokens // 16
-    ):
+    for job in lognormal_trace(shape.mixed_requests, 1.0, SEED, *shape.mixed_tokens):
         yield replace(job, prompt_tokens=min(job.prompt_tokens, most), output_tokens=min(job.output_tokens, most))
 
 
 def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) -> Iterator[tuple[str, Any]]:
     """The server's start time, and the report for each number of streams."""
-    options = ["--max-batch-size", str(max(shape.batch_sizes)), "--deployment-framework", "tgis_native"]
+    options = ["--max-batch-size", str(max(shape.served)), "--deployment-framework", "tgis_native"]
     options += ["--pt2-compile", str(compiled).lower(), "--max-concurrent-requests", "512"]
     with running_server(model, cache, *options) as server:
         print(f"ready after {server.start_seconds:.1f} s", flush=True)
         yield "start_seconds", round(server.start_seconds, 1)
-        for rows in shape.batch_sizes:
-            level = load_server(server.target, rows, 2 * rows, shape.input_tokens, shape.input_tokens // 2)
+        load_server(server.target, max(shape.served), max(shape.served), *shape.served_tokens)  # does not count
+        for streams in shape.served:
+            level = load_server(server.target, streams, _ROUNDS * streams, *shape.served_tokens)
             speed, first = level["output_tokens_per_s"], level["ttft_ms"]["p50"]
-            print(f"{rows:>4} streams   {speed:>10,.0f} tokens/s, TTFT p50 {first:,.0f} ms", flush=True)
-            yield str(rows), level
+            print(f"{streams:>4} streams   {speed:>10,.0f} tokens/s, TTFT p50 {first:,.0f} ms", flush=True)
+            yield str(streams), level
+
+
+def smoke(cache: Path) -> Iterator[tuple[str, Any]]:
+    """A tiny model, served and compiled."""
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(SHAPES["tiny"], Path(directory))
+        yield from measure_server(SHAPES["tiny"], Path(directory), cache, compiled=True)
 
 
 def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
     """Print a line of JSON for each case."""
     kind, _, compiled = part.partition(" ")
     if kind == "model":
-        make_model(shape, model)
+        if not (model / "tokenizer.json").exists():  # the last file that is written
+            make_model(shape, model)
         return
     logs.configure(level="info", json_output=False)
-    cases = (
-        measure_engine(shape, model, compiled=bool(compiled))
-        if kind == "alone"
-        else measure_server(shape, model, cache, compiled=bool(compiled))
-    )
+    if kind == "smoke":
+        cases = smoke(cache)
+    elif kind == "alone":
+        cases = measure_engine(shape, model, compiled=bool(compiled))
+    else:
+        cases = measure_server(shape, model, cache, compiled=bool(compiled))
     for name, figures in cases:
         print(json.dumps({name: figures}), flush=True)
 
@@ -194,23 +216,31 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, after every part")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="keep the model there, and use the one that is there")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.part:
         run_part(args.part, SHAPES[args.shape], args.model, args.cache)
         return 0
     report: dict[str, Any] = {"shape": asdict(SHAPES[args.shape])}
-    with tempfile.TemporaryDirectory() as model:
-        for part in ("model", *args.parts.split(",")):
+    with tempfile.TemporaryDirectory() as temporary:
+        for part in _in_order(args.parts.split(",")):
             print(f"== {part}", file=sys.stderr, flush=True)
-            shared = ("--shape", args.shape, "--cache", str(args.cache), "--model", model, "--part", part)
-            where = ("benchmarks.attention_time",) if part == "attention" else ("benchmarks.gpu", *shared)
-            report[part] = run_part_process("-m", *where)
+            shared = ("--shape", args.shape, "--cache", str(args.cache), "--model", str(args.model or temporary))
+            itself = ("benchmarks.gpu", *shared, "--part", part)
+            report[part] = run_part_process("-m", *(("benchmarks.attention_time",) if part == "attention" else itself))
             if args.json:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
+            if part == "smoke" and "error" in report[part]:
+                break
     print(json.dumps(report))
     return int(any("error" in figures for figures in report.values()))
+
+
+def _in_order(parts: list[str]) -> list[str]:
+    """The model is made after the smoke test, for which it would be too large."""
+    first = [part for part in parts if part == "smoke"]
+    return [*first, "model", *(part for part in parts if part != "smoke")]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,18 +48,21 @@ SIMULATED_REQUESTS = 5000
 COLUMNS = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "prefill_padding", "decode_padding")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimedEngine:
-    """A real engine whose steps are timed."""
+    """A real engine for one run whose requests are all there or come when others end: its time is wall-clock time,
+    planning between the steps included.
+    """
 
     engine: Engine
+    _last: float = field(default_factory=time.perf_counter)
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
-        """The tokens, and the seconds that the step took."""
-        started = time.perf_counter()
+        """The tokens, and the seconds since the step before."""
         result = self.engine.step(plan)
         assert not result.failed
-        return result.tokens, time.perf_counter() - started
+        started, self._last = self._last, time.perf_counter()
+        return result.tokens, self._last - started
 
     def release(self, seqs: Iterable[Sequence]) -> None:
         self.engine.release([*seqs])
@@ -86,23 +89,27 @@ def engine_options(name: str, model: Path, dtype: str, size: int, cache: Path = 
     )
 
 
-def load_timed_engine(options: EngineOptions) -> tuple[TimedEngine, BatchLimits]:
-    """A warmed-up engine, and the limits of its batches."""
+def load_warm_engine(options: EngineOptions) -> tuple[Engine, BatchLimits]:
+    """An engine after its warm-up, and the limits of its batches."""
     engine, _ = load_engine(options, sys.exit)
     engine.warm_up()
-    return TimedEngine(engine), batch_limits(options, engine.info)
+    return engine, batch_limits(options, engine.info)
 
 
 def compare_policies(
-    machine: StepEngine, limits: BatchLimits, trace: str, requests: int, clients: int
+    new_run: Callable[[], StepEngine], limits: BatchLimits, trace: str, requests: int, clients: int
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, policy in POLICIES.items():
-        outcome = Simulation(policy(limits), machine, TRACES[trace](requests), clients).run()
+        outcome = Simulation(policy(limits), new_run(), TRACES[trace](requests), clients).run()
         figures[name] = outcome.summary() | {"queue_jumps": outcome.counters.queue_jumps}
         print(f"{trace:<10}{limits.max_batch_size:>4}  {name:<10}{_row(figures[name])}", flush=True)
     plain = figures["plain"]["tokens_per_second"]
     return figures | {"speedup": round(figures["default"]["tokens_per_second"] / plain, 3)}
+
+
+def _simulated_engine() -> StepEngine:
+    return SimulatedEngine(SMOLLM2_TWO_CORES)
 
 
 def _row(figures: dict[str, float]) -> str:
@@ -122,20 +129,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)
     sizes = [int(size) for size in args.sizes.split(",")]
-    machine, limits = load_timed_engine(
-        engine_options(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes), args.cache)
-    )
-    Simulation(limits, machine, TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # warm-up
+    options = engine_options(args.engine, ensure("smollm2", args.cache), args.dtype, max(sizes), args.cache)
+    engine, limits = load_warm_engine(options)
+    Simulation(limits, TimedEngine(engine), TRACES["lognormal"](2 * max(sizes)), clients=max(sizes)).run()  # warm-up
     report: dict[str, Any] = {"settings": {name: str(value) for name, value in vars(args).items()}}
     print(f"{args.engine:<26}{''.join(f'{name:>18}' for name in COLUMNS)}")
     runs = list(product(args.traces.split(","), sizes))
     for trace, size in runs:
-        found = compare_policies(machine, replace(limits, max_batch_size=size), trace, args.requests, args.clients)
+        sized = replace(limits, max_batch_size=size)
+        found = compare_policies(lambda: TimedEngine(engine), sized, trace, args.requests, args.clients)
         report[f"{args.engine} {trace} {size}"] = found
     print("simulated" if limits.padded else "")
     for trace, size in runs if limits.padded else ():
-        at_scale = replace(limits, max_batch_size=size)
-        found = compare_policies(SimulatedEngine(SMOLLM2_TWO_CORES), at_scale, trace, SIMULATED_REQUESTS, args.clients)
+        sized = replace(limits, max_batch_size=size)
+        found = compare_policies(_simulated_engine, sized, trace, SIMULATED_REQUESTS, args.clients)
         report[f"simulated {trace} {size}"] = found
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

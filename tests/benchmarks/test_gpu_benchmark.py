@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from repository import REPOSITORY
 
-from benchmarks.gpu import SHAPES, _mixed_jobs, main, run_part_process
+from benchmarks.gpu import SHAPES, main, mixed_jobs, run_part_process
 
 PART = """
 import json
@@ -30,40 +31,52 @@ def test_a_failed_part_keeps_its_figures(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_mixed_load_has_the_published_lengths() -> None:
-    jobs = list(_mixed_jobs(SHAPES["llama-3.1-8b"]))
+    jobs = list(mixed_jobs(SHAPES["llama-3.1-8b"]))
     assert len(jobs) == 1000
     assert sum(job.prompt_tokens for job in jobs) == pytest.approx(226_000, rel=0.05)
     assert sum(job.output_tokens for job in jobs) == pytest.approx(191_000, rel=0.05)
     assert max(job.prompt_tokens + job.output_tokens for job in jobs) < 2048
 
 
-def test_a_failed_part_does_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("broken", ["attention", "smoke"])
+def test_a_failed_part_does_not_stop_the_others_but_a_failed_smoke_test_does(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called: list[str] = []
 
     def fake(*command: str) -> dict[str, object]:
         called.append(command[-1])
-        return {"error": "broken"} if len(called) == 2 else {"case": 1}
+        return {"error": "broken"} if broken in called[-1] else {"case": 1}
 
     monkeypatch.setattr("benchmarks.gpu.run_part_process", fake)
     report = tmp_path / "report.json"
     assert main(["--shape", "tiny", "--json", str(report)]) == 1
-    assert called == ["model", "benchmarks.attention_time", "alone", "alone compiled", "served", "served compiled"]
+    others = ["model", "benchmarks.attention_time", "alone", "alone compiled", "served", "served compiled"]
+    assert called == ["smoke", *(others if broken != "smoke" else [])]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["attention"] == {"error": "broken"}
-    assert last["served compiled"] == {"case": 1}
+    assert last[broken] == {"error": "broken"}
     assert json.loads(report.read_text()).keys() == last.keys()
 
 
 @pytest.mark.slow
 def test_all_parts_on_a_tiny_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--shape", "tiny", "--parts", "alone,served"]
-    done = subprocess.run(
-        [*command, "--cache", str(tmp_path)], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True
-    )
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert all("error" not in figures for figures in report.values())
-    assert report["alone"].keys() > {"1 x (32, 16)", "4 x (32, 16)", "20 mixed"}
+    """Twice: the second time with the model of the first."""
+    model = tmp_path / "model"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--shape", "tiny", "--cache", str(tmp_path)]
+    report: dict[str, dict[str, Any]] = {}
+    written = []
+    for parts in ("smoke,alone", "served"):
+        done = subprocess.run(
+            [*command, "--model", str(model), "--parts", parts],
+            cwd=REPOSITORY,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        report |= json.loads(done.stdout.splitlines()[-1])
+        assert all("error" not in figures for figures in report.values())
+        written.append((model / "model.safetensors").stat().st_mtime_ns)
+    assert len(set(written)) == 1
+    assert report["alone"].keys() > {"1 x (8, 16)", "4 x (32, 16)", "20 mixed"}
     assert report["served"].keys() > {"start_seconds", "1", "4"}
     assert report["served"]["4"]["output_tokens_per_s"] > 0

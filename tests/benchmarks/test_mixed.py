@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import mixed
-from benchmarks.mixed import POLICIES, engine_options, load_timed_engine
+from benchmarks.mixed import POLICIES, TimedEngine, engine_options, load_warm_engine
 from tgis.batcher.capacity import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
@@ -47,10 +47,10 @@ def test_short_requests_do_not_wait_for_long_ones() -> None:
 
 
 def test_a_real_engine_finishes_every_request(glassllm_dir: Path) -> None:
-    machine, limits = load_timed_engine(engine_options("hf_transformers", glassllm_dir, "float32", 4))
+    engine, limits = load_warm_engine(engine_options("hf_transformers", glassllm_dir, "float32", 4))
     jobs = [TraceRequest(0.0, 3 + n % 7, 1 + n % 5) for n in range(12)]
     for policy in POLICIES.values():
-        outcome = Simulation(policy(limits), machine, jobs, clients=6).run()
+        outcome = Simulation(policy(limits), TimedEngine(engine), jobs, clients=6).run()
         assert outcome.tokens == sum(job.output_tokens for job in jobs)
         assert len(outcome.ttft) == 12
         assert 0 < min(outcome.ttft) <= outcome.seconds

@@ -104,13 +104,19 @@ class Simulation:
     """One run of a trace."""
 
     def __init__(
-        self, limits: BatchLimits, engine: StepEngine, trace: Iterable[TraceRequest], clients: int = 0
+        self,
+        limits: BatchLimits,
+        engine: StepEngine,
+        trace: Iterable[TraceRequest],
+        clients: int = 0,
+        vocab_size: int = 100,
     ) -> None:
-        """With `clients` the arrival times of the trace are not used."""
+        """With `clients` the arrival times of the trace are not used. Prompts are random tokens of the vocabulary."""
         self._batcher = Batcher(limits, ())
         self._padded = limits.padded
         self._engine = engine
         self._clients = clients
+        self._vocab_size = vocab_size
         self._trace = enumerate(trace)
         self._now = 0.0
         self._arrivals: list[tuple[float, int, TraceRequest]] = []  # the next ones
@@ -140,7 +146,7 @@ class Simulation:
         while self._arrivals and self._arrivals[0][0] <= self._now:
             arrival, number, request = heapq.heappop(self._arrivals)
             self._token_times[number] = arrival, []
-            tokens = [*range(request.prompt_tokens)]
+            tokens = random.Random(number).choices(range(self._vocab_size), k=request.prompt_tokens)
             one = Request(number, tokens, request.output_tokens)
             self._batcher.submit([one], arrival)
 
