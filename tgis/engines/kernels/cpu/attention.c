@@ -389,7 +389,8 @@ int EXPORT(paged_attention)(const attention_args *args) {
     for (int64_t i = 0; i < args->num_seqs; i++)
         count += make_tasks(args, args->sequences + i, max_cost, NULL, NULL, &vecs);
     task *tasks = malloc((count + 1) * sizeof *tasks);
-    f32_vec *states = aligned_alloc(CACHE_LINE, (vecs + 1) * sizeof *states), *next = states;
+    const int64_t lines = vecs * sizeof(f32_vec) / CACHE_LINE + 1; /* aligned_alloc takes whole ones */
+    f32_vec *states = aligned_alloc(CACHE_LINE, lines * CACHE_LINE), *next = states;
     const int failed = !tasks || !states;
     if (!failed) {
         const int any_split = vecs > 0;

@@ -38,7 +38,7 @@ def source_hash(isa: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(isa: str, compiler: str, directory: Path) -> Path:
+def compile_library(isa: str, compiler: str, directory: Path, more_flags: tuple[str, ...] = ()) -> Path:
     """The library, in `directory`, as are its object files; OSError or TimeoutExpired if that fails.
 
     OpenMP is not linked: its functions must be those of the library that PyTorch has loaded.
@@ -46,14 +46,24 @@ def compile_library(isa: str, compiler: str, directory: Path) -> Path:
 
     def compile_object(source: str, bf16: int) -> Path:
         target = directory / f"{isa}-{source}-{bf16}.o"
-        _run(compiler, *_FLAGS, *isa_flags()[isa], f"-DBF16={bf16}", "-c", str(_HERE / source), "-o", str(target))
+        _run(
+            compiler,
+            *_FLAGS,
+            *isa_flags()[isa],
+            *more_flags,
+            f"-DBF16={bf16}",
+            "-c",
+            str(_HERE / source),
+            "-o",
+            str(target),
+        )
         return target
 
     jobs = [(source, bf16) for source in _SOURCES for bf16 in (0, 1)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_object, *zip(*jobs, strict=True)))
     library = directory / f"{isa}.so"
-    _run(compiler, "-shared", *map(str, objects), "-lm", "-o", str(library))
+    _run(compiler, *more_flags, "-shared", *map(str, objects), "-lm", "-o", str(library))
     return library
 
 

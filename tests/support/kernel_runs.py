@@ -1,0 +1,116 @@
+"""Runs every function of a library of C kernels with random shapes and compares it with plain PyTorch in float64.
+
+`python kernel_runs.py ISA LIBRARY SEED RUNS` prints how often each function ran; `test_sanitizers.py` starts it with a
+library that checks its own memory accesses. With RUNS 0 it makes one access out of bounds instead.
+"""
+
+import ctypes
+import random
+import sys
+from collections import Counter
+
+import torch
+from attention_oracle import reference_attention
+from torch import Tensor, nn
+
+from tgis.engines.kernels.attention_inputs import AttentionParams
+from tgis.engines.kernels.cpu.attention import CpuAttention
+from tgis.engines.kernels.cpu.fused_ops import RmsNorm, RotaryEmbedding
+from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.linear import CpuGemm
+
+ERROR = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def run_attention(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    """Sequences with any number of cached and new tokens; what no query may read is NaN, and not in the cache."""
+    attention, block = CpuAttention(kernels), draw.choice([1, 3, 8, 16, 32])
+    kv_heads, group = draw.randint(1, 4), draw.choice([1, 1, 2, 3, 7, 48])
+    k_size, v_size = (16 * draw.choice([1, 1, 2, 3, 5, 8]) for _ in range(2))
+    sequences = [(draw.choice([0, draw.randint(1, 700)]), draw.randint(1, 60)) for _ in range(draw.randint(1, 5))]
+    window = draw.choice([None, None, 1, draw.randint(2, 600)])
+    sinks = torch.randn(kv_heads * group) if draw.random() < 0.3 else None
+    params = AttentionParams(k_size**-0.5, window, draw.choice([None, None, 5.0]), sinks)
+    widths = [-(-(before + new) // block) for before, new in sequences]
+    tables = torch.randperm(sum(widths)).split(widths)
+    caches = [torch.full((sum(widths), block, kv_heads, size), torch.nan).to(dtype) for size in (k_size, v_size)]
+    total = sum(new for _, new in sequences)
+    q = torch.randn(total, kv_heads * group, k_size).to(dtype)
+    rows, expected, start = [], [], 0
+    for (before, new), table in zip(sequences, tables, strict=True):
+        states = [torch.randn(before + new, kv_heads, size).to(dtype) for size in (k_size, v_size)]
+        places = torch.arange(before + new)
+        attention.write_kv_cache(
+            states[0], states[1], caches[0], caches[1], table[places // block] * block + places % block
+        )
+        rows.append([start, new, before + new, table.data_ptr()])
+        expected.append(reference_attention(q[start : start + new], states[0], states[1], params))
+        start += new
+    found = attention.attend(q, caches[0], caches[1], torch.tensor(rows), params)
+    assert_close(found, torch.cat(expected), dtype)
+
+
+def run_norm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    size, eps, offset = draw.randint(1, 700), 1e-6, draw.choice([0.0, 1.0])
+    norm = nn.RMSNorm(size).to(dtype)
+    norm.weight.copy_(torch.randn(size))
+    x = torch.randn(draw.randint(0, 60), size).to(dtype)
+    wide = x.double()
+    expected = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (norm.weight.double() + offset)
+    assert_close(RmsNorm(norm, eps, offset, kernels)(x), expected, dtype)
+
+
+def run_rotary(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    batch, tokens, size, rest = draw.randint(1, 3), draw.randint(1, 60), 2 * draw.randint(1, 70), draw.randint(0, 20)
+    q, k = (torch.randn(batch, draw.randint(1, 9), tokens, size + rest).to(dtype) for _ in range(2))
+    cos, sin = torch.randn(2, draw.choice([1, batch]), tokens, size).to(dtype)
+    for x, found in zip((q, k), RotaryEmbedding(kernels)(q, k, cos, sin), strict=True):
+        first, second = x[..., :size].double().chunk(2, -1)
+        turned = torch.cat([-second, first], -1) * sin.double()[:, None]
+        expected = torch.cat([x[..., :size].double() * cos.double()[:, None] + turned, x[..., size:].double()], -1)
+        assert_close(found, expected, dtype)
+
+
+def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    inputs, outputs = 2 * draw.randint(1, 300), draw.randint(1, 200)
+    weight = torch.randn(outputs, inputs).div(inputs**0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if draw.random() < 0.5 else None
+    x = torch.randn(draw.choice([0, 1, draw.randint(2, 200)]), inputs).to(dtype)
+    expected = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_close(CpuGemm(weight, kernels)(x, bias), expected, dtype)
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    if found.numel():
+        difference = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1)
+        assert difference < ERROR[dtype], (difference, found.shape)  # NaN fails, too
+
+
+def overrun(kernels: CpuKernels) -> None:
+    """Write to the slot after the last of a cache."""
+    k, cache = torch.zeros(1, 1, 16), torch.zeros(2, 4, 1, 16)
+    CpuAttention(kernels).write_kv_cache(k, k, cache, cache, torch.tensor([8]))
+
+
+def main() -> None:
+    isa, path, seed, runs = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    kernels, draw = CpuKernels(isa, ctypes.CDLL(path)), random.Random(seed)
+    torch.manual_seed(seed)
+    torch.set_grad_enabled(False)
+    if not runs:
+        overrun(kernels)
+    counts: Counter[str] = Counter()
+    for _ in range(runs):
+        torch.set_num_threads(draw.choice([1, 2, 3]))
+        run = draw.choice([run_attention, run_norm, run_rotary, run_gemm])
+        dtype = draw.choice(list(ERROR))
+        if run is not run_gemm or dtype in kernels.gemm_dtypes:
+            run(kernels, draw, dtype)
+            counts[run.__name__] += 1
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()
