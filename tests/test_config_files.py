@@ -14,6 +14,7 @@ from benchmarks.certificates import make_pair
 from tgis.config import prepare_environment
 from tgis.errors import OptionError, StartError
 from tgis.server import load_credentials
+from tgis.utils import private_directory
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +114,30 @@ def test_prepare_environment_keeps_a_configured_allocator(
 
 
 @pytest.mark.usefixtures("environ")
-def test_a_world_writable_parent_with_a_foreign_directory_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(StartError, match=f"^CACHE_DIR: every user can write to {shared}: name a directory of your own"):
+        prepare_environment(read(CACHE_DIR=str(shared / "cache")))
+    shared.chmod(0o1777)  # as /tmp
+    prepare_environment(read(CACHE_DIR=str(shared / "cache")))
+
+
+@pytest.mark.usefixtures("environ")
+def test_a_cache_directory_of_a_group_is_a_warning_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = tmp_path / "shared" / "cache"
-    cache.mkdir(parents=True)
-    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-    prepare_environment(read(CACHE_DIR=str(cache)))  # no other user can have created it here
-    cache.parent.chmod(0o1777)
-    with pytest.raises(StartError, match="belongs to user"):
-        prepare_environment(read(CACHE_DIR=str(cache)))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o770)
+    gid = (tmp_path / "cache").stat().st_gid
+    monkeypatch.setattr(private_directory, "_other_members", lambda _gid: ["mallory"])
+    doubt = f"CACHE_DIR: group {gid} (mallory) can write to {tmp_path / 'cache'}"
+    prepare_environment(read(CACHE_DIR=str(tmp_path / "cache")))
+    assert caplog.messages == [f"{doubt}: they could replace what is in it"]
+    with pytest.raises(OptionError) as caught:
+        prepare_environment(read(CACHE_DIR=str(tmp_path / "cache"), STRICT_OPTIONS="true"))
+    assert str(caught.value) == f"STRICT_OPTIONS: {doubt}"
 
 
 @pytest.mark.usefixtures("environ")

@@ -6,8 +6,8 @@ Invalid values are an OptionError of one line, before anything is loaded.
 
 # ruff: noqa: RUF009 - the calls in the table are field specifiers
 
+import logging
 import os
-import stat
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +44,9 @@ from tgis.utils.options import (
     required_option,
     with_unit,
 )
+from tgis.utils.private_directory import entries_of, trust_of_this_process
+
+log = logging.getLogger(__name__)
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
 ADAPTERS, NETWORK, PROCESS, LOGS = "Adapters", "Network", "Process", "Logging"
@@ -82,7 +85,7 @@ def _tokenization_workers(_environ: Mapping[str, str]) -> int:
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
     """A directory that any user can create, even where only the temporary directory is writable."""
-    return Path(environ.get("TMPDIR") or "/tmp") / f"tgis-{os.getuid()}"  # noqa: S108 - make_private_dir() checks the owner
+    return Path(environ.get("TMPDIR") or "/tmp") / f"tgis-{os.getuid()}"  # noqa: S108 - prepare_cache_dir() checks it
 
 
 def _hf_home(environ: Mapping[str, str]) -> Path:
@@ -372,7 +375,7 @@ def prepare_environment(config: Config) -> None:
 
     Call it before importing those. StartError if the directory cannot be created or trusted.
     """
-    make_private_dir(config.cache_dir)
+    prepare_cache_dir(config)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(config.hub_cache)}
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache_dir / "inductor"))
@@ -382,16 +385,20 @@ def prepare_environment(config: Config) -> None:
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
 
 
-def make_private_dir(directory: Path) -> None:
-    """Create a directory that no other user can tamper with: inside /tmp somebody else may have created it first."""
+def prepare_cache_dir(config: Config) -> None:
+    """Create it; StartError if others can replace what is in it, where code is loaded from."""
+    directory = config.cache_dir
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shared = directory.parent.stat().st_mode & stat.S_IWOTH
-        owner = directory.lstat().st_uid
+        entries, trust = entries_of(directory), trust_of_this_process()
     except OSError as error:
         raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
-    if shared and owner != os.getuid():
-        raise StartError(f"CACHE_DIR: {directory} belongs to user {owner}, not to this one")
+    if refusal := trust.refusal(entries):
+        raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")
+    for doubt in trust.doubts(entries):
+        if config.strict_options:
+            raise OptionError(f"STRICT_OPTIONS: CACHE_DIR: {doubt}")
+        log.warning("CACHE_DIR: %s: they could replace what is in it", doubt)
 
 
 def _parser(prog: str, options: tuple[Option, ...], foreign: ForeignOptions) -> Parser:

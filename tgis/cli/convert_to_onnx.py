@@ -39,8 +39,8 @@ def main(argv: list[str], prog: str) -> int:
     parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's option: always done
     options = parser.parse_args(argv)
     wanted = OnnxOptions(options.optimize, options.quantize is not None, options.python, options.wheels)
-    cache = config.cache_config().cache_dir
-    config.make_private_dir(cache)
-    convert_to_onnx(model.find(options), options.out, wanted, cache)
+    cache = config.cache_config()
+    config.prepare_cache_dir(cache)
+    convert_to_onnx(model.find(options), options.out, wanted, cache.cache_dir)
     print(options.out)
     return 0

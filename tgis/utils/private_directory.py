@@ -1,0 +1,110 @@
+"""Whether other users of the machine could replace what lies in a directory.
+
+A volume (the root of a file system that root has mounted) may be open to everybody: containers get theirs that way, and
+whoever else mounts it is trusted.
+"""
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = 0  # both the user and the group
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A directory or link that leads to a directory."""
+
+    path: Path
+    uid: int
+    gid: int
+    mode: int
+    volume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Whom to trust with a directory."""
+
+    uids: frozenset[int]
+    any_user: bool  # a container made for any user id, whose files belong to whatever user and to group 0
+    members: Callable[[int], list[str]]  # of a group
+
+    def refusal(self, entries: Sequence[Entry]) -> str | None:
+        """Why others can replace what is in the last of `entries`, which lead there from the root."""
+        for entry in entries:
+            if entry.uid not in self.uids and not (self.any_user and entry.gid == _ROOT):
+                return f"{entry.path} belongs to user {entry.uid}, who could replace what is in it"
+            if entry.mode & stat.S_IWOTH and not _protected(entry, entries):
+                return f"every user can write to {entry.path}"
+        return None
+
+    def doubts(self, entries: Sequence[Entry]) -> list[str]:
+        """What is wrong only if members of a group are not trusted."""
+        open_to_group = [entry for entry in entries if entry.mode & stat.S_IWGRP and not _protected(entry, entries)]
+        members = [(entry, self.members(entry.gid)) for entry in open_to_group]
+        return [
+            f"group {entry.gid} ({', '.join(names)}) can write to {entry.path}" for entry, names in members if names
+        ]
+
+
+def _protected(entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Whether nobody can replace what is in it, whoever else may write to it."""
+    sticky = bool(entry.mode & stat.S_ISVTX) and entry is not entries[-1]  # whose next entry's owner is checked
+    return sticky or stat.S_ISLNK(entry.mode) or entry.volume
+
+
+def entries_of(directory: Path) -> list[Entry]:
+    """All directories and links that lead to an existing directory, from the root."""
+    return [_entry(path) for path in _paths(directory)]
+
+
+def trust_of_this_process() -> Trust:
+    """Itself, root, and whoever owns this code; in a user namespace also those outside of it."""
+    uids = {os.getuid(), _ROOT, Path(__file__).stat().st_uid, *_outer_uids()}
+    any_user = os.getuid() != _ROOT and _ROOT in (os.getgid(), *os.getgroups())
+    return Trust(frozenset(uids), any_user, _other_members)
+
+
+def _paths(directory: Path) -> Iterator[Path]:
+    """Every name that the kernel looks up, in order."""
+    *rest, _ = reversed(directory.absolute().parts)
+    yield (here := Path("/"))
+    while rest:
+        path = here / rest.pop()
+        yield path
+        if path.is_symlink():
+            target = path.readlink()
+            rest += [part for part in reversed(target.parts) if part != "/"]
+            here = Path("/") if target.is_absolute() else here
+        else:
+            here = path.resolve()  # `..`
+
+
+def _entry(path: Path) -> Entry:
+    status = path.lstat()
+    volume = path != Path("/") and status.st_uid == _ROOT and path.is_mount()
+    return Entry(path, status.st_uid, status.st_gid, status.st_mode, volume)
+
+
+def _outer_uids() -> set[int]:
+    """What users of the host look like that a container's user namespace has no id for."""
+    try:
+        whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+        return set() if whole else {int(Path("/proc/sys/kernel/overflowuid").read_text())}
+    except OSError:
+        return set()
+
+
+def _other_members(gid: int) -> list[str]:
+    """Names of a group's members apart from this user and root."""
+    users = {user.pw_name for user in pwd.getpwall() if user.pw_gid == gid != _ROOT}
+    with contextlib.suppress(KeyError):  # no such group: Kubernetes gives volumes to any number
+        users |= set(grp.getgrgid(gid).gr_mem)
+    ours = {user.pw_name for user in pwd.getpwall() if user.pw_uid in (os.getuid(), _ROOT)}
+    return sorted(users - ours)
