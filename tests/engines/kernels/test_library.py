@@ -1,7 +1,9 @@
 """Which library of C kernels is used: by the CPU's features and CPU_ISA, prebuilt or compiled once."""
 
 import logging
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -97,13 +99,17 @@ def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str]) -> None
 
 
 @pytest.mark.usefixtures("compiled")
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / "kernels" / "build-x"
-    leftover.mkdir(parents=True, mode=0o700)
-    leftover.parent.chmod(0o700)
-    (leftover / "generic-gemm.c-0.o").touch()
+def test_libraries_of_other_sources_go_when_no_start_has_used_them_for_a_month(tmp_path: Path) -> None:
     assert load_kernels("generic", str(tmp_path))
-    assert not leftover.exists()
+    (library,) = (tmp_path / "kernels").glob("*.so")
+    old, recent = tmp_path / "kernels" / "generic-1.so", tmp_path / "kernels" / "avx2-2.so"
+    for path, days in ((old, 31), (recent, 29), (library, 31)):
+        path.touch()
+        os.utime(path, (0, time.time() - days * 24 * 3600))
+    load_kernels.cache_clear()
+    assert load_kernels("generic", str(tmp_path))
+    assert set((tmp_path / "kernels").glob("*.so")) == {library, recent}
+    assert time.time() - library.stat().st_mtime < 24 * 3600
 
 
 @pytest.mark.usefixtures("compiled")
@@ -143,7 +149,7 @@ def test_a_machine_without_a_compiler_says_so_once(
     assert len(warnings) == 1
     assert warnings[0].startswith("no CPU kernels, plain PyTorch is slower: ")
     assert warnings[0].endswith(reason)
-    assert not list((tmp_path / "cache" / "kernels").glob("build-*"))
+    assert [path.name for path in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]
 
 
 def test_a_prebuilt_library_needs_no_compiler(

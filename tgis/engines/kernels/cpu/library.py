@@ -4,16 +4,18 @@ A wheel brings a library for each instruction set. An editable install has sourc
 into CACHE_DIR when an engine starts.
 """
 
+import contextlib
 import ctypes
 import logging
+import os
 import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from os import getuid
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tgis.utils.file_lock import locked
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
+_UNUSED_SECONDS = 30 * 24 * 3600
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
 
 _AVX2 = frozenset({"avx2", "fma"})
@@ -125,6 +128,7 @@ def _compiled(isa: str, cache_dir: str) -> Path:
     with locked(directory / "lock"):
         if not path.exists():
             _compile(isa, path)
+        _remove_unused(directory, path)
     _check_owner(path)
     return path
 
@@ -134,16 +138,23 @@ def _compile(isa: str, path: Path) -> None:
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc)")
     log.info("compiling CPU kernels for %s", isa)
-    for leftover in path.parent.glob("build-*"):  # of a process that was killed: whoever builds holds the lock
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as scratch:
-        library = build.compile_library(isa, compiler, Path(scratch))
-        library.chmod(0o500)
-        library.replace(path)
+    with tempfile.TemporaryDirectory() as scratch:  # of a server, in CACHE_DIR
+        shutil.copy(build.compile_library(isa, compiler, Path(scratch)), made := path.with_suffix(".part"))
+    made.chmod(0o500)
+    made.replace(path)
+
+
+def _remove_unused(directory: Path, used: Path) -> None:
+    """Those of older sources, once no server has started with them for a while."""
+    with contextlib.suppress(OSError):  # the directory may be read-only
+        os.utime(used)
+        for path in directory.glob("*.so"):
+            if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
+                path.unlink()
 
 
 def _check_owner(path: Path) -> None:
     """Code is loaded from there: nobody else may write it."""
     status = path.stat()
-    if status.st_uid != getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} can be written by others")
