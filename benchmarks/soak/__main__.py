@@ -16,17 +16,16 @@ import grpc.aio
 
 from benchmarks.serving import Server, running_server
 from benchmarks.soak import reconcile
-from benchmarks.soak.calls import CALL_TIMEOUT_SECONDS, SoakClient
+from benchmarks.soak.calls import SoakClient
 from benchmarks.soak.cases import make_cases
 from benchmarks.soak.client_log import ClientLog
+from benchmarks.soak.idle import server_limits, use_full_capacity, wait_until_idle
 from benchmarks.soak.killed_client import kill_clients
 from benchmarks.soak.memory import MemoryMonitor
 from benchmarks.soak.report import SoakReport, format_report, to_json
-from benchmarks.soak.requests import ServerLimits, batch_request
 from tgis.bench.client import CHANNEL_OPTIONS
 from tgis.bench.load import Budget, ClosedLoop
 from tgis.models.demo.fetch import ensure
-from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_CASES = 24
@@ -39,7 +38,6 @@ SERVER_OPTIONS = (
     *("--max-concurrent-requests", str(MAX_CONCURRENT_REQUESTS)),
     *("--max-queued-tokens", str(MAX_QUEUED_TOKENS)),
 )
-IDLE_TIMEOUT_SECONDS = 30.0
 
 
 async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> SoakReport:
@@ -48,7 +46,7 @@ async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> Soa
     monitor = MemoryMonitor({"server": server.pid, "engine": server.engine_pid()}, server.healthy)
     async with grpc.aio.insecure_channel(server.target, options=CHANNEL_OPTIONS) as channel:
         stub = GenerationServiceStub(channel)
-        bounds = await _server_limits(stub)
+        bounds = await server_limits(stub, MAX_CONCURRENT_REQUESTS)
         caller = SoakClient(channel, await make_cases(stub, bounds, NUM_CASES, draw), bounds, log, draw)
         before, started = reconcile.parse_metrics(server.metrics()), time.monotonic()
         async with asyncio.TaskGroup() as group:
@@ -56,40 +54,12 @@ async def soak(server: Server, seconds: float, in_flight: int, seed: int) -> Soa
             group.create_task(kill_clients(server.target, bounds.max_sequence_length // 2, seconds, log, draw))
             group.create_task(ClosedLoop(in_flight).drive(caller.call, Budget(None, seconds)))
         elapsed = time.monotonic() - started
-        after = await _wait_until_idle(server, log)
+        after = await wait_until_idle(server, log)
         log.add_problems(reconcile.discrepancies(before, after, log))
-        await _use_full_capacity(stub, bounds, log)
-        await _wait_until_idle(server, log)
+        await use_full_capacity(stub, bounds, log)
+        await wait_until_idle(server, log)
     log.add_problems(monitor.problems())
     return SoakReport(elapsed, in_flight, seed, log, monitor, preemptions=int(after[reconcile.PREEMPTIONS]))
-
-
-async def _server_limits(stub: GenerationServiceStub) -> ServerLimits:
-    info = await stub.ModelInfo(pb.ModelInfoRequest(), timeout=CALL_TIMEOUT_SECONDS)
-    return ServerLimits(info.max_sequence_length, info.max_new_tokens, MAX_CONCURRENT_REQUESTS)
-
-
-async def _wait_until_idle(server: Server, log: ClientLog) -> reconcile.MetricValues:
-    """The metrics once all gauges are zero; a problem if they never are."""
-    until = time.monotonic() + IDLE_TIMEOUT_SECONDS
-    while busy := reconcile.nonzero_gauges(series := reconcile.parse_metrics(await asyncio.to_thread(server.metrics))):
-        if time.monotonic() > until:
-            log.add_problems(f"{gauge} though nothing is left to do" for gauge in busy)
-            break
-        await asyncio.sleep(0.1)
-    return series
-
-
-async def _use_full_capacity(stub: GenerationServiceStub, bounds: ServerLimits, log: ClientLog) -> None:
-    """One call that needs every concurrency permit and the whole token queue: shows that none of them leaked."""
-    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1), truncate_input_tokens=100)
-    request = batch_request(["word " * bounds.max_sequence_length] * bounds.max_inputs, params)
-    try:
-        await stub.Generate(request, timeout=CALL_TIMEOUT_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        log.add_problem(
-            f"a call with {bounds.max_inputs} inputs to the idle server: {error.code().name} {error.details()}"
-        )
 
 
 def main(arguments: list[str]) -> int:

@@ -39,14 +39,29 @@ def nonzero_gauges(series: MetricValues) -> list[str]:
     return [f"{name} is {series[name,]:g}" for name in GAUGES if series[name,]]
 
 
+def shortfalls(before: MetricValues, after: MetricValues, log: ClientLog) -> Iterator[str]:
+    """What the counters of a server lack of the clients' log, where other clients have made calls, too."""
+    grown = _growth(before, after)
+    for kind in _CALL_KINDS:
+        yield from _check_range(f"{kind} calls", grown["tgi_request_count_total", kind], log.calls[kind], math.inf)
+    for (kind, reason), seen in log.ends.items():
+        counted = grown.get(("tgi_request_success_total", kind, reason), 0)
+        yield from _check_range(f"{kind} inputs with {reason}", counted, seen, math.inf)
+    yield from _check_range("tokens", grown["tgi_request_generated_tokens_sum",], log.tokens, math.inf)
+
+
 def discrepancies(before: MetricValues, after: MetricValues, log: ClientLog) -> Iterator[str]:
     """Differences between the counters of a server that is idle again and the clients' log."""
-    grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    grown = _growth(before, after)
     yield from _check_calls(grown, log)
     yield from _check_ends(grown, log)
     for failure, statuses in _FAILURE_STATUSES.items():
         seen = sum(log.refused[status] for status in statuses)
         yield from _check_range(f"failures of kind {failure}", grown["tgi_request_failure_total", failure], seen, seen)
+
+
+def _growth(before: MetricValues, after: MetricValues) -> MetricValues:
+    return {key: value - before.get(key, 0.0) for key, value in after.items()}
 
 
 def _check_calls(grown: Mapping[tuple[str, ...], float], log: ClientLog) -> Iterator[str]:

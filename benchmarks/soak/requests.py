@@ -20,12 +20,15 @@ class ServerLimits:
 Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 
-def batch_request(texts: Sequence[str], params: pb.Parameters) -> pb.BatchedGenerationRequest:
-    return pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts], params=params)
+def batch_request(
+    texts: Sequence[str], params: pb.Parameters, adapter: str | None = None
+) -> pb.BatchedGenerationRequest:
+    requests = [pb.GenerationRequest(text=text) for text in texts]
+    return pb.BatchedGenerationRequest(requests=requests, params=params, adapter_id=adapter)
 
 
-def stream_request(text: str, params: pb.Parameters) -> pb.SingleGenerationRequest:
-    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
+def stream_request(text: str, params: pb.Parameters, adapter: str | None = None) -> pb.SingleGenerationRequest:
+    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params, adapter_id=adapter)
 
 
 def invalid_requests(bounds: ServerLimits) -> list[tuple[StatusCode, Request]]:
