@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all soak check format bench bench-gpu test-gpu wheels clean
+.PHONY: help venv proto demo-model serve test test-all soak chaos check format bench bench-gpu test-gpu wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,9 @@ test-all: test ## run every test that this machine can run, the slow ones one af
 
 soak: venv ## test a server for fifteen minutes under everything that clients do; ARGS goes to benchmarks.soak
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+chaos: venv ## test a server for an hour beside faults and hostile clients; ARGS goes to benchmarks.chaos
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 check: venv ## lint, formatting, types, stubs
 	$(BIN)/ruff check

@@ -61,7 +61,7 @@ class Server:
 @contextlib.contextmanager
 def running_server(model: Path, cache: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
     """Serve `model` until the end of the block; logs to a file, or else only warnings to stderr."""
-    grpc_port, http_port = _free_ports()
+    grpc_port, http_port = free_ports()
     command = [sys.executable, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
     command += ["--grpc-port", str(grpc_port), "--port", str(http_port), "--bind-address", "127.0.0.1"]
     command += [] if log else ["--log-level", "warning"]
@@ -85,7 +85,7 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _free_ports() -> tuple[int, int]:
+def free_ports() -> tuple[int, int]:
     for port in random.sample(_PORTS[::2], len(_PORTS) // 2):
         if _is_free(port) and _is_free(port + 1):
             return port, port + 1

@@ -1,0 +1,43 @@
+"""A process of hostile clients: `python -m benchmarks.chaos.attacker TARGET SECONDS SEED ATTACK...`.
+
+TARGET is the JSON of a `Target`. A process of its own, so that its work is not that of the honest clients.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.chaos.attacks import attack_until
+from benchmarks.chaos.http2 import Target
+
+
+def start_attacker(
+    target: Target, seconds: float, seed: int, attacks: Sequence[str], niceness: int = 0
+) -> "subprocess.Popen[bytes]":
+    """A client for each of these attacks, in one process that ends by itself."""
+    values = json.dumps(asdict(target), default=str)
+    command = ["nice", "-n", str(niceness), sys.executable, "-m", "benchmarks.chaos.attacker"]
+    command += [values, str(seconds), str(seed), *attacks]
+    return subprocess.Popen(command)
+
+
+async def _attack(target: Target, seconds: float, seed: int, attacks: Sequence[str]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for number, name in enumerate(attacks):
+            group.create_task(attack_until(name, target, seconds, random.Random(f"{seed}/{number}")))
+
+
+def _parse_target(text: str) -> Target:
+    values = json.loads(text)
+    return Target(**(values | {"ca": values["ca"] and Path(values["ca"])}))
+
+
+if __name__ == "__main__":
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # the server breaks off connections
+    asyncio.run(_attack(_parse_target(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

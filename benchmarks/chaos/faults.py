@@ -1,0 +1,228 @@
+"""The faults: each is a context manager, and gone when its block is left."""
+
+import asyncio
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.chaos.attacker import start_attacker
+from benchmarks.chaos.attacks import ATTACKS
+from benchmarks.chaos.fault_log import Notice
+from benchmarks.chaos.files import AdapterFiles, CredentialFiles
+from benchmarks.chaos.http2 import Target
+from benchmarks.chaos.shim import Control, Shim
+from benchmarks.chaos.supervisor import Supervisor
+
+_MAX_ATTACK_SECONDS = 60.0  # attackers end by themselves if the soak is killed
+_SPARE_BYTES = 8 << 20  # of address space under memory pressure
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """What faults can get hold of."""
+
+    supervisor: Supervisor
+    shim: Shim
+    adapters: AdapterFiles
+    credentials: CredentialFiles
+    hostile: Target  # as the attackers see the server
+
+    @property
+    def front_end(self) -> int:
+        return self.supervisor.server.pid
+
+    @property
+    def engine(self) -> int:
+        return self.supervisor.server.engine_pid()
+
+
+Apply = Callable[[Arena, random.Random], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault and who may notice it."""
+
+    apply: Apply
+    notices: frozenset[Notice] = frozenset()
+
+    @property
+    def ends_processes(self) -> bool:
+        return Notice.CALLS in self.notices
+
+
+@asynccontextmanager
+async def _stopped(pids: Callable[[Arena], list[int]], arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+    chosen = pids(arena)
+    for pid in chosen:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in chosen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def _controlled(
+    control: Control, values: tuple[int, ...], arena: Arena, draw: random.Random
+) -> AsyncIterator[None]:
+    arena.shim.set(control, draw.choice(values))
+    try:
+        yield
+    finally:
+        arena.shim.set(control, 0)
+
+
+@asynccontextmanager
+async def _stuck_log(arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+    arena.supervisor.log_flows.clear()
+    try:
+        yield
+    finally:
+        arena.supervisor.log_flows.set()
+
+
+@contextmanager
+def _soft_limit(pid: int, kind: int, value: int) -> Iterator[None]:
+    soft, hard = resource.prlimit(pid, kind)
+    resource.prlimit(pid, kind, (value, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, kind, (soft, hard))
+
+
+@asynccontextmanager
+async def _no_descriptors(pid: Callable[[Arena], int], arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+    """None beyond those that are open."""
+    chosen = pid(arena)
+    highest = max(map(int, os.listdir(f"/proc/{chosen}/fd")))
+    with _soft_limit(chosen, resource.RLIMIT_NOFILE, highest + 1):
+        yield
+
+
+@asynccontextmanager
+async def _no_memory(arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+    """The engine process can allocate next to nothing."""
+    pages = int(Path(f"/proc/{arena.engine}/statm").read_text().split()[0])
+    size = pages * resource.getpagesize()
+    with _may_exit(arena):
+        with _soft_limit(arena.engine, resource.RLIMIT_AS, size + _SPARE_BYTES):
+            yield
+        await arena.supervisor.wait_ready()
+
+
+@contextmanager
+def _may_exit(arena: Arena) -> Iterator[None]:
+    arena.supervisor.may_exit = True
+    try:
+        yield
+    finally:
+        arena.supervisor.may_exit = False
+
+
+@asynccontextmanager
+async def _ended(pid: Callable[[Arena], int], number: int, arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+    """A process gets a signal; over once the server is back."""
+    life = arena.supervisor.lives
+    with _may_exit(arena):
+        os.kill(pid(arena), number)
+        yield
+        while arena.supervisor.lives == life:
+            await asyncio.sleep(0.05)
+        await arena.supervisor.wait_ready()
+
+
+@asynccontextmanager
+async def _adapter_swapped(arena: Arena, draw: random.Random) -> AsyncIterator[None]:
+    """Between two versions, every now and then."""
+    swapping = asyncio.create_task(_swap_for_ever(arena.adapters, draw))
+    try:
+        yield
+    finally:
+        swapping.cancel()
+
+
+async def _swap_for_ever(files: AdapterFiles, draw: random.Random) -> None:
+    while True:
+        files.use(draw.choice("ab"))
+        await asyncio.sleep(draw.random())
+
+
+@asynccontextmanager
+async def _adapter_damaged(arena: Arena, draw: random.Random) -> AsyncIterator[None]:
+    arena.adapters.damage(draw)
+    try:
+        yield
+    finally:
+        arena.adapters.use("a")
+
+
+@asynccontextmanager
+async def _certificate_issued(days: int, arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+    arena.credentials.issue(days)
+    try:
+        yield
+    finally:
+        arena.credentials.issue()
+
+
+@asynccontextmanager
+async def _token_rotated(arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+    """Clients use the new one once the server must have noticed; calls with the old one may be on their way."""
+    new = arena.credentials.add_token()
+    yield
+    arena.credentials.token = new
+
+
+@asynccontextmanager
+async def _attacked(name: str, arena: Arena, draw: random.Random) -> AsyncIterator[None]:
+    """By a process that is killed in the end."""
+    process = start_attacker(arena.hostile, _MAX_ATTACK_SECONDS, draw.randrange(1 << 30), [name])
+    try:
+        yield
+    finally:
+        if process.poll() is not None:
+            raise subprocess.CalledProcessError(process.returncode, f"attacker {name}")
+        process.kill()
+        process.wait()
+
+
+_front_end: Callable[[Arena], int] = lambda arena: arena.front_end  # noqa: E731
+_engine: Callable[[Arena], int] = lambda arena: arena.engine  # noqa: E731
+_HEALTH, _NEW = frozenset({Notice.HEALTH}), frozenset({Notice.HEALTH, Notice.CONNECTIONS})
+_ADAPTERS, _EVERYBODY = frozenset({Notice.ADAPTERS}), frozenset(Notice)
+_DAY = 86400
+
+FAULTS: dict[str, Fault] = {
+    "front end stopped": Fault(partial(_stopped, lambda arena: [arena.front_end]), _HEALTH),
+    "engine stopped": Fault(partial(_stopped, lambda arena: [arena.engine]), _HEALTH | _ADAPTERS),
+    "both stopped": Fault(partial(_stopped, lambda arena: [arena.engine, arena.front_end]), _HEALTH),
+    "clock stepped": Fault(partial(_controlled, Control.CLOCK_OFFSET, (-_DAY // 2, -5, 5, 3600, _DAY // 2))),
+    "disk slow": Fault(partial(_controlled, Control.OPEN_DELAY_MS, (50, 500, 2000)), _ADAPTERS),
+    "disk of the log full": Fault(partial(_controlled, Control.LOG_FULL, (1,))),
+    "log stuck": Fault(_stuck_log),
+    "front end without descriptors": Fault(partial(_no_descriptors, _front_end), _NEW),
+    "engine without descriptors": Fault(partial(_no_descriptors, _engine), _ADAPTERS),
+    "adapter swapped": Fault(_adapter_swapped),
+    "adapter damaged": Fault(_adapter_damaged, _ADAPTERS),
+    "certificate rotated": Fault(partial(_certificate_issued, 365)),
+    "certificate expired": Fault(partial(_certificate_issued, 0), frozenset({Notice.CONNECTIONS})),
+    "token rotated": Fault(_token_rotated),
+    **{name: Fault(partial(_attacked, name)) for name in ATTACKS},
+    "engine without memory": Fault(_no_memory, _EVERYBODY),
+    "engine killed": Fault(partial(_ended, _engine, signal.SIGKILL), _EVERYBODY),
+    "front end killed": Fault(partial(_ended, _front_end, signal.SIGKILL), _EVERYBODY),
+    "server terminated": Fault(partial(_ended, _front_end, signal.SIGTERM), _EVERYBODY),
+}

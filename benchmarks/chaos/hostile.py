@@ -1,0 +1,171 @@
+"""Honest streams beside 64 hostile clients: `python -m benchmarks.chaos.hostile`.
+
+Twice: with the attacks on the server of the honest streams, and on another server of the same kind, where they cost as
+much CPU time but can only be in the way of the operating system's scheduler. The last line is one JSON object.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+
+import grpc.aio
+
+from benchmarks.chaos.attacker import start_attacker
+from benchmarks.chaos.attacks import ATTACKS, channel
+from benchmarks.chaos.http2 import Target
+from benchmarks.serving import Server, running_server
+from benchmarks.soak.memory import resident_bytes
+from benchmarks.soak.reconcile import MetricValues, parse_metrics
+from benchmarks.soak.requests import stream_request
+from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+CLIENTS, PROCESSES, STREAMS = 64, 4, 8
+_TOKENS = 50
+_STEP_SECONDS = 0.01
+_LAG = "tgi_event_loop_lag_duration_bucket"
+_SAMPLE_SECONDS = 0.1
+_HEALTH_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one run, in milliseconds and MiB."""
+
+    lag_p999: float = 0.0
+    lag_max: float = 0.0
+    peak_memory: float = 0.0  # of the front end
+    first_token_p50: float = 0.0
+    first_token_p99: float = 0.0
+    streams: int = 0
+    failed: dict[str, int] = field(default_factory=dict)  # honest streams, by status
+    wrong: int = 0  # answers
+    slowest_health: float = 0.0
+    unhealthy: int = 0  # probes
+
+
+async def measure(server: Server, seconds: float) -> Figures:
+    """Eight honest streams, one after the other, while somebody else may attack."""
+    figures, first_tokens = Figures(), list[float]()
+    before, until = parse_metrics(server.metrics()), time.monotonic() + seconds
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_watch(server, figures, until))
+        group.create_task(_probe(server, figures, until))
+        for number in range(STREAMS):
+            group.create_task(_stream_until(server, number, until, figures, first_tokens))
+    after = parse_metrics(await asyncio.to_thread(server.metrics))
+    figures.lag_p999, figures.lag_max = (1000 * _lag_quantile(before, after, share) for share in (0.999, 1))
+    first_tokens.sort()
+    figures.streams = len(first_tokens)
+    figures.first_token_p50, figures.first_token_p99 = (
+        round(1000 * first_tokens[int(share * (len(first_tokens) - 1))], 1) for share in (0.5, 0.99)
+    )
+    return figures
+
+
+async def _stream_until(server: Server, number: int, until: float, figures: Figures, first_tokens: list[float]) -> None:
+    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=_TOKENS))
+    text = f"honest stream {number} "
+    port = int(server.target.rpartition(":")[2])
+    async with channel(Target(port, server.http_port)) as made:
+        while time.monotonic() < until:
+            started, got = time.monotonic(), ""
+            try:
+                async for message in GenerationServiceStub(made).GenerateStream(stream_request(text, params)):
+                    if message.text and not got:
+                        first_tokens.append(time.monotonic() - started)
+                    got += message.text
+                figures.wrong += got != (text * _TOKENS)[:_TOKENS]
+            except grpc.aio.AioRpcError as error:
+                figures.failed[error.code().name] = figures.failed.get(error.code().name, 0) + 1
+                await asyncio.sleep(0.1)
+
+
+async def _watch(server: Server, figures: Figures, until: float) -> None:
+    while time.monotonic() < until:
+        figures.peak_memory = max(figures.peak_memory, round(resident_bytes(server.pid) / (1 << 20), 1))
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+async def _probe(server: Server, figures: Figures, until: float) -> None:
+    while time.monotonic() < until:
+        started = time.monotonic()
+        figures.unhealthy += not await asyncio.to_thread(_is_healthy, server.http_port)
+        figures.slowest_health = max(figures.slowest_health, round(1000 * (time.monotonic() - started), 1))
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=_HEALTH_SECONDS) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _lag_quantile(before: MetricValues, after: MetricValues, share: float) -> float:
+    """Seconds: the upper edge of the quantile's bucket."""
+    counts = {float(key[1]): value - before[key] for key, value in after.items() if key[0] == _LAG}
+    total = counts[float("inf")]
+    return min(edge for edge, count in counts.items() if count >= share * total)
+
+
+@contextlib.contextmanager
+def attacks_on(server: Server, seconds: float, names: list[str]) -> Iterator[None]:
+    """64 hostile clients in a few processes, which yield to everything else: they stand for other machines."""
+    target = Target(int(server.target.rpartition(":")[2]), server.http_port)
+    clients = list(islice(cycle(names), CLIENTS))
+    processes = [start_attacker(target, seconds, n, clients[n::PROCESSES], niceness=19) for n in range(PROCESSES)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+async def _run(directory: Path, seconds: float, names: list[str], *, attacked: bool, options: list[str]) -> Figures:
+    model, cache = make_fake_model(directory / "model", step_seconds=_STEP_SECONDS, block_size=16), directory / "cache"
+    options = ["--deployment-framework", "fake", "--log-level", "warning", *options]
+    with (
+        running_server(model, cache, *options, log=directory / "log") as honest,
+        running_server(model, cache, *options, log=directory / "other") as other,
+        attacks_on(honest if attacked else other, 2 * seconds + 60, names),
+    ):
+        await asyncio.sleep(2)  # the attackers have started
+        return await measure(honest, seconds)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.hostile", description="attack a server")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S")
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="options of the servers")
+    parser.add_argument("--each", action="store_true", help="one attack after the other instead of all at once")
+    args = parser.parse_args(arguments)
+    names: list[str] = random.Random(0).sample(args.attacks, len(args.attacks))
+    options = [f"--{option}" for option in args.options]
+    runs = {"control": (names, False)} | ({n: ([n], True) for n in names} if args.each else {"attacked": (names, True)})
+    found = {}
+    for title, (chosen, attacked) in runs.items():
+        with tempfile.TemporaryDirectory() as directory:
+            figures = asyncio.run(_run(Path(directory), args.seconds, chosen, attacked=attacked, options=options))
+        found[title] = asdict(figures)
+        print(f"{title:<16} {json.dumps(found[title])}", flush=True)
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""Compiles the library that is preloaded into the server, and controls it."""
+
+import mmap
+import os
+import struct
+import subprocess
+from enum import IntEnum
+from pathlib import Path
+
+
+class Control(IntEnum):
+    """What the library does; the places of the numbers in its page."""
+
+    CLOCK_OFFSET = 0  # seconds, of the time of day
+    OPEN_DELAY_MS = 1  # of each file
+    LOG_FULL = 2  # no space left for the log
+
+
+class Shim:
+    """A clock, a disk and a log that behave until told otherwise."""
+
+    def __init__(self, directory: Path) -> None:
+        """Compile it; files below `directory` are on its disk."""
+        library, page = directory / "shim.so", directory / "control"
+        source = Path(__file__).with_suffix(".c")
+        command = ("cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl")
+        subprocess.run(command, check=True)
+        page.write_bytes(bytes(8 * len(Control)))
+        with page.open("r+b") as file:
+            self._page = mmap.mmap(file.fileno(), 0)
+        preloaded = ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+        self.environment = {
+            "LD_PRELOAD": preloaded,
+            "CHAOS_CONTROL": str(page),
+            "CHAOS_DIRECTORY": str(directory),
+        }
+
+    def set(self, control: Control, value: int) -> None:
+        struct.pack_into("q", self._page, 8 * control, value)

@@ -1,0 +1,77 @@
+"""What the two processes hold: a server that is idle again must hold no more than before."""
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from benchmarks.serving import Server
+from benchmarks.soak.memory import resident_bytes
+
+_SPARE_DESCRIPTORS = 16
+_SPARE_THREADS = 32  # of pools that grow with their work
+_RETURN_SECONDS = 20.0  # until connections of killed clients are closed
+_JUDGED_SECONDS = 600.0  # memory is judged over the last of them
+_MAX_GROWTH = 0.01  # share per minute
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one process."""
+
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Usage":
+        return cls(len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
+
+    def exceeds(self, other: "Usage") -> bool:
+        return (
+            self.descriptors > other.descriptors + _SPARE_DESCRIPTORS or self.threads > other.threads + _SPARE_THREADS
+        )
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of the server, from its start to its exit."""
+
+    server: Server
+    first: dict[str, Usage] = field(default_factory=dict)  # when it was first idle
+    memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # minutes, bytes; whenever it was idle
+
+    async def check(self) -> list[str]:
+        """Take note of what the idle server holds; what it has not given back."""
+        until = time.monotonic() + _RETURN_SECONDS
+        while (leaks := list(self._leaks())) and time.monotonic() < until:
+            await asyncio.sleep(0.2)
+        for name, pid in self._processes().items():
+            self.memory.setdefault(name, []).append((time.monotonic() / 60, resident_bytes(pid)))
+        return leaks
+
+    def slopes(self) -> dict[str, float]:
+        """Bytes per minute by process, over the last minutes."""
+        return {name: _slope(samples) for name, samples in self.memory.items()}
+
+    def growth(self) -> Iterator[str]:
+        """Processes whose memory grows, if there is enough to tell."""
+        for name, slope in self.slopes().items():
+            samples = self.memory[name]
+            if samples[-1][0] - samples[0][0] >= _JUDGED_SECONDS / 60 and slope > _MAX_GROWTH * samples[-1][1]:
+                yield f"the memory of the {name} grows by {slope / (1 << 20):.1f} MiB a minute"
+
+    def _processes(self) -> dict[str, int]:
+        return {"front end": self.server.pid, "engine": self.server.engine_pid()}
+
+    def _leaks(self) -> Iterator[str]:
+        for name, pid in self._processes().items():
+            now = Usage.of(pid)
+            if now.exceeds(first := self.first.setdefault(name, now)):
+                yield f"the {name} holds {now}, at first {first}"
+
+
+def _slope(samples: list[tuple[float, int]]) -> float:
+    last = [sample for sample in samples if sample[0] >= samples[-1][0] - _JUDGED_SECONDS / 60]
+    return statistics.linear_regression(*zip(*last, strict=True)).slope if len(last) > 1 else 0.0
