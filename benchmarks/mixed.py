@@ -91,7 +91,7 @@ def engine_options(name: str, model: Path, dtype: str, size: int, cache: Path = 
 
 def load_warm_engine(options: EngineOptions) -> tuple[Engine, BatchLimits]:
     """An engine after its warm-up, and the limits of its batches."""
-    engine, _ = load_engine(options, sys.exit)
+    engine, _ = load_engine(options, sys.exit, print)
     engine.warm_up()
     return engine, batch_limits(options, engine.info)
 

@@ -122,7 +122,7 @@ def _engine(variant: Variant, model: Path, cache: Path) -> Engine:
         json_output=False,
         cache_dir=str(cache),
     )
-    engine, _ = load_engine(options, _end)
+    engine, _ = load_engine(options, _end, print)
     engine.warm_up()
     return engine
 

@@ -113,7 +113,7 @@ def start(caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFac
         key = msgspec.json.encode(options)
         if key not in engines:
             # measuring the memory would take seconds for each
-            engine, _ = load_engine(msgspec.structs.replace(options, estimate_memory="off"), sys.exit)
+            engine, _ = load_engine(msgspec.structs.replace(options, estimate_memory="off"), sys.exit, print)
             engines[key] = engine, warnings()
         return engines[key]
 

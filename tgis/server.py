@@ -1,7 +1,8 @@
 """The lifecycle of the front-end process: ports, engine process, health, drain, exit code.
 
 The ports open first (unhealthy, every call UNAVAILABLE), then the engine starts. The process exits with 0 on a
-signal, and with 1 when the engine dies or hangs in a step; the cause is then in the termination log.
+signal, and with 1 when the engine dies or hangs in a step; the cause is then in the termination log. An engine whose
+heartbeats stop only turns health off, until they go on.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from tgis.frontend import request_log
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.engine_watchdog import TICK_SECONDS
 from tgis.frontend.generation import Generator, ServerInfo
 from tgis.frontend.loop_lag import watch_event_loop
 from tgis.frontend.metrics import Metrics
@@ -52,7 +54,7 @@ from tgis.utils import logs, stop_signals
 
 log = logging.getLogger(__name__)
 
-_MONITOR_SECONDS = 0.25
+_LATE_SECONDS = 1.0  # worth a line in the log
 
 Credentials = tuple[Certificates | None, TokenFile | None]  # of TLS and of bearer authentication, where it is on
 _OTHER_WEIGHTS = ("fake", "hf_optimum_ort")  # engines with weights in other formats, or none
@@ -136,7 +138,7 @@ class Server:
             if info := await self._wait_until_ready(client, stop):
                 await self._load_lora_modules(client, info)
                 self._start_serving(grpc_server, client, info, ports)
-                await self._monitor(client, stop)
+                await self._monitor(grpc_server, client, stop)
             await self._drain(grpc_server, client, hurry)
             return self._exit_code(client, stop)
         finally:
@@ -205,14 +207,26 @@ class Server:
             text = "the tokenizer has token %r with id %d, the model has only ids below %d: inputs with it are refused"
             log.warning(text, self._tokenizer.token_text(largest), largest, info.input_vocab_size)
 
-    async def _monitor(self, client: EngineClient, stop: asyncio.Future[None]) -> None:
+    async def _monitor(self, grpc_server: GrpcServer, client: EngineClient, stop: asyncio.Future[None]) -> None:
         """Return on a signal or when the engine dies; kill it if it has work but finishes no step for too long."""
         limit = self._config.step_timeout_seconds
         while not stop.done() and not client.died.done():
+            if (late := client.tick()) > _LATE_SECONDS:
+                log.warning("this process did not run for %.1f s: it was paused, or busy with something else", late)
+            reason = client.silence()
             if client.seconds_stalled() > limit:
-                self._unhealthy_reason = f"no step for {limit:g} s with requests waiting"
-                client.kill(self._unhealthy_reason)
-            await _wait_first([client.died, stop], timeout=_MONITOR_SECONDS)
+                reason = f"no step for {limit:g} s with requests waiting"
+                client.kill(reason)
+            self._set_health(grpc_server, reason)
+            await _wait_first([client.died, stop], timeout=TICK_SECONDS)
+
+    def _set_health(self, grpc_server: GrpcServer, unhealthy_reason: str | None) -> None:
+        healthy = unhealthy_reason is None
+        if healthy != (self._unhealthy_reason is None):
+            log.warning("health is %s", "on again" if healthy else f"off: {unhealthy_reason}")
+            grpc_server.set_serving(healthy)
+            self._service_metrics.set_engine_up(healthy)
+        self._unhealthy_reason = unhealthy_reason
 
     async def _drain(self, grpc_server: GrpcServer, client: EngineClient, hurry: asyncio.Future[None]) -> None:
         """Reject new calls; give those in flight the grace period to finish, unless there is a `hurry`.
@@ -222,7 +236,7 @@ class Server:
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         self._service_metrics.set_state(ServiceState.DRAINING)
         if client.died.done():
-            self._service_metrics.engine_died()
+            self._service_metrics.set_engine_up(False)
         if (generator := self._servicer.generator) is None:
             return
         generator.stop_accepting()

@@ -119,6 +119,37 @@ def test_a_stopped_engine_trips_the_step_timeout(tmp_path: Path) -> None:
     assert "no step for 1 s" in (tmp_path / "termination").read_text()
 
 
+def test_health_is_off_while_an_idle_engine_is_stopped(tmp_path: Path) -> None:
+    with start(tmp_path) as server, server.stub() as stub:
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        stopped = time.monotonic()
+        reason = server.wait_for_health(503)
+        assert time.monotonic() - stopped < 5
+        assert re.search(r"no heartbeat of the engine process for \d s", reason)
+        assert health(server) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert "tgi_engine_up 0.0" in server.get("/metrics")[1]
+        os.kill(server.engine_pid(), signal.SIGCONT)
+        server.wait_for_health(200)
+        assert health(server) == health_pb2.HealthCheckResponse.SERVING
+        assert "tgi_engine_up 1.0" in server.get("/metrics")[1]
+        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
+
+
+def test_a_pause_of_both_processes_kills_no_engine(tmp_path: Path) -> None:
+    with start(tmp_path, {"step_seconds": 0.5}, STEP_TIMEOUT_SECONDS=2) as server, server.stub() as stub:
+        call = stub.Generate.future(unary_request("abc", 3))
+        server.wait_for_metric("tgi_batch_current_size 1.0")
+        paused = server.process.pid, server.engine_pid()
+        for pid in paused:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3)
+        for pid in paused:
+            os.kill(pid, signal.SIGCONT)
+        assert call.result().responses[0].text == "abc"
+        assert server.stop() == 0
+    assert "this process did not run for " in server.log.read_text()
+
+
 def test_an_idle_engine_is_not_stuck(tmp_path: Path) -> None:
     with start(tmp_path, STEP_TIMEOUT_SECONDS=0.5) as server:
         time.sleep(1.5)

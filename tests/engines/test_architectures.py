@@ -127,7 +127,7 @@ def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
     options = engine_options(make_model(name, tmp_path), 6, threads=1)
     if engine == "none":
         with pytest.raises(StartError, match=MESSAGES[why]):
-            load_engine(msgspec.structs.replace(options, engine="auto"), sys.exit)
+            load_engine(msgspec.structs.replace(options, engine="auto"), sys.exit, print)
     elif engine == "hf_transformers":
         with pytest.raises(Unsupported, match=MESSAGES[why]):
             PagedEngine(options)

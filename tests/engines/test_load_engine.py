@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(model: Path, **changes: Any) -> Engine:
-    return load_engine(msgspec.structs.replace(engine_options(model, 2, threads=1), **changes), sys.exit)[0]
+    return load_engine(msgspec.structs.replace(engine_options(model, 2, threads=1), **changes), sys.exit, print)[0]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ async def test_answers_to_queries_are_not_progress() -> None:
     client._transport = transport  # type: ignore[assignment]
     client.handle(Ready(INFO))
     with client.submit([request(1)], eager=True, arrived=0.0):
-        client._last_progress -= 500
+        client._watchdog._last_progress -= 500
         pending = asyncio.ensure_future(client.snapshot())
         await asyncio.sleep(0)
         client.handle(EMPTY)
@@ -137,6 +137,6 @@ async def test_a_lookup_times_out_and_is_cancelled(monkeypatch: pytest.MonkeyPat
 async def test_answers_to_lookups_are_not_progress() -> None:
     """An engine process whose steps hang still reads files, in other threads."""
     client = EngineClient()
-    before = client._last_progress
+    before = client._watchdog._last_progress
     client.handle(AdapterResolved(1, length=3))
-    assert client._last_progress == before
+    assert client._watchdog._last_progress == before

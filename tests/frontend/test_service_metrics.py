@@ -114,7 +114,7 @@ def test_the_engine_is_up_from_ready_to_death(metrics: ServiceMetrics) -> None:
     assert value(metrics, "tgi_engine_up") == 0
     metrics.engine_ready(msgspec.structs.replace(INFO, block_size=0), 1.0)
     assert (value(metrics, "tgi_engine_up"), value(metrics, "tgi_kv_cache_blocks")) == (1, 0)
-    metrics.engine_died()
+    metrics.set_engine_up(False)
     assert value(metrics, "tgi_engine_up") == 0
 
 

@@ -70,6 +70,14 @@ class Server:
             assert time.monotonic() < until, f"no {sample} within {seconds} s"
             time.sleep(0.02)
 
+    def wait_for_health(self, status: int, seconds: float = 20) -> str:
+        """Until /health answers so; its body."""
+        until = time.monotonic() + seconds
+        while (answer := self.get("/health"))[0] != status:
+            assert time.monotonic() < until, f"/health is {answer}, not {status}, for {seconds} s"
+            time.sleep(0.02)
+        return answer[1]
+
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         (pid,) = [int(c) for c in children if b"tgis.engine_core.main" in Path(f"/proc/{c}/cmdline").read_bytes()]

@@ -42,7 +42,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
 
 
 def _serve(channel: Channel, options: EngineOptions) -> None:
-    engine, fallback_reason = load_engine(options, channel.abort)
+    engine, fallback_reason = load_engine(options, channel.abort, channel.send)
     engine.warm_up()
     limits = batch_limits(options, engine.info)
     check_max_sequence_length(limits, options.max_sequence_length)
@@ -67,6 +67,7 @@ def main() -> int:
     assert len(first) == 1
     assert isinstance(first[0], EngineOptions)
     logs.configure(level=first[0].log_level, json_output=first[0].json_output, process="engine")
+    channel.start_heartbeat()
     try:
         _serve(channel, first[0])
     except TgisError as error:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from tgis.engines.base import Engine, warn
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineOptions, Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +22,18 @@ _ENGINES = {
 _FALLBACK = "hf_transformers"
 
 
-def load_engine(options: EngineOptions, on_fatal: Callable[[str], NoReturn]) -> tuple[Engine, str]:
+def load_engine(
+    options: EngineOptions, on_fatal: Callable[[str], NoReturn], on_heartbeat: Callable[[Heartbeat], None]
+) -> tuple[Engine, str]:
     """Load the engine that the options name, or the nearest that can run the model, and say why in the latter case.
 
-    `on_fatal` ends this process at once with a reason, from any thread: for an engine that lost one of its ranks.
+    For an engine with other ranks: `on_fatal` ends this process at once with a reason, `on_heartbeat` gets the
+    heartbeats of these ranks; both from any thread.
     """
     if options.num_shards > 1:  # only tgis_native can
         if options.compile:
             warn(options, "PT2_COMPILE has no effect with NUM_SHARD above 1")
-        engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal)
+        engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
         reason = ""
     else:
         engine, reason = _load_or_fall_back(options)

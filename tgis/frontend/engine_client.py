@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
+from tgis.frontend.engine_watchdog import EngineWatchdog
 from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.ipc import messages
 from tgis.ipc.adapters import AdapterResolved
@@ -37,7 +38,7 @@ class EngineClient:
         self._num_queued = 0  # open requests that have never been scheduled
         self._queued_tokens = 0  # of their inputs
         self._next_id = 0
-        self._last_progress = time.monotonic()
+        self._watchdog = EngineWatchdog(time.monotonic())
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[messages.EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
@@ -81,9 +82,17 @@ class EngineClient:
             raise Unavailable(self._death_cause or "the model is still loading")
         return await self._snapshot_query.get()
 
+    def tick(self) -> float:
+        """Call every TICK_SECONDS; return by how many seconds this process is late."""
+        return self._watchdog.tick(time.monotonic())
+
     def seconds_stalled(self) -> float:
         """Seconds since the engine last made progress, while requests are open; else 0."""
-        return time.monotonic() - self._last_progress if self._queues else 0.0
+        return self._watchdog.seconds_stalled(time.monotonic()) if self._queues else 0.0
+
+    def silence(self) -> str | None:
+        """Which process of the engine has stopped sending heartbeats, and for how long."""
+        return self._watchdog.silence(time.monotonic())
 
     def next_id(self) -> int:
         self._next_id += 1
@@ -102,7 +111,7 @@ class EngineClient:
             raise Unavailable(self._death_cause)
         queues = [OutputQueue(request, eager=eager, arrived=arrived) for request in requests]
         if not self._queues:
-            self._last_progress = time.monotonic()
+            self._watchdog.progress(time.monotonic())
         self._queues.update((queue.request.id, queue) for queue in queues)
         self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
         self._send(messages.Submit(requests, time.monotonic()))
@@ -142,20 +151,19 @@ class EngineClient:
 
     def handle(self, message: messages.FromEngine) -> None:
         """Handle one message from the engine process."""
-        if not isinstance(message, Snapshot | AdapterResolved):  # an engine that only answers questions is stuck
-            self._last_progress = time.monotonic()
+        if not isinstance(message, messages.Heartbeat | Snapshot | AdapterResolved):  # a stuck engine sends these, too
+            self._watchdog.progress(time.monotonic())
         match message:
+            case messages.Heartbeat(rank):
+                self._watchdog.heartbeat(rank, time.monotonic())
             case Snapshot():
                 self._snapshot_query.resolve(message)
             case AdapterResolved():
                 self._adapter_queries.resolve(message)
             case messages.Step():
                 self._deliver(message)
-            case messages.Failed(ids, kind, text, prefill):
-                for request_id in ids:
-                    self._fail(request_id, _request_error(kind, text))
-                if self.metrics and prefill is not None:
-                    self.metrics.step_failed(kind, prefill=prefill)
+            case messages.Failed():
+                self._deliver_failure(message)
             case messages.Ready(info, reason):
                 self.fallback_reason = reason
                 self.ready.set_result(info)
@@ -206,6 +214,12 @@ class EngineClient:
             self.metrics.step_succeeded(step.stats, sum(map(len, step.tokens)), time.monotonic() - now)
             if not self._queues:  # the step was in flight when the last request was cancelled
                 self.metrics.engine_idle()
+
+    def _deliver_failure(self, failed: messages.Failed) -> None:
+        for request_id in failed.ids:
+            self._fail(request_id, _request_error(failed.kind, failed.message))
+        if self.metrics and failed.prefill is not None:
+            self.metrics.step_failed(failed.kind, prefill=failed.prefill)
 
     def _record_scheduled(self, stats: messages.StepStats) -> None:
         scheduled = time.monotonic() - stats.duration

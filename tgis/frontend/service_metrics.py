@@ -29,7 +29,7 @@ class ServiceMetrics:
         add = MetricFamilies()
         self._info = add.gauge("tgi_info", "What is served, and by what.", _INFO_LABELS)
         self._state = add.gauge("tgi_state", "1 for the state of the service.", {"state": [*ServiceState]})
-        self._engine_up = add.gauge("tgi_engine_up", "1 while the engine is ready.")
+        self._engine_up = add.gauge("tgi_engine_up", "1 while the engine is ready and runs.")
         self._load_duration = add.gauge(
             "tgi_model_load_duration", "Seconds. From the start until the engine was ready."
         )
@@ -75,8 +75,8 @@ class ServiceMetrics:
         self._num_blocks.set(info.token_capacity // info.block_size if info.block_size else 0)
         self._max_adapters = info.max_batch_size if info.lora_targets else 0
 
-    def engine_died(self) -> None:
-        self._engine_up.set(0)
+    def set_engine_up(self, up: bool) -> None:
+        self._engine_up.set(up)
 
     def set_certificate_expiry(self, times: Mapping[str, float]) -> None:
         """Set when each certificate expires, in seconds since 1970."""

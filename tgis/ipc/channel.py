@@ -8,17 +8,19 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
 
 from tgis.ipc.framing import FrameReader, encode_frame
-from tgis.ipc.messages import Fatal
+from tgis.ipc.messages import Fatal, Heartbeat
 
 log = logging.getLogger(__name__)
 
 _RECV_BYTES = 1 << 18
+_HEARTBEAT_SECONDS = 1.0
 
 
 class Channel:
@@ -52,12 +54,21 @@ class Channel:
             except BrokenPipeError:
                 os._exit(0)  # the reader thread has yet to notice
 
+    def start_heartbeat(self, rank: int = 0) -> None:
+        """Send heartbeats from a thread of its own: the others may be busy for long."""
+        threading.Thread(target=self._beat, args=(rank,), daemon=True, name="heartbeat").start()
+
     def abort(self, reason: str) -> NoReturn:
         """Send the reason and exit at once, from any thread: others may hang where nothing can wake them."""
         try:
             self.send(Fatal(reason))
         finally:
             os._exit(1)
+
+    def _beat(self, rank: int) -> None:
+        while True:
+            self.send(Heartbeat(rank))
+            time.sleep(_HEARTBEAT_SECONDS)
 
     def _read(self) -> None:
         reader = FrameReader(self._message_type)

@@ -161,6 +161,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     prefill: bool | None = None  # of the step, if a whole step failed
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Sent once a second, also during a long step: the process runs."""
+
+    rank: int
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The engine process is about to exit, and why."""
 
@@ -168,4 +174,4 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 ToEngine = EngineOptions | Submit | ResolveAdapter | Cancel | GetSnapshot | Shutdown
-FromEngine = Ready | Step | Failed | AdapterResolved | Snapshot | Fatal
+FromEngine = Ready | Step | Failed | AdapterResolved | Snapshot | Heartbeat | Fatal

@@ -59,7 +59,7 @@ def end(reason: str) -> NoReturn:
 
 @contextmanager
 def sharded(model: Path) -> Iterator[ShardedEngine]:
-    engine = ShardedEngine(options_of(model), end)
+    engine = ShardedEngine(options_of(model), end, print)
     try:
         engine.warm_up()
         yield engine
@@ -193,7 +193,7 @@ def refused(config: Any, directory: Path) -> str:
     """Without weights: loading them would fail with another error."""
     config.save_pretrained(directory)
     with pytest.raises(StartError) as caught:
-        ShardedEngine(options_of(directory), end)
+        ShardedEngine(options_of(directory), end, print)
     return str(caught.value)
 
 
@@ -225,9 +225,13 @@ def test_a_server_of_two_ranks_answers_like_one_and_ends_with_either(glassllm_di
         request.params.response.CopyFrom(response)
         answer = stub.Generate(request).responses[0]
         check_answer(glassllm_dir, text, answer)
+        follower = follower_of(server)
+        os.kill(follower, signal.SIGSTOP)
+        assert "no heartbeat of rank 1 of the engine" in server.wait_for_health(503)
+        os.kill(follower, signal.SIGCONT)
+        server.wait_for_health(200)
         stream = stub.GenerateStream(as_stream_request(unary_request(text, 100, min_new_tokens=100)))
         next(stream), next(stream)
-        follower = follower_of(server)
         os.kill(follower, signal.SIGSTOP)
         late = stub.Generate.future(unary_request(text, 5))
         time.sleep(0.2)  # for the step to begin; the outcome is the same if it has not

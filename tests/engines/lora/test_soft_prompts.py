@@ -83,8 +83,8 @@ def test_each_prompt_alone_generates_what_peft_generates(
 
 def test_two_ranks_generate_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
     """The other rank has no adapter store: each step brings the embeddings that it needs."""
-    options = engine_options(glassllm_dir, 8, threads=2)
-    engine = ShardedEngine(msgspec.structs.replace(options, kv_cache_bytes=1 << 20, num_shards=2), pytest.fail)
+    options = msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=2), kv_cache_bytes=1 << 20, num_shards=2)
+    engine = ShardedEngine(options, pytest.fail, print)
     try:
         engine.warm_up()
         assert engine.info.lora_targets == {}  # nor LoRA adapters, of which it would need more

@@ -24,7 +24,7 @@ from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.framing import FrameReader, encode_frame
-from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Shutdown
+from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,22 @@ _CRASH_DETECTION_SECONDS = 2.0  # ample for noticing that a process has died
 class ShardedEngine:
     """An engine whose every step is computed by all ranks."""
 
-    def __init__(self, options: EngineOptions, fail: Callable[[str], NoReturn]) -> None:
-        """StartError if the model cannot be sharded; later failures of any rank go to `fail`."""
+    def __init__(
+        self,
+        options: EngineOptions,
+        fail: Callable[[str], NoReturn],
+        forward: Callable[[Heartbeat], None],
+    ) -> None:
+        """StartError if the model cannot be sharded.
+
+        Later, `fail` gets why a rank has failed, and `forward` the heartbeats of the other ranks.
+        """
         ranks.check_shardable(load_config(options), options.num_shards)
         threads_per_rank = max(options.num_threads // options.num_shards, 1)
         options = msgspec.structs.replace(options, num_threads=threads_per_rank)
         self._fail = fail
         store = os.memfd_create("tgis-ranks")  # never closed: torch opens it by its number until the end
-        self._followers = [RankProcess(rank, options, store, fail) for rank in range(1, options.num_shards)]
+        self._followers = [RankProcess(rank, options, store, fail, forward) for rank in range(1, options.num_shards)]
         log.info("%d ranks compute every step", options.num_shards)
         with self._collective("loading"):
             ranks.init_ranks(0, options.num_shards, store)
@@ -96,9 +104,17 @@ class ShardedEngine:
 class RankProcess:
     """Another rank's process, as seen from rank 0."""
 
-    def __init__(self, rank: int, options: EngineOptions, store_fd: int, fail: Callable[[str], NoReturn]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        options: EngineOptions,
+        store_fd: int,
+        fail: Callable[[str], NoReturn],
+        forward: Callable[[Heartbeat], None],
+    ) -> None:
         self._rank = rank
         self._fail = fail
+        self._forward = forward
         self._shutting_down = False
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -132,12 +148,16 @@ class RankProcess:
         self._socket.close()
 
     def _watch(self) -> None:
-        """Read to the end of file: the only message of a rank is why it ends."""
-        reader, last = FrameReader(Fatal), ""
+        """Read to the end of file: heartbeats, and perhaps why it ends."""
+        reader, last = FrameReader(Heartbeat | Fatal), ""
         try:
             while data := self._socket.recv(_RECV_BYTES):
-                for fatal in reader.feed(data):
-                    last = fatal.message
+                for message in reader.feed(data):
+                    match message:
+                        case Heartbeat():
+                            self._forward(message)
+                        case Fatal(text):
+                            last = text
         except OSError:
             log.debug("rank %d exited with messages unread", self._rank)
         code = self._process.wait()

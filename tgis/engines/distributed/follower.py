@@ -28,6 +28,7 @@ def main() -> int:
     (options,) = channel.receive(wait=True)
     assert isinstance(options, EngineOptions)
     logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
+    channel.start_heartbeat(rank)
     try:
         ranks.init_ranks(rank, options.num_shards, store_fd)
         _compute_steps(channel, options)
