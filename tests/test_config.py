@@ -35,6 +35,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "default_max_new_tokens": (("1", 1), ("context", "context")),
     "max_top_n_tokens": (("0", 0), ("1024", 1024)),
     "max_concurrent_requests": (("1", 1), ("64", 64)),
+    "max_tokenize_inputs": (("1", 1), ("512", 512)),
     "max_queued_tokens": (("1", 1), ("100000", 100000)),
     "deadline_partial": (("true", True), ("1", True)),
     "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),

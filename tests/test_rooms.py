@@ -22,7 +22,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "security": "errors utils",
     "models": "errors utils",
     # the front-end process
-    "frontend": "errors ipc models",
+    "frontend": "errors ipc models utils",
     "api": "",
     "api/grpc": "config errors frontend ipc pb security utils",
     "api/http": "errors ipc",

@@ -142,6 +142,7 @@ class Config:
         vllm_names=("max_logprobs",))
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "maximum number of inputs in flight; more are rejected", 512)
+    max_tokenize_inputs: int = option(LIMITS, integer(1), "maximum number of texts of a call to Tokenize", 10_000)
     max_queued_tokens: int = option(
         LIMITS, integer(0), "maximum number of queued input tokens; 0 is no limit", 0)
     deadline_partial: bool = option(

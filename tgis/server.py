@@ -182,6 +182,7 @@ class Server:
                 input_vocab_size=info.input_vocab_size,
             ),
             max_concurrent_inputs=config.max_concurrent_requests,
+            max_tokenize_inputs=config.max_tokenize_inputs,
             max_queued_tokens=config.max_queued_tokens,
             random_seed=config.random_seed,
             log_text=config.log_text,

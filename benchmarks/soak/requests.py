@@ -49,5 +49,5 @@ def invalid_requests(bounds: ServerLimits) -> list[tuple[StatusCode, Request]]:
     return [
         *((StatusCode.INVALID_ARGUMENT, request) for request in refused),
         (StatusCode.UNIMPLEMENTED, batch_request(["a", "b"], guided)),
-        (StatusCode.RESOURCE_EXHAUSTED, batch_request(["a"] * (bounds.max_inputs + 1), few)),
+        (StatusCode.INVALID_ARGUMENT, batch_request(["a"] * (bounds.max_inputs + 1), few)),
     ]

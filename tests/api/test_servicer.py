@@ -18,14 +18,14 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 Stub = pb_grpc.GenerationServiceStub
-MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 169, 40
+MAX_LENGTH, MAX_NEW, MAX_INPUTS, MAX_TEXTS = 200, 169, 40, 1000
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("service")
     model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.005, poison_token=0)
-    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS}
+    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "MAX_TOKENIZE_INPUTS": MAX_TEXTS}
     with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 
@@ -404,11 +404,31 @@ def test_an_oversize_message_is_resource_exhausted(stub: Stub) -> None:
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.parametrize(("method", "most"), [("Generate", MAX_INPUTS), ("Tokenize", MAX_TEXTS)])
+def test_too_many_inputs_for_any_time(stub: Stub, method: str, most: int) -> None:
+    kind = pb.BatchedGenerationRequest if method == "Generate" else pb.BatchedTokenizeRequest
+    for inputs, text in [
+        (most + 1, f"requests has {most + 1} inputs, at most {most} allowed"),
+        (2 << 20, f"the message has more than {1024 + 2 * most} fields, which is enough for {most} inputs"),
+    ]:
+        empty = kind(requests=[{}]).SerializeToString()
+        send = getattr(stub, method)
+        error = failure(lambda: send(kind.FromString(empty * inputs)))  # noqa: B023
+        assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+        assert violation(error) == "requests"
+
+
 def test_overload_is_checked_before_validation_and_says_when_to_retry(stub: Stub) -> None:
-    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * (MAX_INPUTS + 1))
-    request.params.stopping.max_new_tokens = 9999
-    error = failure(lambda: stub.Generate(request))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * MAX_INPUTS)
+    request.params.stopping.max_new_tokens = MAX_NEW
+    invalid = unary_request("a", 9999)
+    while True:  # until it comes while the other runs
+        running = stub.Generate.future(request)
+        while (error := failure(lambda: stub.Generate(invalid))).code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if running.done():
+                break
+        else:
+            break
     assert error.details() == "Model is overloaded"
     retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
     first, second = rpc_status.from_call(error).details

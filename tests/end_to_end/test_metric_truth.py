@@ -157,7 +157,7 @@ class Run:
         too_many = ["a"] * (MAX_CONCURRENT_REQUESTS + 1)
         actions: list[Action] = [client.complete_unary for _ in range(30)]
         actions += [client.complete_stream] * 25
-        actions += [lambda: client.refused("conc_limit", too_many)] * 2
+        actions += [lambda: client.refused("validation", too_many)] * 2
         actions += [lambda: client.refused("validation", ["a"], 99999)] * (3 if can_poison else 6)
         actions += [client.poisoned_stream] * (3 if can_poison else 0)
         draw.shuffle(actions)

@@ -54,7 +54,7 @@ def unary(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> Reques
     output = builder(decoder, wanted)
     for new in deliveries(steps, logprobs=wanted.given.logprob_options.logprobs):
         if not output.stop_reason:
-            output.add(new)
+            list(output.add(new))
     return output.final()
 
 

@@ -121,7 +121,10 @@ def test_a_refused_call_is_no_error_of_the_server(server: Server) -> None:
     with server.stub() as stub, pytest.raises(grpc.RpcError):
         stub.Generate(too_many, metadata=metadata("refused-id"))
     (line,) = lines(server, "refused-id", 1)
-    assert (line["level"], line["message"].split(":")[:2]) == ("INFO", ["batch call failed", " Model is overloaded"])
+    assert (line["level"], line["message"].split(":")[:2]) == (
+        "INFO",
+        ["batch call failed", " requests has 513 inputs, at most 512 allowed"],
+    )
 
 
 def test_no_text_and_no_credentials_are_logged(server: Server) -> None:

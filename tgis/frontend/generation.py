@@ -24,6 +24,7 @@ from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
+from tgis.utils.slices import Slicer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class ServerInfo:
     engine: EngineInfo
     limits: RequestLimits
     max_concurrent_inputs: int
+    max_tokenize_inputs: int  # of a call
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     random_seed: int | None  # None: different seeds in every run
     log_text: bool
@@ -64,6 +66,7 @@ class Generator:
         self._tokenizer = decoder.tokenizer
         self._adapters = adapters
         self._metrics = metrics
+        self.slicer = Slicer()  # of all long work on the loop
         self._seeds = random.Random(server_info.random_seed)
         self.num_inputs = 0  # in flight
         self.num_cancelled = 0  # ever, by clients or by the end of the server
@@ -108,6 +111,7 @@ class Generator:
         """
         started, tokenizer = time.monotonic(), self._tokenizer
         self._metrics.tokenize_started(len(call.texts))
+        _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
         async with self._adapters.acquire(call.adapter):
             encodings = [
                 encoding.keep_last(call.truncate_input_tokens)
@@ -134,8 +138,10 @@ class Generator:
         ]
 
     async def _collect(self, output: OutputBuilder, log: RequestLog) -> None:
+        cost = output.details_per_token
         while not output.stop_reason:
-            output.add(await output.queue.get())
+            async for _ in self.slicer.slices(output.add(await output.queue.get()), cost):
+                pass
         self._client.close(output.queue)
         log.finish(output)
 
@@ -145,6 +151,7 @@ class Generator:
         num_inputs, limit = len(call.fields), self.server_info.max_concurrent_inputs
         if not self._accepting:
             raise Unavailable("the server is shutting down")
+        _check_num_inputs(num_inputs, limit)
         if self.num_inputs + num_inputs > limit:
             raise Overloaded(f"{self.num_inputs} inputs in flight, at most {limit} allowed")
         self.num_inputs += num_inputs
@@ -190,6 +197,12 @@ class Generator:
         limit, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
         if limit and queued and queued + sum(len(request.tokens) for request in requests) > limit:
             raise QueueFull(f"{queued} input tokens are waiting, at most {limit} may")
+
+
+def _check_num_inputs(num_inputs: int, limit: int) -> None:
+    """Unlike too many of several calls, too many of one will never be accepted."""
+    if num_inputs > limit:
+        raise InvalidRequest("requests", f"requests has {num_inputs} inputs, at most {limit} allowed")
 
 
 async def _all_or_first_error(work: list[Coroutine[None, None, None]]) -> None:

@@ -4,7 +4,7 @@ A unary call collects tokens and builds one message at the end; a stream builds 
 tokens in the same way, so that both say the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
@@ -37,7 +37,8 @@ class RequestOutput:
     stop_sequence: str = ""
     seed: int = 0
     tokens: Sequence[TokenInfo] = ()
-    input_tokens: Sequence[TokenInfo] = ()
+    input_tokens: Iterable[TokenInfo] = ()  # to be read once
+    details_per_token: int = 1  # of both: the token and its candidates
 
 
 class OutputBuilder:
@@ -65,6 +66,7 @@ class OutputBuilder:
         self._texts: list[str] = []
         self._tokens: list[TokenInfo] = []
         self._wants_input_tokens = params.given.logprob_options.input_tokens
+        self.details_per_token = params.given.logprob_options.details_per_token
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""
@@ -79,7 +81,11 @@ class OutputBuilder:
         """
         if self._wants_input_tokens and (input_tokens := self._input_tokens()):
             self._wants_input_tokens = False
-            yield RequestOutput(input_tokens=input_tokens, input_token_count=self.queue.request.input_length)
+            yield RequestOutput(
+                input_tokens=input_tokens,
+                input_token_count=self.queue.request.input_length,
+                details_per_token=self.details_per_token,
+            )
         appended = self._append(new)
         if new.merged and not self.params.given.logprob_options.generated_tokens:
             appended = iter([("".join([text for text, _ in appended]), [])])
@@ -87,11 +93,12 @@ class OutputBuilder:
             if text or tokens or self.stop_reason:
                 yield self._chunk(text, tokens)
 
-    def add(self, new: NewTokens) -> None:
-        """Collect tokens for `final`."""
+    def add(self, new: NewTokens) -> Iterator[None]:
+        """Collect tokens for `final`, one at a time: there may be many."""
         for text, tokens in self._append(new):
             self._texts.append(text)
             self._tokens += tokens
+            yield
 
     def final(self) -> RequestOutput:
         """The response of a unary call."""
@@ -110,6 +117,7 @@ class OutputBuilder:
             stop_sequence=self._stop_matcher.matched or "",
             seed=self.queue.request.sampling_params.seed if self.stop_reason and not self.expired_in_queue else 0,
             tokens=tokens,
+            details_per_token=self.details_per_token,
         )
 
     def _append(self, new: NewTokens) -> Iterator[tuple[str, list[TokenInfo]]]:
@@ -138,10 +146,10 @@ class OutputBuilder:
             self.logged_text = (self.logged_text + text)[:LOGGED_CHARACTERS]
         return text
 
-    def _input_tokens(self) -> list[TokenInfo]:
+    def _input_tokens(self) -> Iterable[TokenInfo]:
+        """Each is made when it is read: a long input has many, with candidates."""
         logprobs = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
-        tokens = self.queue.request.tokens[-len(logprobs) :] if logprobs else []
-        return list(map(self._token_info, tokens, logprobs))
+        return map(self._token_info, self.queue.request.tokens[-len(logprobs) :], logprobs) if logprobs else ()
 
     def _token_info(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenInfo:
         text = self._tokenizer.token_text

@@ -51,6 +51,11 @@ class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Whether anything is asked for beyond the token itself."""
         return self.logprobs or self.ranks or self.top_n_tokens > 0
 
+    @property
+    def details_per_token(self) -> int:
+        """The token and its candidates, without those that tie with the last."""
+        return 1 + self.top_n_tokens
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What was asked about one token; logprob and rank are 0 where they were not asked for."""

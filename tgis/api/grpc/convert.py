@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 
+from tgis.api.grpc import wire
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
+from tgis.utils.slices import Slicer
 
 # Validation's name of a parameter -> its path in the message.
 _FIELD_PATHS = {
@@ -23,6 +25,9 @@ _FIELD_PATHS = {
     "logprob_options": "params.response",
     "top_n_tokens": "params.response.top_n_tokens",
 }
+
+_RESPONSES = pb.BatchedGenerationResponse.RESPONSES_FIELD_NUMBER
+assert pb.BatchedTokenizeResponse.RESPONSES_FIELD_NUMBER == _RESPONSES
 
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
@@ -86,17 +91,32 @@ def field_path(field: str) -> str:
     return _FIELD_PATHS.get(field, field)
 
 
-def generation_response(output: RequestOutput) -> pb.GenerationResponse:
-    return pb.GenerationResponse(
+async def generate_reply(outputs: list[RequestOutput], slicer: Slicer) -> bytes:
+    """A serialized BatchedGenerationResponse."""
+    return b"".join(
+        [wire.length_delimited(_RESPONSES, await generation_response(output, slicer)) for output in outputs]
+    )
+
+
+async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
+    """A serialized GenerationResponse: concatenated messages are one with the fields of all."""
+    response = pb.GenerationResponse(
         text=output.text,
         input_token_count=output.input_token_count,
         generated_token_count=output.generated_token_count,
         stop_reason=pb.StopReason.Name(output.stop_reason),
         stop_sequence=output.stop_sequence,
         seed=output.seed,
-        tokens=_token_infos(output.tokens),
-        input_tokens=_token_infos(output.input_tokens),
     )
+    if not output.input_tokens and len(output.tokens) <= 1:  # nearly all messages of streams
+        response.tokens.extend(_token_infos(output.tokens))
+        return response.SerializeToString()
+    parts = [response.SerializeToString()]
+    async for tokens in slicer.slices(output.tokens, cost=output.details_per_token):
+        parts += [pb.GenerationResponse(tokens=_token_infos(tokens)).SerializeToString()]
+    async for tokens in slicer.slices(output.input_tokens, cost=output.details_per_token):
+        parts += [pb.GenerationResponse(input_tokens=_token_infos(tokens)).SerializeToString()]
+    return b"".join(parts)
 
 
 def tokenize_call(message: pb.BatchedTokenizeRequest) -> TokenizeCall:
@@ -109,17 +129,22 @@ def tokenize_call(message: pb.BatchedTokenizeRequest) -> TokenizeCall:
     )
 
 
-def tokenize_response(tokenized: list[TokenizeResult]) -> pb.BatchedTokenizeResponse:
-    return pb.BatchedTokenizeResponse(
-        responses=[
-            pb.TokenizeResponse(
-                token_count=one.token_count,
-                tokens=one.tokens,
-                offsets=[pb.TokenizeResponse.Offset(start=start, end=end) for start, end in one.offsets],
-            )
-            for one in tokenized
-        ]
-    )
+async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer) -> bytes:
+    """A serialized BatchedTokenizeResponse."""
+    parts = []
+    async for some in slicer.slices(tokenized):
+        parts += [wire.length_delimited(_RESPONSES, await _tokenize_response(one, slicer)) for one in some]
+    return b"".join(parts)
+
+
+async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> bytes:
+    parts = [pb.TokenizeResponse(token_count=result.token_count).SerializeToString()]
+    async for tokens in slicer.slices(result.tokens):
+        parts += [pb.TokenizeResponse(tokens=tokens).SerializeToString()]
+    async for spans in slicer.slices(result.offsets):
+        offsets = [pb.TokenizeResponse.Offset(start=start, end=end) for start, end in spans]
+        parts += [pb.TokenizeResponse(offsets=offsets).SerializeToString()]
+    return b"".join(parts)
 
 
 def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:

@@ -9,10 +9,10 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from tgis.api.grpc import convert
+from tgis.api.grpc import convert, wire
 from tgis.errors import (
     EngineFailure,
     InvalidRequest,
@@ -46,7 +46,7 @@ _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
 }
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Unary = Callable[[Any, Context], Awaitable[Message]]
+Unary = Callable[[bytes, Context], Awaitable[bytes]]
 
 
 class GenerationServicer:
@@ -62,12 +62,10 @@ class GenerationServicer:
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Generate": _unary_handler(self._generate, pb.BatchedGenerationRequest),
-            "GenerateStream": grpc.unary_stream_rpc_method_handler(
-                self._generate_stream, _deserializer(pb.SingleGenerationRequest), _serialize
-            ),
-            "Tokenize": _unary_handler(self._tokenize, pb.BatchedTokenizeRequest),
-            "ModelInfo": _unary_handler(self._model_info, pb.ModelInfoRequest),
+            "Generate": _unary_handler(self._generate),
+            "GenerateStream": grpc.unary_stream_rpc_method_handler(self._generate_stream),
+            "Tokenize": _unary_handler(self._tokenize),
+            "ModelInfo": _unary_handler(self._model_info),
         }
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
@@ -80,32 +78,37 @@ class GenerationServicer:
         reading = any(now - since < _STALL_SECONDS for since in self._waiting_since.values())
         return reading or now - self._last_end < _QUIET_SECONDS
 
-    async def _generate(self, request: pb.BatchedGenerationRequest, context: Context) -> Message:
-        call = convert.generate_call(
-            request, self._identity(context), logs.correlation_id(), self._answer_deadline(context)
-        )
+    async def _generate(self, data: bytes, context: Context) -> bytes:
         with self._tracked(context):
-            replies = await self._require_generator().generate(call)
-        return pb.BatchedGenerationResponse(responses=[convert.generation_response(reply) for reply in replies])
+            generator = self._require_generator()
+            message = wire.parse(data, pb.BatchedGenerationRequest, generator.server_info.max_concurrent_inputs)
+            identity, deadline = self._identity(context), self._answer_deadline(context)
+            call = convert.generate_call(message, identity, logs.correlation_id(), deadline)
+            return await convert.generate_reply(await generator.generate(call), generator.slicer)
 
-    async def _generate_stream(self, request: pb.SingleGenerationRequest | None, context: Context) -> None:
+    async def _generate_stream(self, data: bytes, context: Context) -> None:
         async with _error_boundary(context):
-            call = convert.generate_stream_call(
-                _require_decoded(request), self._identity(context), logs.correlation_id()
-            )
             with self._tracked(context):
-                async with aclosing(self._require_generator().stream(call)) as replies:
-                    async for reply in replies:
-                        await self._write(convert.generation_response(reply), context)
+                generator = self._require_generator()
+                message = wire.parse(data, pb.SingleGenerationRequest, 1)
+                call = convert.generate_stream_call(message, self._identity(context), logs.correlation_id())
+                async with aclosing(generator.stream(call)) as outputs:
+                    async for output in outputs:
+                        await self._write(await convert.generation_response(output, generator.slicer), context)
 
-    async def _tokenize(self, request: pb.BatchedTokenizeRequest, context: Context) -> Message:
+    async def _tokenize(self, data: bytes, context: Context) -> bytes:
         with self._tracked(context):
-            return convert.tokenize_response(await self._require_generator().tokenize(convert.tokenize_call(request)))
+            generator = self._require_generator()
+            message = wire.parse(data, pb.BatchedTokenizeRequest, generator.server_info.max_tokenize_inputs)
+            return await convert.tokenize_reply(
+                await generator.tokenize(convert.tokenize_call(message)), generator.slicer
+            )
 
-    async def _model_info(self, _request: pb.ModelInfoRequest, _context: Context) -> Message:
-        return convert.model_info_response(self._require_generator().server_info)
+    async def _model_info(self, data: bytes, _context: Context) -> bytes:
+        wire.parse(data, pb.ModelInfoRequest)
+        return convert.model_info_response(self._require_generator().server_info).SerializeToString()
 
-    async def _write(self, message: Message, context: Context) -> None:
+    async def _write(self, message: bytes, context: Context) -> None:
         self._mark(context, time.monotonic())
         await context.write(message)
         self._mark(context, math.inf)
@@ -141,14 +144,13 @@ class GenerationServicer:
         return self.generator
 
 
-def _unary_handler(method: Unary, request_type: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
-    async def call(request: Message | None, context: Context) -> Message | None:
+def _unary_handler(method: Unary) -> "grpc.RpcMethodHandler[Any, Any]":
+    async def call(data: bytes, context: Context) -> bytes | None:
         async with _error_boundary(context):
-            answer: Message = await method(_require_decoded(request), context)
-            return answer
+            return await method(data, context)
         return None  # reached only if the client has disconnected
 
-    return grpc.unary_unary_rpc_method_handler(call, _deserializer(request_type), _serialize)
+    return grpc.unary_unary_rpc_method_handler(call)
 
 
 @asynccontextmanager
@@ -195,26 +197,3 @@ def _error_details(error: RequestError) -> Iterator[Message]:
             quota = error_details_pb2.QuotaFailure()
             quota.violations.add(description=error.detail)
             yield quota
-
-
-def _deserializer(request_type: type[Message]) -> Callable[[bytes], Message | None]:
-    """A deserializer that returns None for undecodable bytes: gRPC itself would answer INTERNAL."""
-
-    def parse(data: bytes) -> Message | None:
-        try:
-            return request_type.FromString(data)
-        except DecodeError:
-            return None
-
-    return parse
-
-
-def _require_decoded(request: Any) -> Any:
-    if request is None:
-        raise InvalidRequest("", "the message cannot be decoded")
-    return request
-
-
-def _serialize(message: Message) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data

@@ -1,0 +1,73 @@
+"""Long work on the event loop: one slice in an iteration of the loop, whoever has work."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from harness import run_async
+
+from tgis.utils.slices import SLICE, Slicer
+
+
+class Work:
+    """Items that count themselves when they are made."""
+
+    def __init__(self) -> None:
+        self.units = 0
+
+    def items(self, count: int, cost: int) -> Iterator[int]:
+        for number in range(count):
+            self.units += cost
+            yield number
+
+
+async def _iterations(work: Work, tasks: "list[asyncio.Task[list[int]]]") -> list[int]:
+    """Units of work in each iteration of the loop until the tasks are done."""
+    done = []
+    while not all(task.done() for task in tasks):
+        before = work.units
+        await asyncio.sleep(0)
+        done.append(work.units - before)
+    return done
+
+
+@run_async
+async def _runs_in_slices(callers: int, count: int, cost: int) -> None:
+    slicer, work = Slicer(), Work()
+
+    async def all_items() -> list[int]:
+        return [item async for part in slicer.slices(work.items(count, cost), cost) for item in part]
+
+    tasks = [asyncio.create_task(all_items()) for _ in range(callers)]
+    units = await _iterations(work, tasks)
+    assert all(task.result() == list(range(count)) for task in tasks)
+    assert max(units) < SLICE + cost
+    assert sum(units) == callers * count * cost
+
+
+@pytest.mark.parametrize(("callers", "count", "cost"), [(1, 5000, 1), (40, 600, 1), (100, 3, 11), (7, 20, 1000)])
+def test_an_iteration_of_the_loop_does_one_slice(callers: int, count: int, cost: int) -> None:
+    _runs_in_slices(callers, count, cost)
+
+
+@run_async
+async def test_little_work_does_not_wait() -> None:
+    slicer = Slicer()
+    parts = slicer.slices(range(SLICE))
+    with pytest.raises(StopIteration):  # as a coroutine that never suspends
+        anext(parts).__await__().send(None)
+
+
+@run_async
+async def test_who_is_cancelled_leaves_the_turn_to_others() -> None:
+    slicer, work = Slicer(), Work()
+
+    async def all_items() -> list[int]:
+        return [item async for part in slicer.slices(work.items(5000, 1)) for item in part]
+
+    first, second, third = [asyncio.create_task(all_items()) for _ in range(3)]
+    for _ in range(4):
+        await asyncio.sleep(0)
+    first.cancel()
+    second.cancel()
+    assert await third == list(range(5000))
