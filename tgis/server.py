@@ -271,7 +271,7 @@ class Server:
 
     def _scrape(self, client: EngineClient) -> bytes:
         self._service_metrics.set_lora_adapters(*client.lora_adapters())
-        self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines())
+        self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines() + client.num_dropped_log_lines)
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
         return self._service_metrics.scrape() + (self._metrics.scrape() if self._metrics else b"")

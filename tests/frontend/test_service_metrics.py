@@ -18,7 +18,7 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.loop_lag import watch_event_loop
 from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
 from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.messages import EngineInfo, Step, StepStats
+from tgis.ipc.messages import EngineInfo, Heartbeat, Step, StepStats
 from tgis.ipc.request import Request
 from tgis.models.fake import make_fake_model
 from tgis.server import prepare
@@ -122,6 +122,14 @@ def test_dropped_log_lines_are_counted_once(metrics: ServiceMetrics) -> None:
     for total in (0, 3, 3, 10):
         metrics.set_log_lines_dropped(total)
         assert value(metrics, "tgi_log_lines_dropped_total") == total
+
+
+@run_async
+async def test_dropped_log_lines_of_all_processes_of_the_engine_are_counted() -> None:
+    client = EngineClient()
+    for message in (Heartbeat(0), Heartbeat(0, 5), Heartbeat(1, 2), Heartbeat(0, 6)):
+        client.handle(message)
+    assert client.num_dropped_log_lines == 8
 
 
 def test_lora_adapters_by_name(metrics: ServiceMetrics) -> None:

@@ -18,7 +18,7 @@ from tgis.engines import load_engine
 from tgis.errors import TgisError
 from tgis.ipc.adapters import ResolveAdapter
 from tgis.ipc.channel import Channel
-from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Ready, ToEngine
+from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, ToEngine
 from tgis.prompts.resolver import AdapterResolver
 from tgis.utils import logs
 
@@ -67,7 +67,7 @@ def main() -> int:
     assert len(first) == 1
     assert isinstance(first[0], EngineOptions)
     logs.configure(level=first[0].log_level, json_output=first[0].json_output, process="engine")
-    channel.start_heartbeat()
+    channel.start_heartbeat(lambda: Heartbeat(0, logs.num_dropped_lines()))
     try:
         _serve(channel, first[0])
     except TgisError as error:

@@ -44,6 +44,7 @@ class EngineClient:
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
         self._snapshot_query = SnapshotQuery(lambda: self._send(messages.GetSnapshot()))
         self._adapter_queries = AdapterQueries(self._send)
+        self._dropped_log_lines: dict[int, int] = {}  # by rank
         self._death_cause = ""
         self._dead = False
         self._death_task: asyncio.Future[None] | None = None
@@ -81,6 +82,11 @@ class EngineClient:
         if self._dead or not self.ready.done():
             raise Unavailable(self._death_cause or "the model is still loading")
         return await self._snapshot_query.get()
+
+    @property
+    def num_dropped_log_lines(self) -> int:
+        """Of all processes of the engine."""
+        return sum(self._dropped_log_lines.values())
 
     def tick(self) -> float:
         """Call every TICK_SECONDS; return by how many seconds this process is late."""
@@ -154,8 +160,9 @@ class EngineClient:
         if not isinstance(message, messages.Heartbeat | Snapshot | AdapterResolved):  # a stuck engine sends these, too
             self._watchdog.progress(time.monotonic())
         match message:
-            case messages.Heartbeat(rank):
+            case messages.Heartbeat(rank, num_dropped):
                 self._watchdog.heartbeat(rank, time.monotonic())
+                self._dropped_log_lines[rank] = num_dropped
             case Snapshot():
                 self._snapshot_query.resolve(message)
             case AdapterResolved():

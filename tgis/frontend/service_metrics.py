@@ -39,9 +39,7 @@ class ServiceMetrics:
             "tgi_certificate_expiry_timestamp_seconds", "When a certificate in use expires.", {"certificate": ()}
         )
         self._authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
-        self._log_lines_dropped = add.counter(
-            "tgi_log_lines_dropped", "Log lines of the front end that nobody read in time."
-        )
+        self._log_lines_dropped = add.counter("tgi_log_lines_dropped", "Log lines that nobody read in time.")
         self._running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")
         self._waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters of queued requests only.")
         self._lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name; a timestamp.", _LORA_LABELS)

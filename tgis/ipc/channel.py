@@ -54,20 +54,21 @@ class Channel:
             except BrokenPipeError:
                 os._exit(0)  # the reader thread has yet to notice
 
-    def start_heartbeat(self, rank: int = 0) -> None:
+    def start_heartbeat(self, make_heartbeat: Callable[[], Heartbeat]) -> None:
         """Send heartbeats from a thread of its own: the others may be busy for long."""
-        threading.Thread(target=self._beat, args=(rank,), daemon=True, name="heartbeat").start()
+        threading.Thread(target=self._beat, args=(make_heartbeat,), daemon=True, name="heartbeat").start()
 
     def abort(self, reason: str) -> NoReturn:
         """Send the reason and exit at once, from any thread: others may hang where nothing can wake them."""
         try:
             self.send(Fatal(reason))
+            logging.shutdown()  # writes what waits, for a second at most
         finally:
             os._exit(1)
 
-    def _beat(self, rank: int) -> None:
+    def _beat(self, make_heartbeat: Callable[[], Heartbeat]) -> NoReturn:
         while True:
-            self.send(Heartbeat(rank))
+            self.send(make_heartbeat())
             time.sleep(_HEARTBEAT_SECONDS)
 
     def _read(self) -> None:

@@ -165,6 +165,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Sent once a second, also during a long step: the process runs."""
 
     rank: int
+    num_dropped_log_lines: int = 0  # since its start
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

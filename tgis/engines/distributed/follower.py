@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tgis.engines.distributed import ranks
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.channel import Channel
-from tgis.ipc.messages import EngineOptions, Shutdown
+from tgis.ipc.messages import EngineOptions, Heartbeat, Shutdown
 from tgis.utils import logs
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def main() -> int:
     (options,) = channel.receive(wait=True)
     assert isinstance(options, EngineOptions)
     logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
-    channel.start_heartbeat(rank)
+    channel.start_heartbeat(lambda: Heartbeat(rank, logs.num_dropped_lines()))
     try:
         ranks.init_ranks(rank, options.num_shards, store_fd)
         _compute_steps(channel, options)
