@@ -1,51 +1,51 @@
 """Statistics of a step for the metrics: its shape is recorded before the step is committed, its effect afterwards."""
 
-from collections.abc import Callable
-
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import StepStats
 
 
-def record_step(
-    plan: StepPlan, batcher: Batcher, *, padded: bool, started_at: float
-) -> Callable[[float, float], StepStats]:
-    """To be called before the step is committed or any sequence of it dropped: those that failed in it count.
+class StepRecord:
+    """Made before the step is committed or any sequence of it dropped: those that failed in it count, too."""
 
-    The result is to be called once, after the commit, with the time when the engine returned, and the time.
-    """
-    num_prefill_tokens = plan.num_prefill_tokens
-    prompt_tokens = sum(
-        _count_prompt(seq, count)
-        for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
-        if seq.num_counted_tokens < seq.prompt_length  # also where the last token of a prompt looks like a decode
-    )
-    started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
-    first_scheduled = [seq for seq in batcher.running_seqs if not seq.was_scheduled]
-    had_running = any(seq.num_computed_tokens for seq in batcher.running_seqs)
+    def __init__(self, plan: StepPlan, batcher: Batcher, *, padded: bool, started_at: float) -> None:
+        self._plan = plan
+        self._batcher = batcher
+        self._started_at = started_at
+        num_prefill_tokens = plan.num_prefill_tokens
+        self._num_prefills = len(num_prefill_tokens)
+        self._prefill_tokens = padded_tokens(num_prefill_tokens, padded)
+        self._prompt_tokens = sum(
+            _count_prompt(seq, count)
+            for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+            if seq.num_counted_tokens < seq.prompt_length  # also where the last token of a prompt looks like a decode
+        )
+        self._started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
+        self._first_scheduled = [seq for seq in batcher.running_seqs if not seq.was_scheduled]
+        self._had_running = any(seq.num_computed_tokens for seq in batcher.running_seqs)
 
-    def stats(computed_at: float, now: float) -> StepStats:
+    def stats(self, *, computed_at: float, now: float) -> StepStats:
+        """To be called once, after the commit; the engine returned at `computed_at`."""
+        batcher = self._batcher
         return StepStats(
-            prefill=plan.has_prefill,
-            num_prefills=len(num_prefill_tokens),
-            num_decodes=len(plan.seqs) - len(num_prefill_tokens),
-            prefill_tokens=padded_tokens(num_prefill_tokens, padded),
-            duration=now - started_at,
-            forward_duration=computed_at - started_at,
+            prefill=self._plan.has_prefill,
+            num_prefills=self._num_prefills,
+            num_decodes=len(self._plan.seqs) - self._num_prefills,
+            prefill_tokens=self._prefill_tokens,
+            duration=now - self._started_at,
+            forward_duration=computed_at - self._started_at,
             num_running=batcher.num_running,
             context_tokens=batcher.context_tokens,
             remaining_tokens=sum(seq.num_remaining_tokens for seq in batcher.running_seqs),
-            concatenated=had_running and not all(seq.finished for seq in started_seqs),
+            concatenated=self._had_running and not all(seq.finished for seq in self._started_seqs),
             num_requeued=batcher.num_requeued,
-            queue_durations=[started_at - seq.arrival_time for seq in first_scheduled],
-            first_scheduled=[seq.id for seq in first_scheduled],
-            prompt_tokens=prompt_tokens,
+            queue_durations=[self._started_at - seq.arrival_time for seq in self._first_scheduled],
+            first_scheduled=[seq.id for seq in self._first_scheduled],
+            prompt_tokens=self._prompt_tokens,
             counters=batcher.take_counters(),
             token_capacity=batcher.context_limit,
         )
-
-    return stats
 
 
 def _count_prompt(seq: Sequence, num_scheduled_tokens: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.batcher.step_stats import record_step
+from tgis.batcher.step_stats import StepRecord
 from tgis.engines.base import Engine, StepResult
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.channel import Channel
@@ -82,13 +82,14 @@ class EngineCore:
         self.channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
 
     def _commit(self, plan: StepPlan, result: StepResult, started_at: float, computed_at: float) -> None:
-        stats = record_step(plan, self.batcher, padded=self.engine.info.padded, started_at=started_at)
+        record = StepRecord(plan, self.batcher, padded=self.engine.info.padded, started_at=started_at)
         if result.failed:
             plan, result = self._drop_failed(plan, result)
         lengths = [len(seq.tokens) for seq in plan.sampled]
         self.batcher.commit(plan, result.tokens, computed_at)
         tokens = [seq.tokens[length:] for seq, length in zip(plan.sampled, lengths, strict=True)]
-        self._send_step(plan.sampled, tokens, result, stats(computed_at, time.monotonic()))
+        stats = record.stats(computed_at=computed_at, now=time.monotonic())
+        self._send_step(plan.sampled, tokens, result, stats)
 
     def _drop_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """Fail the sequences that the engine could not sample for; the step of the others."""

@@ -54,9 +54,9 @@ class CpuAttention:
         assert k_cache.is_contiguous()
         assert v_cache.is_contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-        tensors = k, v, k_cache, v_cache, slot_mapping
+        pointers = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr()
         strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-        self._write[k.dtype](*(t.data_ptr() for t in tensors), *k.shape, v.shape[2], *strides)
+        self._write[k.dtype](*pointers, *k.shape, v.shape[2], *strides)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: Tensor, params: AttentionParams) -> Tensor:
         """The output [T, H, E] of queries [T, H, D], whose keys and values are in the cache.
@@ -67,10 +67,10 @@ class CpuAttention:
         q = q if q.stride(2) == 1 else q.contiguous()
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         output = q.new_empty(*q.shape[:2], v_cache.shape[3])
-        tensors = q, k_cache, v_cache, output, sequences, sinks
+        pointers = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), output.data_ptr(), sequences.data_ptr()
         _, block_size, kv_heads, k_size = k_cache.shape
         args = _AttentionArgs(
-            *(None if t is None else t.data_ptr() for t in tensors),
+            *(*pointers, None if sinks is None else sinks.data_ptr()),
             *(len(sequences), q.stride(0), q.stride(1), k_size, v_cache.shape[3]),
             *(kv_heads, q.shape[1] // kv_heads, block_size, params.window or _NO_WINDOW),
             *(params.scale, params.softcap or 0.0),

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from inspect import signature
+from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any, Self
 
@@ -118,8 +119,8 @@ class _RotaryTensor(ctypes.Structure):
     @classmethod
     def of(cls, x: Tensor, y: Tensor, dims: tuple[int, int, int]) -> Self:
         """`dims` are those of batch, heads and tokens."""
-        x_strides, y_strides = (tuple(t.stride(dim) for dim in dims) for t in (x, y))
-        return cls(x.data_ptr(), y.data_ptr(), x.shape[dims[1]], x.shape[3], x_strides, y_strides)
+        strides = (itemgetter(*dims)(t.stride()) for t in (x, y))
+        return cls(x.data_ptr(), y.data_ptr(), x.shape[dims[1]], x.shape[3], *strides)
 
 
 def _find_norms(model: PreTrainedModel, kernels: CpuKernels) -> Iterator[tuple[nn.Module, str, RmsNorm]]:
