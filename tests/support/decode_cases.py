@@ -128,8 +128,11 @@ def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments
 
 
 def main() -> None:
+    from triton_interpreter import repair
+
     from tgis.engines.kernels.cuda.paged_decode import paged_decode
 
+    repair()
     errors = {name: error(case, "cpu", paged_decode, num_sms=case.num_sms) for name, case in CASES.items()}
     print(json.dumps(errors))
 
