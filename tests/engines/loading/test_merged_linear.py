@@ -77,6 +77,18 @@ def test_others_are_left_alone() -> None:
     torch.testing.assert_close(model(x, False), before)
 
 
+class Quantized(Tensor):  # type: ignore[misc]
+    """As quantization libraries keep weights: `cat` need not know what belongs to the numbers."""
+
+
+def test_quantized_layers_are_left_alone() -> None:
+    model, x = Odd(), torch.randn(3, 4)
+    for linear in (model.a, model.b):
+        linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Quantized))
+    assert merge_linears(model, x=x) == 0
+    assert type(model.a.weight) is Quantized
+
+
 def test_slices_called_with_other_inputs_and_out_of_order() -> None:
     model, x, y = Odd(), torch.randn(3, 4), torch.randn(2, 4)
     expected = model.b(y), model.a(x), model.b(x), model.a(y)

@@ -109,10 +109,12 @@ def _same_kind(linears: list[nn.Linear]) -> bool:
 
 
 def _mergeable(linear: nn.Linear, style: str | None) -> bool:
-    """Not if transformers has wrapped `forward`, except for column-wise sharding, which adds no communication."""
+    """Not if the weight is more than a tensor (quantized), nor if transformers has wrapped `forward`, except for
+    column-wise sharding, which adds no communication.
+    """
     if isinstance(linear.weight, DTensor):
         return style == "colwise" and linear.weight.placements == (Shard(0),)
-    return "forward" not in vars(linear)
+    return type(linear.weight) is nn.Parameter and "forward" not in vars(linear)
 
 
 def _local(parameter: Tensor) -> Tensor:
