@@ -1,17 +1,24 @@
 """PT2_COMPILE: the same tokens, from the graphs that were compiled at startup."""
 
+import json
 import logging
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
+from repository import REPOSITORY
 from tiny_models import generate_all, make_model
 from transformers import AutoModelForCausalLM
 
-from tgis.engines.paged.compile import CompiledDecoder
+from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -59,14 +66,14 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
 ) -> None:
     caplog.set_level(logging.INFO)
     at_startup: list[int] = []
-    finish = CompiledDecoder.freeze
+    finish = CompiledLayers.freeze
 
-    def counted(decoder: CompiledDecoder) -> None:
+    def counted(decoder: CompiledLayers) -> None:
         at_startup.append(graphs())
         finish(decoder)
         decoder._stance = "fail_on_recompile"  # steps without a graph would run eagerly, unnoticed
 
-    monkeypatch.setattr(CompiledDecoder, "freeze", counted)
+    monkeypatch.setattr(CompiledLayers, "freeze", counted)
     engine = PagedEngine(options(model))
     made = requests(12)
     bounds = limits(60, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7)
@@ -74,7 +81,47 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
     assert "compiled in" in caplog.text
     assert found == [expected(model, request) for request in made]
     assert at_startup == [graphs()]
-    assert graphs() > 0
+    assert graphs() == 2  # for all layers: of one token, and of several
+
+
+@pytest.mark.slow  # the first start compiles
+def test_the_second_start_compiles_nothing(model: Path, tmp_path: Path) -> None:
+    variables = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(REPOSITORY / "tests/support/compiled_start.py"), str(model)]
+    first, second = (
+        json.loads(subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout) for _ in range(2)
+    )
+    assert first == {"fxgraph_cache_miss": 2}
+    assert second == {"fxgraph_cache_hit": 2}
+
+
+def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attention = PagedEngine(options(model))._attention
+    layers = CompiledLayers(AutoModelForCausalLM.from_pretrained(model), attention)
+    stances: list[str] = []
+
+    @contextmanager
+    def stance(name: str) -> Iterator[None]:
+        stances.append(name)
+        yield
+
+    def forward() -> torch.Tensor:
+        if stances[-1] == "fail_on_recompile":  # torch's words
+            raise RuntimeError("Detected recompile when torch.compile stance is 'fail_on_recompile'. filename: 'x.py'")
+        return torch.ones(1)
+
+    monkeypatch.setattr(torch.compiler, "set_stance", stance)
+    layers.freeze()
+    for _ in range(5):
+        assert torch.equal(layers.run(forward), torch.ones(1))
+    assert stances == ["fail_on_recompile", "force_eager"] * 5
+    assert layers.num_eager_steps == 5
+    assert [count for count in range(6) if f"runs eagerly, {count} so far" in caplog.text] == [1, 2, 4]
 
 
 def test_without_a_compiler_steps_run_eagerly(

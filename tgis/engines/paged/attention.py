@@ -38,7 +38,8 @@ class PagedAttention:
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
         self.windows: set[int | None] = set()  # that layers have passed
-        self.operator: Callable[..., Tensor] = self.attend  # or a custom operator that wraps it, for torch.compile
+        self.modules: dict[int, nn.Module] = {}  # that have called, by layer index
+        self.operator: Callable[..., Tensor] = self._attend_in_layer  # or what torch.compile can compile
         AttentionInterface.register(name, self)
 
     def __call__(
@@ -55,24 +56,27 @@ class PagedAttention:
         **_others: Any,
     ) -> tuple[Tensor, None]:
         """The output, [1, T, H, E]; the signature is that of transformers' attention functions."""
-        return self.operator(query, key, value, module.layer_idx, scaling, sliding_window, softcap, s_aux), None
+        return self.operator(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
+
+    def _attend_in_layer(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
+        self.modules[module.layer_idx] = module
+        return self.attend(query, key, value, self.cache.layer(module.layer_idx, key, value), *params)
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        layer_index: int,
+        kv_cache: _KVCache,
         scaling: float | None,
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The same, for the layer of that index."""
+        """The same, in a layer with this KV cache."""
         batch = self.batch
         assert batch is not None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
-        kv_cache = self.cache.layer(layer_index, k, v)
         self.windows.add(window)
         params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
         if self._cpu_attention and self._cpu_attention.supports(q, *kv_cache):

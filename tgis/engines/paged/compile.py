@@ -1,20 +1,31 @@
-"""PT2_COMPILE: torch.compile of a decoder in one graph, with its linear layers and attention as they are.
+"""PT2_COMPILE: torch.compile of the decoder layers, with their linear layers and attention as they are.
 
-Attention is a custom operator in that graph, since no compiler knows a paged cache. Steps that would need a graph
+Layers of the same kind share a graph, which is compiled once: it knows no layer's index, and gets the layer's KV cache
+as inputs. Attention is a custom operator in it, since no compiler knows a paged cache. Steps that would need a graph
 beyond those made at startup run eagerly: no request waits for a compiler.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tgis.engines.paged.attention import PagedAttention
 
-_ATTEND = "attend(Tensor q, Tensor k, Tensor v, int layer, float? scale, int? window, float? cap, Tensor? s) -> Tensor"
+log = logging.getLogger(__name__)
+
+_NAMESPACE = "tgis_paged"  # constant: names are part of the key of torch's cache of compiled graphs
+_ATTEND = (
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float? scale, int? window, float? cap,"
+    " Tensor? sinks) -> Tensor"
+)
+_running: ContextVar[PagedAttention] = ContextVar("the attention of the engine whose step runs")
 
 
 def can_compile(model: PreTrainedModel) -> bool:
@@ -22,43 +33,98 @@ def can_compile(model: PreTrainedModel) -> bool:
     return not any(getattr(module, "runs_cpu_kernel", False) for module in model.modules())
 
 
-class CompiledDecoder:
-    """The forward of one engine's model: compiles what comes between `enable` and `freeze`, later only runs it."""
+class CompiledLayers:
+    """The decoder layers of one engine's model: compiled between `enable` and `freeze`, later only run."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
-        self._decoder = model.base_model
+        self._layers = _decoder_layers(model)
         self._attention = attention
-        self._eager_forward = self._decoder.forward
-        self._library = torch.library.Library(attention.name, "DEF")  # its operators live as long as it does
-        self._define(_ATTEND, self._attend, lambda q, _k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]))
+        self._eager_operator = attention.operator
         self._stance = "force_eager"
+        self.num_eager_steps = 0  # that have no compiled graph
 
     def enable(self) -> None:
         """Compile a graph for every step that has none."""
-        self._attention.operator = getattr(torch.ops, self._attention.name).attend
-        self._decoder.forward = torch.compile(self._eager_forward, dynamic=True)
+        for index, module in self._attention.modules.items():
+            for name, states in zip(("key_cache", "value_cache"), self._attention.cache[index], strict=True):
+                module.register_buffer(name, states, persistent=False)
+        _library()
+        self._attention.operator = _call_operator
+        for layer in self._layers:
+            layer.compile(dynamic=True)
         self._stance = "default"
 
     def freeze(self) -> None:
         """Compile nothing more."""
-        self._stance = "eager_on_recompile"
+        self._stance = "fail_on_recompile"
 
     def disable(self) -> None:
         """Run eagerly, as before `enable`."""
-        self._attention.operator = self._attention.attend
-        self._decoder.forward = self._eager_forward
+        self._attention.operator = self._eager_operator
+        for layer in self._layers:
+            layer._compiled_call_impl = None
         self._stance = "force_eager"
 
-    def stance(self, *, eager: bool) -> AbstractContextManager[None]:
-        """A block of compiled steps; eager ones are for changed layers."""
-        block: AbstractContextManager[None] = torch.compiler.set_stance("force_eager" if eager else self._stance)
-        return block
+    def run(self, forward: Callable[[], Tensor], *, eager: bool = False) -> Tensor:
+        """A pass of the model; an eager one is for changed layers."""
+        if eager or self._stance == "force_eager":
+            return self._run("force_eager", forward)
+        try:
+            return self._run(self._stance, forward)
+        except RuntimeError as error:
+            if "fail_on_recompile" not in str(error):
+                raise
+            self._count_eager_step(error)
+            return self._run("force_eager", forward)
 
-    def _define(self, schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
-        name = schema.partition("(")[0]
-        self._library.define(schema)
-        self._library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{self._attention.name}::{name}", fake, lib=self._library)
+    def _run(self, stance: str, forward: Callable[[], Tensor]) -> Tensor:
+        with torch.compiler.set_stance(stance), _attention_of(self._attention):
+            return forward()
 
-    def _attend(self, *arguments: Any) -> Tensor:
-        return self._attention.attend(*arguments).contiguous()
+    def _count_eager_step(self, error: RuntimeError) -> None:
+        self.num_eager_steps += 1
+        if self.num_eager_steps.bit_count() == 1:  # 1, 2, 4, ...
+            reason = " ".join(str(error).split())
+            log.warning("a step without a compiled graph runs eagerly, %d so far: %.300s", self.num_eager_steps, reason)
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """RuntimeError if they are not in one list."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.base_model.modules():
+        if type(module) is nn.ModuleList and len(module) == count:
+            return list(module)
+    raise RuntimeError(f"{type(model).__name__} has no list of its {count} layers")
+
+
+@contextmanager
+def _attention_of(attention: PagedAttention) -> Iterator[None]:
+    token = _running.set(attention)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+@cache
+def _library() -> torch.library.Library:
+    """The operator, for all engines of the process; it exists as long as the library does."""
+    library = torch.library.Library(_NAMESPACE, "DEF")
+    library.define(_ATTEND)
+    library.impl("attend", _attend, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::attend", _fake_attend, lib=library)
+    return library
+
+
+def _call_operator(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
+    attend = torch.ops.tgis_paged.attend
+    output: Tensor = attend(query, key, value, module.key_cache, module.value_cache, *params)
+    return output
+
+
+def _fake_attend(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> Tensor:
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *params: Any) -> Tensor:
+    return _running.get().attend(q, k, v, (keys, values), *params).contiguous()

@@ -7,7 +7,6 @@ which blocks they have, is decided by the batcher.
 import logging
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 
 import msgspec
 import torch
@@ -22,7 +21,7 @@ from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
-from tgis.engines.paged.compile import CompiledDecoder, can_compile
+from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, cuda_capture
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.engines.paged.prompt_logprobs import PromptLogprobs
@@ -75,7 +74,7 @@ class PagedEngine:
             async_decode = self._device.type == "cuda" and options.num_shards == 1
         launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
-        self._compiled: CompiledDecoder | None = None
+        self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | None = None
         verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
         kind = self._device.type
@@ -137,13 +136,14 @@ class PagedEngine:
             warn(self._options, "PT2_COMPILE has no effect: CPU kernels have replaced the model's operators already")
             return
         started = time.monotonic()
-        self._compiled = CompiledDecoder(self._model, self._attention)
-        log.info("compiling the model's operators")
-        self._compiled.enable()
+        log.info("compiling the model's layers")
         try:
+            self._compiled = CompiledLayers(self._model, self._attention)
+            self._compiled.enable()
             self._run_dummy_steps()
         except RuntimeError as error:
-            self._compiled.disable()
+            if self._compiled:
+                self._compiled.disable()
             warn(self._options, f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}")
             return
         self._compiled.freeze()
@@ -220,13 +220,15 @@ class PagedEngine:
         arguments = {"input_ids": input_ids} if embeds is None else {"inputs_embeds": embeds}
         if self._signature.logits_to_keep:
             arguments["logits_to_keep"] = batch.logits_indices
-        eager = bool(batch.spans or batch.adapters)
-        compiled = self._compiled.stance(eager=eager) if self._compiled else nullcontext()
         # Compiled graphs guard the storage offset of a view, which differs from step to step.
-        positions = batch.positions.clone() if self._compiled else batch.positions
-        with compiled, self._lora.applied(batch.adapters):
-            output = self._model(position_ids=positions[None], use_cache=False, **arguments)
-        logits: torch.Tensor = output.logits[0]
+        arguments["position_ids"] = (batch.positions.clone() if self._compiled else batch.positions)[None]
+
+        def forward() -> torch.Tensor:
+            logits: torch.Tensor = self._model(use_cache=False, **arguments).logits[0]
+            return logits
+
+        with self._lora.applied(batch.adapters):
+            logits = self._compiled.run(forward, eager=bool(batch.adapters)) if self._compiled else forward()
         return logits if self._signature.logits_to_keep else logits[batch.logits_indices]
 
     def _num_available_blocks(self, bytes_per_block: int) -> int:

@@ -25,12 +25,17 @@ class PagedKVCache:
         """Of all layers seen."""
         return self.bytes_per_block * self.num_blocks
 
+    def __getitem__(self, layer_index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that has been seen."""
+        return self._layers[layer_index]
+
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer, shaped as `key` and `value` [tokens, heads, head size]."""
+        """The same of any layer, for states like `key` and `value` [1, heads, tokens, head size]."""
         if index not in self._layers:
             self._layers[index] = self._allocate(key), self._allocate(value)
         return self._layers[index]
 
     def _allocate(self, like: Tensor) -> Tensor:
+        size = self.num_blocks, self.block_size, like.shape[1], like.shape[3]
         # Zeros: slots that were never written may be read and masked, and must be finite.
-        return torch.zeros(self.num_blocks, self.block_size, *like.shape[1:], dtype=like.dtype, device=like.device)
+        return torch.zeros(size, dtype=like.dtype, device=like.device)
