@@ -64,12 +64,14 @@ CONTEXT = "context"  # a value of DEFAULT_MAX_NEW_TOKENS
 MAX_THREADS = 4096
 MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
 
-LIBRARY_ENVIRONMENT = {  # for libraries in the engine process, unless already set
+LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
     # OpenMP threads meet at thousands of barriers per step. Spinning forever, the default, makes steps ten times as
     # long once other processes need the cores; sleeping immediately makes them 1.5 times as long at all times.
     "GOMP_SPINCOUNT": "3000",
     # oneDNN generates code per number of tokens and layer shape, 0.5 MiB each, and caches 1024 of them by default.
     **dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "128"),
+    # TOKENIZATION_WORKERS are all threads that tokenize: one call's batch must not keep every core from the others'.
+    "TOKENIZERS_PARALLELISM": "false",
 }
 
 

@@ -6,7 +6,7 @@ Knows neither proto nor socket: faces hand over a `GenerateCall` and get `Reques
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,8 @@ from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import ResolvedParams
-from tgis.frontend.validation import RequestLimits, make_request, validate
+from tgis.frontend.tokenizer import Wanted
+from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
@@ -42,10 +43,10 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeResult:
-    """One text; the lists are empty unless requested."""
+    """One text; there are no tokens and offsets unless requested."""
 
     token_count: int
-    tokens: list[str]
+    tokens: Iterable[str]  # to be read once
     offsets: list[tuple[int, int]]
 
 
@@ -113,16 +114,19 @@ class Generator:
         self._metrics.tokenize_started(len(call.texts))
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
         async with self._adapters.acquire(call.adapter):
+            limit = call.truncate_input_tokens or None
+            keep = limit if call.return_tokens or call.return_offsets else 0
+            wanted = Wanted(call.return_offsets, keep, enough=limit)
             encodings = [
                 encoding.keep_last(call.truncate_input_tokens)
-                for encoding in await tokenizer.encode(call.texts, offsets=call.return_offsets)
+                for encoding in await tokenizer.encode(call.texts, wanted)
             ]
-        num_tokens = sum(len(encoding.ids) for encoding in encodings)
+        num_tokens = sum(encoding.num_tokens for encoding in encodings)
         self._metrics.tokenize_succeeded(num_tokens, time.monotonic() - started)
         return [
             TokenizeResult(
-                token_count=len(encoding.ids),
-                tokens=[tokenizer.token_text(token) for token in encoding.ids] if call.return_tokens else [],
+                token_count=encoding.num_tokens,
+                tokens=map(tokenizer.token_text, encoding.ids if call.return_tokens else ()),
                 offsets=encoding.offsets,
             )
             for encoding in encodings
@@ -173,21 +177,27 @@ class Generator:
         self, call: GenerateCall, params: ResolvedParams, adapter: AdapterRef | None, log: RequestLog
     ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
-        encodings = await self._tokenizer.encode(call.texts)
-        log.inputs_tokenized([len(encoding.ids) for encoding in encodings])
-        requests = [
-            make_request(
-                self._client.next_id(),
-                self._tokenizer.truncate(encoding.ids, params.given.truncate_input_tokens),
-                adapter,
-                params=params.seeded(self._seeds.getrandbits(32)),
-                limits=self.server_info.limits,
-                field=field,
-                identity=call.identity,
-                answer_deadline=call.answer_deadline,
-            )
-            for field, encoding in zip(call.fields, encodings, strict=True)
-        ]
+        limits, limit = self.server_info.limits, params.given.truncate_input_tokens
+        if not limit:
+            check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
+        encodings = await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, limit))
+        log.inputs_tokenized([encoding.num_tokens for encoding in encodings])
+        requests = []
+        async for some in self.slicer.slices(zip(call.fields, encodings, strict=True), cost=16):
+            requests += [
+                make_request(
+                    self._client.next_id(),
+                    self._tokenizer.truncate(encoding.ids, limit),
+                    adapter,
+                    length=min(encoding.num_tokens, limit or encoding.num_tokens),
+                    params=params.seeded(self._seeds.getrandbits(32)),
+                    limits=limits,
+                    field=field,
+                    identity=call.identity,
+                    answer_deadline=call.answer_deadline,
+                )
+                for field, encoding in some
+            ]
         self._check_queue(requests)
         log.validated(requests, params)
         return requests
@@ -197,6 +207,13 @@ class Generator:
         limit, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
         if limit and queued and queued + sum(len(request.tokens) for request in requests) > limit:
             raise QueueFull(f"{queued} input tokens are waiting, at most {limit} may")
+
+
+def _wanted(max_length: int, limit: int) -> Wanted:
+    """The tokens of an input: all that may fit, or the last ones, and one more to know whether any are cut off."""
+    if not limit:
+        return Wanted(keep=max_length)
+    return Wanted(keep=min(limit, max_length) + 1, enough=max(limit, max_length))
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:

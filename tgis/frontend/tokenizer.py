@@ -1,48 +1,79 @@
-"""A model's tokenizer: text to ids in a thread pool, truncation, offsets, and the vocabulary.
+"""A model's tokenizer: text to ids in threads, truncation, offsets, and the vocabulary.
 
 Everything comes from `tokenizer.json` through the `tokenizers` library; truncation and padding configured in
 that file are switched off, since each request decides them. Ids to text is `detokenizer.py`.
+
+A long text is tokenized in parts where that is certain to give the same tokens: no thread is busy for long, and a
+request that truncates the text needs only its end. Other long texts have a thread of their own.
 """
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from tgis.errors import InvalidRequest, StartError
+from tgis.frontend.tokenizer_pool import TokenizerPool
+from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
+
+PART = 1 << 14  # characters, for some milliseconds of a thread
+LONG = 4 * PART
+
+Offsets = list[tuple[int, int]]  # UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """One tokenized text, added special tokens included; `offsets` is empty unless requested."""
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]  # UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens
+    ids: list[int]  # the last ones, if not all were wanted
+    offsets: Offsets  # of `ids`
+    num_tokens: int  # of the whole text, or more than enough
 
     def keep_last(self, limit: int) -> "Encoding":
         """Truncate by plain slicing, as the Tokenize RPC does; 0 keeps all."""
-        return Encoding(self.ids[-limit:], self.offsets[-limit:]) if limit else self
+        if not limit:
+            return self
+        return Encoding(self.ids[-limit:], self.offsets[-limit:], min(self.num_tokens, limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a call needs to know about its texts."""
+
+    offsets: bool = False
+    keep: int | None = None  # ids and offsets of the last so many tokens; None: of all
+    enough: int | None = None  # whether there are more tokens than this, not how many
+
+
+EVERYTHING = Wanted()
 
 
 class Tokenizer:
     """The tokenizer of one model; safe to use from several threads."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, decoder_types: tuple[str, ...], workers: int, *, add_special_tokens: bool
+        self, backend: tokenizers.Tokenizer, description: dict[str, Any], workers: int, *, add_special_tokens: bool
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._add_special_tokens = add_special_tokens
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
+        self._workers = workers
+        self._pool = TokenizerPool(workers, "tokenizer")
+        self._long_pool = TokenizerPool(1, "tokenizer-long")
         self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self.decoder_types = decoder_types  # outermost first, then its members; empty: none
-        self.bos_token_id = _bos_token_id(backend) if add_special_tokens else None
+        self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
+        self._added = _added_special_tokens(backend) if add_special_tokens else ([], [])
+        self.bos_token_id = self._added[0][0] if self._added and self._added[0] else None
+        self._cut_rule = cut_rule(description) if self._added else None
+        self.max_bytes_per_token = max_bytes_per_token(description)  # None: nobody knows
 
     @classmethod
     def load(cls, directory: Path, workers: int, *, add_special_tokens: bool = True) -> "Tokenizer":
@@ -53,29 +84,84 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
             raise StartError(f"{path} is not a tokenizer: {error}") from error
-        return cls(
-            backend, tuple(_decoder_types(description.get("decoder"))), workers, add_special_tokens=add_special_tokens
-        )
+        return cls(backend, description, workers, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
         """Stop the worker threads; queued texts are dropped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
+        self._long_pool.close()
 
-    async def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoding]:
+    async def encode(self, texts: Sequence[str], wanted: Wanted = EVERYTHING) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, texts, offsets)
+        size, groups = sum(map(len, texts)), list(_groups(texts))
+        encodings: list[list[Encoding]] = [[] for _ in groups]
+        remaining = iter(enumerate(groups))
 
-    def _encode(self, texts: Sequence[str], offsets: bool) -> list[Encoding]:
-        # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
-        encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
+        async def work() -> None:
+            for index, group in remaining:
+                encodings[index] = await self._encode_group(group, size, wanted)
+
+        tasks = [asyncio.create_task(work()) for _ in groups[: self._workers]]
         try:
-            encodings = encode(texts, add_special_tokens=self._add_special_tokens)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return list(chain.from_iterable(encodings))
+
+    async def _encode_group(self, texts: list[str], size: int, wanted: Wanted) -> list[Encoding]:
+        rule = self._cut_rule
+        if len(texts[0]) > LONG and rule and (rule.keeps_offsets or not wanted.offsets):
+            return [await self._encode_in_parts(texts[0], rule, size, wanted)]
+        pool = self._long_pool if len(texts[0]) > LONG else self._pool
+        return await pool.run(size, partial(self._encode, texts, wanted))
+
+    async def _encode_in_parts(self, text: str, rule: CutRule, size: int, wanted: Wanted) -> Encoding:
+        """From the last part on: it may be enough."""
+        assert self._added
+        before, after = self._added
+        parts = [_unplaced(after)]
+        num_tokens, missing = len(after), wanted.keep
+        for start, end in _parts_from_end(text):
+            pool = self._long_pool if end - start > LONG else self._pool
+            job = partial(self._encode_part, text, start, end, rule, Wanted(wanted.offsets, missing))
+            parts.append(await pool.run(size, job))
+            num_tokens += parts[-1].num_tokens
+            missing = None if missing is None else max(missing - parts[-1].num_tokens, 0)
+            if wanted.enough is not None and num_tokens > wanted.enough:
+                break
+        else:
+            parts.append(_unplaced(before))
+            num_tokens += len(before)
+        ids = list(chain.from_iterable(part.ids for part in reversed(parts)))
+        offsets = list(chain.from_iterable(part.offsets for part in reversed(parts))) if wanted.offsets else []
+        return _keep(ids, offsets, num_tokens, wanted.keep)
+
+    def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> Encoding:
+        part = text[start + (rule.drops_space and start > 0) : end]
+        (encoding,) = self._encode([part], wanted, add_special_tokens=False)
+        if not start or not encoding.offsets:
+            return encoding
+        base = start if text.isascii() else len(text[:start].encode())
+        offsets = [(first + base, last + base) for first, last in encoding.offsets]
+        return Encoding(encoding.ids, offsets, encoding.num_tokens)
+
+    def _encode(
+        self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool | None = None
+    ) -> list[Encoding]:
+        # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
+        encode = self._backend.encode_batch if wanted.offsets else self._backend.encode_batch_fast
+        add = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        try:
+            encodings = encode(texts, add_special_tokens=add)
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
-        if not offsets:
-            return [Encoding(encoding.ids, []) for encoding in encodings]
-        pairs = zip(texts, encodings, strict=True)
-        return [Encoding(encoding.ids, _byte_offsets(text, encoding)) for text, encoding in pairs]
+        made = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            ids = encoding.ids if wanted.keep != 0 else []
+            offsets = _byte_offsets(text, encoding) if wanted.offsets and wanted.keep != 0 else []
+            made.append(_keep(ids, offsets, len(encoding), wanted.keep))
+        return made
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
         """Tokenize a short text in the calling thread."""
@@ -116,6 +202,47 @@ class Tokenizer:
         return text
 
 
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Short texts together, as far as they are one after the other; each long one alone."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > PART:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def _parts_from_end(text: str) -> Iterator[tuple[int, int]]:
+    """Begin and end of each part, cut where tokenizer_properties.py says; the first part is as long as it must be."""
+    end = len(text)
+    while end > 2 * PART:
+        cut = text.rfind(" ", end - 2 * PART, end - PART)
+        while cut > 0 and not (_is_ascii_alnum(text[cut - 1]) and _is_ascii_alnum(text[cut + 1])):
+            cut = text.rfind(" ", end - 2 * PART, cut)
+        if cut <= 0:
+            break
+        yield cut, end
+        end = cut
+    yield 0, end
+
+
+def _is_ascii_alnum(char: str) -> bool:
+    return char.isascii() and char.isalnum()
+
+
+def _unplaced(ids: list[int]) -> Encoding:
+    return Encoding(ids, [(0, 0)] * len(ids), len(ids))
+
+
+def _keep(ids: list[int], offsets: Offsets, num_tokens: int, keep: int | None) -> Encoding:
+    first = 0 if keep is None else max(len(ids) - keep, 0)
+    return Encoding(ids[first:], offsets[first:], num_tokens)
+
+
 def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> list[tuple[int, int]]:
     """Spans in UTF-8 bytes; those of the Python binding are in characters."""
     # One by one: `encoding.offsets` holds the GIL while it makes the whole list.
@@ -128,15 +255,17 @@ def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> list[tuple[int, i
     return [(starts[start], starts[end]) for start, end in spans]
 
 
-def _bos_token_id(backend: tokenizers.Tokenizer) -> int | None:
-    """The special token put before every text, found by trying rather than from a configuration file."""
+def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
+    """Those put before and after every text, found by trying rather than from a configuration file; None: unclear."""
     try:
         encoding = backend.encode("A")
     except Exception as error:  # the library raises nothing more specific
         raise StartError(f"the tokenizer cannot encode the letter A: {error}") from error
-    added = encoding.special_tokens_mask
-    leading = 0 in added and added.index(0) > 0  # before the letter, not after it as in T5
-    return encoding.ids[0] if leading else None
+    special = encoding.special_tokens_mask
+    if 0 not in special:
+        return None
+    before, after = special.index(0), special[::-1].index(0)
+    return encoding.ids[:before], encoding.ids[len(encoding.ids) - after :]
 
 
 def _decoder_types(decoder: dict[str, Any] | None) -> Iterator[str]:

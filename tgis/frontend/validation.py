@@ -6,7 +6,7 @@ maps them to its own paths.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, Unimplemented
@@ -58,6 +58,18 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     return params.resolve(include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context)
 
 
+def check_num_bytes(
+    texts: Sequence[str], fields: Sequence[str], limits: RequestLimits, max_bytes_per_token: int | None
+) -> None:
+    """Refuse what is too long, however it is tokenized, before it is."""
+    if max_bytes_per_token is None:
+        return
+    most = limits.max_sequence_length * max_bytes_per_token
+    for text, field in zip(texts, fields, strict=True):
+        if 4 * len(text) > most and (size := len(text.encode())) > most:
+            raise InvalidRequest(field, f"{field} has {size} bytes, at most {most} fit into any input")
+
+
 def make_request(
     request_id: int,
     tokens: list[int],
@@ -67,25 +79,27 @@ def make_request(
     field: str,
     identity: bytes = b"",
     answer_deadline: float | None = None,
+    length: int = 0,
 ) -> Request:
     """Check the length of one input and limit its output to what the maximum sequence length leaves.
 
-    InvalidRequest for what can never run: it would wait for ever.
+    InvalidRequest for what can never run: it would wait for ever. Of an input that is too long, `tokens` may be only
+    a part, and `length` is how many it has.
     """
-    length, max_length = len(tokens), limits.max_sequence_length
+    length, max_length = length or len(tokens), limits.max_sequence_length
     prefix_length = adapter.length if adapter else 0
     min_new_tokens = params.sampling_params.min_new_tokens
     if not tokens:
         raise InvalidRequest(field, f"{field} gives no token")
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
     room = max_length - length - prefix_length
-    if (largest := max(tokens)) >= limits.input_vocab_size:
-        text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
-        raise InvalidRequest(field, text)
     if room <= 0:
         raise InvalidRequest(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:
         raise InvalidRequest(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
+    if (largest := max(tokens)) >= limits.input_vocab_size:
+        text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
+        raise InvalidRequest(field, text)
     request = Request(
         id=request_id,
         tokens=[limits.placeholder_id] * prefix_length + tokens,

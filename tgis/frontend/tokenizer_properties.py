@@ -1,0 +1,144 @@
+"""What is certain about a tokenizer, from its `tokenizer.json`. Nothing is assumed of what is not known here.
+
+A text can be cut before a single space between two ASCII letters or digits, and the parts tokenized one by one, if
+every step treats the two sides alone: no added token matches across the cut, each normalizer looks at characters or
+grapheme clusters, a pre-tokenizer splits there whatever is around, and the model looks at one word at a time. Without
+a pre-tokenizer no token of the vocabulary must have a space after a letter or digit.
+
+A token stands for a bounded number of bytes if no step drops or shortens text and the model knows every byte.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+_SPACE = "▁"
+_LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Precompiled", "BertNormalizer"}
+_SPLIT_AT_SPACES = {"WhitespaceSplit", "Whitespace", "BertPreTokenizer"}
+_LLAMA_NORMALIZERS = [
+    {"type": "Prepend", "prepend": _SPACE},
+    {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+]
+_REPLACES_SPACES = ({"String": " "}, {"Regex": " {2,}"})
+# None of these patterns matches across a letter or digit and a space after it, or looks at what is before a match.
+_SPLIT_PATTERNS = {
+    *(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        for digits in (r"\p{N}", r"\p{N}{1,3}")
+    ),
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    "\\n|▁*[^▁\\n]+|▁+",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CutRule:
+    """How to cut a text before a space between two ASCII letters or digits."""
+
+    drops_space: bool  # the normalizer puts one before every part
+    keeps_offsets: bool
+
+
+def cut_rule(description: dict[str, Any]) -> CutRule | None:
+    """None unless it is certain that the parts give the tokens of the whole."""
+    added = [token["content"] for token in description.get("added_tokens") or ()]
+    if any(" " in content.strip(" ") or _SPACE in content for content in added) or _strips(description, "rstrip"):
+        return None
+    model, normalizers = description["model"], _members(description.get("normalizer"))
+    if model.get("dropout"):
+        return None
+    drops_space = normalizers == _LLAMA_NORMALIZERS
+    if drops_space and any(content[:1].isalnum() for content in added):
+        return None  # in the whole text, the space before it would be alone
+    if not drops_space and not all(map(_is_local, normalizers)):
+        return None
+    if not _splits(_members(description.get("pre_tokenizer")), _vocabulary(model), drops_space=drops_space):
+        return None
+    return CutRule(drops_space, keeps_offsets=not drops_space and not _trims_first_space(description))
+
+
+def max_bytes_per_token(description: dict[str, Any]) -> int | None:
+    """None unless it is certain that no token stands for more bytes of the text."""
+    model, pre_tokenizers = description["model"], _members(description.get("pre_tokenizer"))
+    normalizers = _members(description.get("normalizer"))
+    if model["type"] != "BPE" or _strips(description, "lstrip") or _strips(description, "rstrip"):
+        return None
+    if any(one not in _LLAMA_NORMALIZERS for one in normalizers) or any(map(_drops_text, pre_tokenizers)):
+        return None
+    byte_level = any(one["type"] == "ByteLevel" for one in pre_tokenizers)
+    vocabulary = _vocabulary(model)
+    if not vocabulary >= (set(ByteLevel.alphabet()) if byte_level else {f"<0x{byte:02X}>" for byte in range(256)}):
+        return None
+    if not byte_level and not model.get("byte_fallback"):
+        return None
+    added = [len(token["content"].encode()) for token in description.get("added_tokens") or ()]
+    return max(*added, *(len(token if byte_level else token.encode()) for token in vocabulary))
+
+
+def _members(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a sequence, without the sequence."""
+    if step is None:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    inner = next(value for key, value in step.items() if key != "type")
+    return [member for one in inner for member in _members(one)]
+
+
+def _vocabulary(model: dict[str, Any]) -> set[str]:
+    vocabulary = model.get("vocab") or ()
+    return {token if isinstance(token, str) else token[0] for token in vocabulary}
+
+
+def _strips(description: dict[str, Any], side: str) -> bool:
+    return any(token.get(side) for token in description.get("added_tokens") or ())
+
+
+def _is_local(normalizer: dict[str, Any]) -> bool:
+    match normalizer["type"]:
+        case "Replace":
+            return normalizer["pattern"] in _REPLACES_SPACES and normalizer["content"] in (" ", _SPACE)
+        case "Strip":
+            return not normalizer.get("strip_left", True)
+        case other:
+            return other in _LOCAL_NORMALIZERS
+
+
+def _splits(pre_tokenizers: list[dict[str, Any]], vocabulary: set[str], *, drops_space: bool) -> bool:
+    """Whether there is a boundary of words at every cut, and words on both sides do not depend on each other."""
+    if not pre_tokenizers:
+        return _SPACE in vocabulary and not any(re.search(f"[A-Za-z0-9]{_SPACE}", token) for token in vocabulary)
+    known = all(map(_is_known, pre_tokenizers))
+    return known and not drops_space and any(map(_splits_at_spaces, pre_tokenizers))
+
+
+def _is_known(pre_tokenizer: dict[str, Any]) -> bool:
+    return pre_tokenizer["type"] in ("ByteLevel", "Digits", "Punctuation") or _splits_at_spaces(pre_tokenizer)
+
+
+def _splits_at_spaces(pre_tokenizer: dict[str, Any]) -> bool:
+    match pre_tokenizer:
+        case {"type": "ByteLevel"}:
+            return bool(pre_tokenizer.get("use_regex", True))
+        case {"type": "Metaspace"}:
+            return pre_tokenizer.get("replacement") == _SPACE and bool(pre_tokenizer.get("split", True))
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated" | "Removed"}:
+            return pattern in _SPLIT_PATTERNS and not pre_tokenizer.get("invert")
+        case _:
+            return pre_tokenizer["type"] in _SPLIT_AT_SPACES
+
+
+def _drops_text(pre_tokenizer: dict[str, Any]) -> bool:
+    if pre_tokenizer["type"] in ("Split", "Punctuation"):
+        return pre_tokenizer.get("behavior") == "Removed"
+    return pre_tokenizer["type"] not in ("ByteLevel", "Digits", "Metaspace")
+
+
+def _trims_first_space(description: dict[str, Any]) -> bool:
+    """Whether the post-processor thinks that a space at the begin of a part has been added."""
+    processors = _members(description.get("post_processor"))
+    return any(one.get("trim_offsets") and one.get("add_prefix_space") for one in processors)
