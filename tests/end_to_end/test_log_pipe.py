@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import pytest
 from harness import server_environment, unary_request
 from repository import TEST_CACHE
 
@@ -33,6 +34,14 @@ def full_pipe() -> Iterator[tuple[int, int]]:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def fill(pipe: int) -> None:
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"x")
+    os.set_blocking(pipe, True)
 
 
 @contextlib.contextmanager
@@ -63,34 +72,25 @@ def wait_until_healthy(address: str) -> None:
 
 
 def test_a_server_whose_log_nobody_reads_serves_and_ends(tmp_path: Path) -> None:
-    options = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": TEST_CACHE, "JSON_OUTPUT": "true"}
-    model = make_fake_model(tmp_path / "model")
-    with (
-        full_pipe() as (reading, writing),
-        serving(writing, MODEL_NAME=model, **options) as (process, target, address),
-    ):
+    model = make_fake_model(tmp_path / "model", crash_token=0)
+    options = {"MODEL_NAME": model, "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": TEST_CACHE, "JSON_OUTPUT": "true"}
+    with full_pipe() as (reading, writing), serving(writing, **options) as (process, target, address):
         with grpc.insecure_channel(target) as channel:
             stub = pb_grpc.GenerationServiceStub(channel)
+            with pytest.raises(grpc.RpcError, match="INTERNAL"):
+                stub.Generate(unary_request("!"), timeout=20)  # the engine process logs why
             for _ in range(20):
-                assert stub.Generate(unary_request("abc", 3), timeout=10).responses[0].text == "abc"
+                assert stub.Generate(unary_request("abc", 3), timeout=20).responses[0].text == "abc"
         wait_until_healthy(address)
+        assert os.read(reading, len(FILLING)) == FILLING  # not one line has fitted, and now all come
+        log = b""
+        while log.count(b"single request: 3 tokens") < 20:
+            log += os.read(reading, 1 << 16)
+        lines = [json.loads(line) for line in log.splitlines()]
+        assert {line.get("process") for line in lines} == {None, "engine"}
+        fill(writing)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-        assert os.read(reading, 1 << 16) == FILLING  # not one line of the server fitted
-
-
-def test_lines_are_written_once_somebody_reads(tmp_path: Path) -> None:
-    options = {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": TEST_CACHE, "JSON_OUTPUT": "true"}
-    model = make_fake_model(tmp_path / "model")
-    with full_pipe() as (reading, writing), serving(writing, MODEL_NAME=model, **options) as (process, _, _):
-        log = os.read(reading, len(FILLING))
-        while b"serving " not in log:
-            log += os.read(reading, 1 << 16)
-        process.send_signal(signal.SIGTERM)
-        while b"drained" not in log:
-            log += os.read(reading, 1 << 16)
-        assert process.wait(20) == 0
-    assert all(json.loads(line) for line in log.removeprefix(FILLING).splitlines())
 
 
 def test_a_server_that_cannot_start_ends_though_nobody_reads_why(tmp_path: Path) -> None:
