@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all soak chaos check format bench bench-gpu test-gpu wheels clean
+.PHONY: help venv proto demo-model serve test test-all fuzz soak chaos check format bench bench-gpu test-gpu wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,10 @@ test: venv ## run the tests, except the slow ones, on every core; ARGS goes to p
 
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
+
+fuzz: venv ## give readers of files and messages hostile bytes, for a minute each; ARGS goes to tests/support/fuzz.py
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
+	PYTHONPATH=. $(BIN)/python tests/support/fuzz.py $(ARGS)
 
 soak: venv ## test a server for fifteen minutes under everything that clients do; ARGS goes to benchmarks.soak
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -167,6 +167,8 @@ class TestFindWeights:
             ({"w": 3}, "which is no file name"),
             ({"w": [1]}, "which is no file name"),
             ({"w": ".."}, "which is missing"),
+            ({"w": "x" * 300}, "which is missing"),
+            ({"w": "a\nb"}, r"names 'a\\nb', which is no file name"),
             ({}, "has no weight_map"),
             ([], "has no weight_map"),
             (None, "has no weight_map"),

@@ -197,3 +197,11 @@ def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> Non
     logs.write_termination_message(path, "no model")
     assert path.read_text() == "no model\n"
     logs.write_termination_message(tmp_path, "a directory does no harm")
+
+
+def test_a_reason_that_is_no_unicode_reaches_the_termination_log(tmp_path: Path) -> None:
+    """It may quote a model's JSON."""
+    path = tmp_path / "termination-log"
+    path.touch()
+    logs.write_termination_message(path, "no token \ud800")
+    assert path.read_text() == "no token \\ud800\n"

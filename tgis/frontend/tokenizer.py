@@ -22,6 +22,9 @@ from tgis.frontend.tokenizer_pool import TokenizerPool
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
 
+# The library raises nothing more specific than Exception, and its panics are not even that.
+_NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
+
 PART = 1 << 14  # characters, for some milliseconds of a thread
 LONG = 4 * PART
 
@@ -82,7 +85,9 @@ class Tokenizer:
         description = read_json(path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
+        except _NOT_OF_LIBRARY:
+            raise
+        except BaseException as error:
             raise StartError(f"{path} is not a tokenizer: {error}") from error
         return cls(backend, description, workers, add_special_tokens=add_special_tokens)
 
@@ -259,7 +264,9 @@ def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], lis
     """Those put before and after every text, found by trying rather than from a configuration file; None: unclear."""
     try:
         encoding = backend.encode("A")
-    except Exception as error:  # the library raises nothing more specific
+    except _NOT_OF_LIBRARY:
+        raise
+    except BaseException as error:
         raise StartError(f"the tokenizer cannot encode the letter A: {error}") from error
     special = encoding.special_tokens_mask
     if 0 not in special:
@@ -268,8 +275,11 @@ def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], lis
     return encoding.ids[:before], encoding.ids[len(encoding.ids) - after :]
 
 
-def _decoder_types(decoder: dict[str, Any] | None) -> Iterator[str]:
-    if decoder is not None:
-        yield decoder["type"]
-        for member in decoder.get("decoders", ()):
-            yield from _decoder_types(member)
+def _decoder_types(decoder: Any) -> Iterator[str]:
+    match decoder:  # the library accepts some without a type
+        case {"type": str(kind), "decoders": [*members]}:
+            yield kind
+            for member in members:
+                yield from _decoder_types(member)
+        case {"type": str(kind)}:
+            yield kind

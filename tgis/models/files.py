@@ -5,7 +5,10 @@ missing, broken or of the wrong type is a StartError that names the path.
 """
 
 import json
+import os
 import re
+import reprlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from tgis.errors import StartError
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
 MAX_REF_BYTES = 1 << 10
 MAX_LAYERS = 10_000  # and experts; the modules of each are made before any weight is read
+MAX_INT = 2**31 - 1  # of token ids and lengths
 COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or another name of a snapshot; a single path component
 DEFAULT_SEQUENCE_LENGTH = 2048
 SEQUENCE_LENGTH_KEYS = (
@@ -58,13 +62,19 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
         raise StartError(f"cannot read model {name!r}: {error}") from error
 
 
-def _check_counts(section: dict[str, Any], path: Path) -> None:
+def _check_counts(config: dict[str, Any], path: Path) -> None:
     """StartError for more layers or experts than any model has, in any section."""
-    for key, value in section.items():
-        if isinstance(value, dict):
-            _check_counts(value, path)
-        elif re.search("(layers?|experts)$", key) and (_as_int(value) or 0) > MAX_LAYERS:
-            raise StartError(f"{path}: {key} is {value}, at most {MAX_LAYERS} are allowed")
+    for section in _sections(config):
+        for key, value in section.items():
+            if re.fullmatch(r"\w{0,40}(layers?|experts)", key) and (_as_int(value) or 0) > MAX_LAYERS:
+                raise StartError(f"{path}: {key} is {reprlib.repr(value)}, at most {MAX_LAYERS} are allowed")
+
+
+def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    found = [config]
+    while found:
+        yield (section := found.pop())
+        found += [value for value in section.values() if isinstance(value, dict)]
 
 
 def find_weights(path: Path) -> tuple[Path, ...]:
@@ -88,10 +98,10 @@ def shard_files(index: Path) -> list[Path]:
     if not isinstance(names, dict) or not names:
         raise StartError(f"{index} has no weight_map")
     for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise StartError(f"{index} names {name!r:.80}, which is no file name")
-        if not (index.parent / name).is_file():
-            raise StartError(f"{index} names {name}, which is missing")
+        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+            raise StartError(f"{index} names {reprlib.repr(name)}, which is no file name")
+        if not os.path.isfile(index.parent / name):  # also for names that no file can have
+            raise StartError(f"{index} names {name:.80}, which is missing")
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
@@ -101,7 +111,7 @@ def max_sequence_length(config: dict[str, Any]) -> int:
         for key in SEQUENCE_LENGTH_KEYS:
             value = _as_int(section.get(key))
             if value is not None and value >= 0:
-                return value
+                return min(value, MAX_INT)
     return DEFAULT_SEQUENCE_LENGTH
 
 
@@ -109,7 +119,7 @@ def is_encoder_decoder(config: dict[str, Any]) -> bool:
     """Whether the model is an encoder-decoder."""
     value = config.get("is_encoder_decoder", False)
     if not isinstance(value, bool):
-        raise StartError(f"config.json: is_encoder_decoder must be true or false, not {value!r:.40}")
+        raise StartError(f"config.json: is_encoder_decoder must be true or false, not {reprlib.repr(value)}")
     return value
 
 
@@ -208,8 +218,7 @@ def _tokenizer_eos_ids(directory: Path) -> tuple[int, ...]:
         token = token.get("content")
     if not isinstance(token, str):
         return ()
-    identifier = _token_id(read_json(directory / "tokenizer.json"), token)
-    return () if identifier is None else (identifier,)
+    return tuple(_as_ids(_token_id(read_json(directory / "tokenizer.json"), token), "tokenizer.json"))
 
 
 def _token_id(tokenizer: dict[str, Any], token: str) -> int | None:
@@ -234,6 +243,7 @@ def _as_int(value: object) -> int | None:
 
 def _as_ids(value: object, file: str) -> list[int]:
     ids = [_as_int(entry) for entry in value] if isinstance(value, list) else [_as_int(value)]
-    if value is not None and None in ids:
-        raise StartError(f"{file}: eos_token_id must be an integer or a list of them, not {value!r:.40}")
+    if value is not None and any(entry is None or entry > MAX_INT for entry in ids):
+        text = f"must be an integer or a list of them, at most {MAX_INT}, not {reprlib.repr(value)}"
+        raise StartError(f"{file}: eos_token_id {text}")
     return [entry for entry in ids if entry is not None and entry >= 0]  # some configs have -1 for none

@@ -75,7 +75,7 @@ def correlation_id() -> str | None:
 
 def write_termination_message(path: Path, reason: str) -> None:
     """Write the reason of a fatal error to the termination log, if Kubernetes has created one."""
-    with contextlib.suppress(OSError), path.open("r+") as file:  # does not create it
+    with contextlib.suppress(OSError), path.open("r+", errors="backslashreplace") as file:  # does not create it
         file.truncate()
         file.write(reason + "\n")
 

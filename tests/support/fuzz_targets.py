@@ -1,0 +1,185 @@
+"""Readers of what others write, each as a function of bytes for a fuzzer.
+
+On any bytes they return or raise an exception of tgis/errors.py whose text is one line; what they return must hold
+what their callers rely on.
+"""
+
+import contextlib
+import functools
+import io
+import math
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from google.protobuf.message import DecodeError
+
+from tgis import config
+from tgis.api.grpc import convert
+from tgis.errors import OptionError, RequestError, TgisError
+from tgis.frontend.calls import GenerateCall
+from tgis.frontend.detokenizer import TokenDecoder
+from tgis.frontend.tokenizer import Tokenizer
+from tgis.frontend.validation import RequestLimits, make_request, validate
+from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.messages import FromEngine, Submit, ToEngine
+from tgis.models import files
+from tgis.pb import generation_pb2 as pb
+from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, AdapterDirectory
+from tgis.prompts.store import read_adapter
+from tgis.prompts.tensor_file import TargetModel
+from tgis.security.bearer import TokenFile
+
+SEPARATOR = b"\n\xff\n"  # between the files of an input
+MAX_LENGTH, MAX_NEW = 64, 60
+ADAPTER_BYTES = 1 << 16
+_LINEARS = {"model.layers.0.q_proj": (16, 24), "model.layers.0.up_proj": (16, 40)}
+_TARGET = TargetModel(16, 8, torch.float32, torch.device("cpu"), encoder_decoder=None, lora_targets=_LINEARS)
+_MAX_ERROR = 2000  # characters: errors quote what they are about, but not all of it
+
+
+def frames(data: bytes) -> None:
+    """Framing: what can be decoded says the same when it is sent again, however the stream is cut."""
+    kind = FromEngine if data[:1] > b"\x7f" else ToEngine
+    pieces = [data[1:][at : at + 7] for at in range(0, len(data), 7)]
+    whole, cut = _resent(kind, [data[1:]]), _resent(kind, pieces)
+    assert whole == cut
+    assert whole is None or _resent(kind, whole) == whole
+
+
+def _resent(kind: Any, pieces: list[bytes]) -> list[bytes] | None:
+    """The frames of the messages that were received; None if something is corrupt, which ends the process."""
+    reader = FrameReader(kind)
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, AssertionError):
+        return [encode_frame(message) for piece in pieces for message in reader.feed(piece)]
+    return None
+
+
+def requests(data: bytes) -> None:
+    """Conversion and validation: what gets through is within the limits, and can be sent to the engine."""
+    with contextlib.suppress(DecodeError), _tgis_errors():
+        match data[:1]:
+            case b"\0":
+                single = pb.SingleGenerationRequest.FromString(data[1:])
+                _validate(convert.generate_stream_call(single, b"", None))
+            case b"\1":
+                convert.tokenize_call(pb.BatchedTokenizeRequest.FromString(data[1:]))
+            case _:
+                batch = pb.BatchedGenerationRequest.FromString(data[1:])
+                _validate(convert.generate_call(batch, b"", None, None))
+
+
+def _validate(call: GenerateCall) -> None:
+    limits = RequestLimits(MAX_LENGTH, MAX_NEW, include_stop_sequence=True, input_vocab_size=257)
+    params = validate(call.params, limits)
+    for text, field in zip(call.texts, call.fields, strict=False):
+        tokens = list(text.encode())
+        with contextlib.suppress(RequestError):
+            request = make_request(1, tokens, None, params=params.seeded(7), limits=limits, field=field, identity=b"")
+            sampling = request.sampling_params
+            assert 1 <= request.max_new_tokens <= MAX_LENGTH - len(request.tokens)
+            assert sampling.min_new_tokens <= request.max_new_tokens
+            assert math.isfinite(sampling.temperature + sampling.top_p + sampling.typical_p)
+            assert 0 < sampling.repetition_penalty < math.inf
+            assert request.logprob_options.top_n_tokens <= limits.max_top_n_tokens
+            (sent,) = FrameReader(ToEngine).feed(encode_frame(Submit([request], 0.0)))
+            assert sent.requests == [request]
+
+
+def adapters(data: bytes) -> None:
+    """The files of an adapter: one that is accepted is finite, and not larger than the limit."""
+    layout, described, (settings, *rest) = data[:1], data[1:2], data[2:].split(SEPARATOR, 1)
+    tensors = b"".join(rest)
+    content = _torch_archive(tensors) if described == b"\1" else tensors
+    name = {b"\0": DECODER, b"\1": ENCODER, b"\2": PICKLE}.get(layout, SAFETENSORS)
+    with _directory({CONFIG: settings, name: content}) as path, _tgis_errors():
+        raw = read_adapter(AdapterDirectory.trusted(str(path)), ADAPTER_BYTES)
+        adapter = raw.fit(_TARGET, 1)
+        assert adapter.size <= 2 * ADAPTER_BYTES + 512 * len(_LINEARS) * 2, "larger than float16 in float32"
+
+
+def _torch_archive(pickled: bytes) -> bytes:
+    """The archive of torch.save with this description of tensors: a fuzzer cannot make checksums."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in {"data.pkl": pickled, "data/0": bytes(256), "data/1": bytes(64)}.items():
+            archive.writestr(f"archive/{name}", content)
+    return buffer.getvalue()
+
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+    "model.safetensors",
+)
+
+
+def models(data: bytes) -> None:
+    """The files of a model: what they say can be sent to the engine."""
+    contents = dict(zip(MODEL_FILES, data.split(SEPARATOR), strict=False))
+    with _directory({name: content for name, content in contents.items() if content}) as path, _tgis_errors():
+        model = files.find_model(str(path), None, None)
+        files.is_encoder_decoder(model.config)
+        files.embedding_size(model.config)
+        files.pad_token_id(model.config)
+        for number in (files.max_sequence_length(model.config), *files.eos_token_ids(model, path)):
+            assert 0 <= number < 2**31
+        assert all(shard.parent == path for shard in files.find_weights(path))
+
+
+def tokenizers(data: bytes) -> None:
+    """A tokenizer.json: one that is accepted makes tokens of text, and text of tokens."""
+    with _directory({"tokenizer.json": data}) as path, _tgis_errors():
+        tokenizer = Tokenizer.load(path, workers=1)
+        with contextlib.closing(tokenizer):
+            decoder = TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=False)
+            for token in [*tokenizer.encode_without_special_tokens("The Queen é"), 0, tokenizer.max_token_id]:
+                decoder.token_bytes(0, token)
+
+
+def options(data: bytes) -> None:
+    """Lines of a command line and of an environment, and a file of tokens."""
+    lines, _, tokens = data.partition(SEPARATOR)
+    words = lines.decode("utf-8", "surrogateescape").split("\n")
+    environ = dict(word.split("=", 1) for word in words if word[:1].isupper() and "=" in word)
+    with _tgis_errors(), contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):  # --help
+        config.parse([word for word in words if word.startswith("-")], {"MODEL_NAME": "m"} | environ, "tgis serve")
+    with _directory({"tokens": tokens}) as path, contextlib.suppress(OptionError):
+        TokenFile(path / "tokens").accepts("secret")
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (frames, requests, adapters, models, tokenizers, options)
+}
+
+
+@contextlib.contextmanager
+def _tgis_errors() -> Iterator[None]:
+    """Ends the block at an exception that the outside world is meant to see."""
+    try:
+        yield
+    except TgisError as error:
+        text = str(error)
+        assert "\n" not in text, text
+        assert len(text) < _MAX_ERROR, text
+
+
+@contextlib.contextmanager
+def _directory(contents: dict[str, bytes]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=_memory()) as name:
+        for file, content in contents.items():
+            Path(name, file).write_bytes(content)
+        yield Path(name)
+
+
+@functools.cache
+def _memory() -> str | None:
+    """Where files are not written to a disk, thousands of times a second."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
