@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import socket
 import time
@@ -52,8 +53,10 @@ def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: P
             new = pb_grpc.GenerationServiceStub(channel)
             assert new.Generate(unary_request("abc", 3), timeout=20, wait_for_ready=True).responses[0].text == "abc"
         assert server.stop() == 0
-        times = [line for line in server.log.read_text().splitlines() if EXHAUSTED in line and "repeated=" not in line]
-        assert len(times) == 1
+        lines = [line for line in server.log.read_text().splitlines() if EXHAUSTED in line]
+        repeats = [int(count) for line in lines for count in re.findall(r"repeated=(\d+)", line)]
+        assert len(lines) - len(repeats) == 1
+        assert sum(repeats) < 100  # one in a second
 
 
 def wait_for_log(server: Server, text: str) -> None:

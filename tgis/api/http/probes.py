@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import math
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -24,6 +25,7 @@ LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 SHUTDOWN_SECONDS = 1.0
 SCRAPE_INTERVAL_SECONDS = 0.1  # a scrape takes the event loop about 10 ms
 MAX_LINE_BYTES = 4096
+BACKLOG = 128  # connections that wait to be accepted
 DEBUG_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
@@ -74,10 +76,13 @@ class ProbeServer:
         """Serve, and return the port; StartError if it is taken."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, self._port), family=family)
+            await web.SockSite(self._runner, listener, backlog=1).start()  # so asyncio tries to accept one at a time
+            listener.listen(BACKLOG)
         except OSError as error:
             await self._runner.cleanup()
-            raise StartError(f"cannot listen for HTTP: {error.strerror}") from error
+            raise StartError(f"cannot listen for HTTP: {str(error.strerror).lower()}") from error
         port: int = self._runner.addresses[0][1]
         return port
 
