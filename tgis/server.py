@@ -21,7 +21,7 @@ from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.probes import ProbeServer
 from tgis.config import CONTEXT, Config
-from tgis.errors import OptionError, StartError
+from tgis.errors import OptionError, StartError, Unavailable
 from tgis.frontend import request_log
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.detokenizer import TokenDecoder
@@ -136,7 +136,6 @@ class Server:
             await grpc_server.start()
             self._service_metrics.engine_started(await client.start(self._engine_options()))
             if info := await self._wait_until_ready(client, stop):
-                await self._load_lora_modules(client, info)
                 self._start_serving(grpc_server, client, info, ports)
                 await self._monitor(grpc_server, client, stop)
             await self._drain(grpc_server, client, hurry)
@@ -155,9 +154,19 @@ class Server:
         return GrpcServer([self._servicer.handler()], self._config, self._certificates, interceptors)
 
     async def _wait_until_ready(self, client: EngineClient, stop: asyncio.Future[None]) -> EngineInfo | None:
-        """The engine's description once it is ready; None if it dies or a signal arrives first."""
-        await _wait_first([client.ready, client.died, stop])
-        return client.ready.result() if client.ready.done() and not client.died.done() else None
+        """The engine's description once it has loaded everything; None if it dies or a signal arrives first."""
+        loading = asyncio.create_task(self._load(client))
+        await _wait_first([loading, client.died, stop])
+        loading.cancel()
+        return loading.result() if loading.done() and not client.died.done() else None
+
+    async def _load(self, client: EngineClient) -> EngineInfo:
+        info = await asyncio.shield(client.ready)
+        try:
+            await self._load_lora_modules(client, info)
+        except Unavailable as error:
+            raise StartError(await client.died) from error
+        return info
 
     async def _load_lora_modules(self, client: EngineClient, info: EngineInfo) -> None:
         """Find out at start what is wrong with an adapter, not at the first request that names it."""
@@ -319,11 +328,11 @@ def _stop_signals() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
     hurry: asyncio.Future[None] = loop.create_future()
-    stop_signals.handle(lambda number: loop.call_soon_threadsafe(_signalled, number, stop, hurry))
+    stop_signals.handle(lambda number, _frame: loop.call_soon_threadsafe(_signalled, number, stop, hurry))
     return stop, hurry
 
 
-def _signalled(number: signal.Signals, stop: asyncio.Future[None], hurry: asyncio.Future[None]) -> None:
+def _signalled(number: int, stop: asyncio.Future[None], hurry: asyncio.Future[None]) -> None:
     if not stop.done():
         stop.set_result(None)
     elif number == signal.SIGINT and not hurry.done():

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _EXIT_TIMEOUT = 5.0
 _DIED = "the engine process has ended"
+_STOPPED = "the server has stopped"
 
 
 class EngineClient:
@@ -133,7 +134,7 @@ class EngineClient:
             self._send(messages.Cancel([queue.request.id]))
 
     def kill(self, cause: str) -> None:
-        """Kill an engine process that makes no progress."""
+        """Kill the engine process, if it has not ended."""
         assert self._process is not None
         self._death_cause = self._death_cause or cause
         if self._process.returncode is None:
@@ -143,14 +144,14 @@ class EngineClient:
         """Shut the engine process down and wait for its exit; kill it after a timeout."""
         if self._process is None:
             return
-        if not self.ready.done() and self._transport is not None:
-            self._transport.close()  # while loading, it heeds nothing else
+        if not self.ready.done():
+            self.kill(_STOPPED)  # modules that it imports may not let it notice anything for seconds
         elif not self._dead:
             self._send(messages.Shutdown())
         try:
             await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
         except TimeoutError:
-            self._process.kill()
+            self.kill(_STOPPED)
             await self._process.wait()
         if self._transport is not None:
             self._transport.close()

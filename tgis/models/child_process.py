@@ -3,6 +3,8 @@
 import signal
 import subprocess
 
+from tgis.utils import stop_signals
+
 MAX_REASON_LENGTH = 300
 STDERR = 2
 
@@ -14,9 +16,10 @@ def run(command: list[str], seconds: float | None, *, show_output: bool = False)
     """
     stdout = STDERR if show_output else subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, check=False, timeout=seconds
-        )
+        with stop_signals.undoing():  # kills the child
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, check=False, timeout=seconds
+            )
     except subprocess.TimeoutExpired:
         return f"not done after {seconds:.0f} s"
     if done.returncode == 0:

@@ -3,8 +3,12 @@
 import contextlib
 import fcntl
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+_RETRY_SECONDS = 0.1
 
 
 @contextlib.contextmanager
@@ -18,9 +22,17 @@ def locked(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("ab"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _lock(file):
                 print(f"waiting for another process to let go of {path}", file=sys.stderr, flush=True)
-                fcntl.flock(file, fcntl.LOCK_EX)
+                while not _lock(file):  # a call that waits might miss a signal that has come just before it
+                    time.sleep(_RETRY_SECONDS)
         yield
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether it was free."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -3,38 +3,56 @@
 By default they end a process without cleaning up, or do nothing at all where it is PID 1 of a container.
 """
 
+import contextlib
 import os
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+_NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
-def handle(handler: Callable[[signal.Signals], object]) -> None:
+def handle(handler: Callable[[int, FrameType | None], object]) -> None:
     """Call `handler` in the main thread, between any two of its instructions; SIGHUP stays ignored under nohup."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _NUMBERS:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _frame: handler(signal.Signals(number)))
+            signal.signal(number, handler)
 
 
 def ignore() -> None:
     """Ignore further ones, also while the interpreter ends."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def handle_by_exit() -> None:
-    """Exit with code 0 on the first one, cleaning up on the way."""
-    sys.unraisablehook = _exit_if_swallowed
+    """Exit with code 0 on the first one, at once: a server that starts has nothing to undo, but in `undoing`.
+
+    An exception would hit C code that calls Python, such as that of a module's import: some of it goes on as if
+    nothing had happened, some crashes.
+    """
     handle(_exit)
 
 
-def _exit(_number: signal.Signals) -> None:
+@contextlib.contextmanager
+def undoing() -> Iterator[None]:
+    """A block in which the first one raises SystemExit instead, so that those outside undo what they have begun."""
+    if signal.getsignal(signal.SIGTERM) is not _exit:  # no server, or one that serves
+        yield
+        return
+    handle(_raise)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is _raise:
+            handle(_exit)
+
+
+def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
+    os._exit(0)
+
+
+def _raise(_number: int, _frame: FrameType | None) -> NoReturn:
     ignore()
     raise SystemExit(0)
-
-
-def _exit_if_swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
-    """The signal may have come in a callback, which cannot raise: importing modules runs many."""
-    if isinstance(unraisable.exc_value, SystemExit):
-        os._exit(0)
-    sys.__unraisablehook__(unraisable)

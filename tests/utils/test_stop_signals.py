@@ -1,0 +1,65 @@
+"""tgis.utils.stop_signals, in processes of their own."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START = "import os, signal, sys, time; from tgis.utils import stop_signals; stop_signals.handle_by_exit()\n"
+
+SWALLOWED = """
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except BaseException:
+    pass
+print("goes on")
+"""
+
+UNDONE = """
+try:
+    with stop_signals.undoing():
+        print("ready", flush=True)
+        time.sleep(60)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("undone")
+"""
+
+AFTERWARDS = """
+with stop_signals.undoing():
+    pass
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+finally:
+    print("goes on")
+"""
+
+
+def run(program: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", START + program], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("program", [SWALLOWED, AFTERWARDS])
+def test_a_server_that_starts_exits_whatever_it_is_doing(program: str) -> None:
+    """Modules written in C swallow exceptions while they are imported, or crash."""
+    assert run(program) == (0, "")
+
+
+def test_what_has_begun_is_undone_whatever_else_comes() -> None:
+    command = [sys.executable, "-c", START + UNDONE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "undone\n"
+    assert process.returncode == 0
+
+
+def test_other_commands_keep_their_handlers() -> None:
+    program = "import signal; from tgis.utils import stop_signals\nwith stop_signals.undoing(): signal.raise_signal(15)"
+    done = subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == -signal.SIGTERM
