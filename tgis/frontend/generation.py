@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable
+from tgis.errors import InvalidRequest, QueueFull, RequestError, Unavailable
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.calls import GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -18,6 +18,7 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
+from tgis.frontend.permits import Permit, Permits
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import ResolvedParams
 from tgis.frontend.tokenizer import Wanted
@@ -69,7 +70,8 @@ class Generator:
         self._metrics = metrics
         self.slicer = Slicer()  # of all long work on the loop
         self._seeds = random.Random(server_info.random_seed)
-        self.num_inputs = 0  # in flight
+        self._permits = Permits(server_info.max_concurrent_inputs)
+        self.num_inputs = 0  # of open calls
         self.num_cancelled = 0  # ever, by clients or by the end of the server
         self._accepting = True
 
@@ -95,12 +97,13 @@ class Generator:
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds."""
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
-        with log, self._admission(call):
+        with log, self._admission(call) as permit:
             params = self._resolve_params(call)
             async with self._adapters.acquire(call.adapter) as adapter:
                 requests = await self._prepare(call, params, adapter, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
                     (output,) = log.track(self._output_builders(queues, call, params))
+                    output.queue.on_end = lambda: permit.output_complete(output.unread_bytes)
                     yield output.first_chunk()
                     while not output.stop_reason:
                         for chunk in output.chunks(await output.queue.get()):
@@ -150,22 +153,22 @@ class Generator:
         log.finish(output)
 
     @contextmanager
-    def _admission(self, call: GenerateCall) -> Iterator[None]:
+    def _admission(self, call: GenerateCall) -> Iterator[Permit]:
         """Count the inputs of the call as in flight; reject instead of waiting."""
-        num_inputs, limit = len(call.fields), self.server_info.max_concurrent_inputs
+        num_inputs = len(call.fields)
         if not self._accepting:
             raise Unavailable("the server is shutting down")
-        _check_num_inputs(num_inputs, limit)
-        if self.num_inputs + num_inputs > limit:
-            raise Overloaded(f"{self.num_inputs} inputs in flight, at most {limit} allowed")
+        _check_num_inputs(num_inputs, self.server_info.max_concurrent_inputs)
+        permit = self._permits.take(num_inputs)
         self.num_inputs += num_inputs
         try:
-            yield
+            yield permit
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += num_inputs
             raise
         finally:
             self.num_inputs -= num_inputs
+            permit.give_back()
 
     def _resolve_params(self, call: GenerateCall) -> ResolvedParams:
         """Check what can be checked before anything is looked up."""

@@ -13,6 +13,7 @@ from tgis.frontend.sampling_params import ResolvedParams
 from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.ipc.request import StopReason, TokenLogprobs
 
+BYTES_PER_DETAIL = 128
 LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
 
 
@@ -67,6 +68,12 @@ class OutputBuilder:
         self._tokens: list[TokenInfo] = []
         self._wants_input_tokens = params.given.logprob_options.input_tokens
         self.details_per_token = params.given.logprob_options.details_per_token
+
+    @property
+    def unread_bytes(self) -> int:
+        """What the output takes that is in no message yet, with its input; about."""
+        num_tokens = self.queue.num_tokens - self.num_generated + len(self.queue.prompt_logprobs)
+        return len(self.input_text) + num_tokens * self.details_per_token * BYTES_PER_DETAIL
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""

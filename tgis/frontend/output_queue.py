@@ -44,6 +44,7 @@ class OutputQueue:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
         self.num_tokens = 0  # that the engine has generated
+        self.on_end = _nothing  # called when the engine is done with the request
         self._eager = eager
         self._new = NewTokens()
         self._error: RequestError | None = None
@@ -58,11 +59,14 @@ class OutputQueue:
         self.num_tokens += len(token_ids)
         if self._eager or stop_reason:
             self._ready.set()
+        if stop_reason:
+            self.on_end()
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
         self._error = error
         self._ready.set()
+        self.on_end()
 
     async def get(self) -> NewTokens:
         """Wait for new tokens, the end of the request or its error."""
@@ -73,3 +77,7 @@ class OutputQueue:
         elif not new.token_ids:
             raise self._error
         return new
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,34 @@
+"""tgis.frontend.permits: how many inputs have one, and what does not need one any more."""
+
+import pytest
+
+from tgis.errors import Overloaded
+from tgis.frontend.permits import MAX_UNREAD_BYTES, Permits
+
+
+def test_there_are_so_many() -> None:
+    permits = Permits(3)
+    two = permits.take(2)
+    with pytest.raises(Overloaded) as caught:
+        permits.take(2)
+    assert caught.value.reason == "2 inputs in flight, at most 3 allowed"
+    one = permits.take(1)
+    two.give_back()
+    permits.take(2)
+    one.give_back()
+    one.give_back()
+    assert permits.num_taken == 2
+
+
+def test_a_complete_output_needs_none_unless_too_much_is_unread() -> None:
+    permits = Permits(10)
+    first, second, third = (permits.take(1) for _ in range(3))
+    first.output_complete(MAX_UNREAD_BYTES - 10)
+    second.output_complete(11)
+    third.output_complete(10)
+    assert (permits.num_taken, permits.unread_bytes) == (1, MAX_UNREAD_BYTES)
+    first.give_back()
+    second.give_back()
+    assert (permits.num_taken, permits.unread_bytes) == (0, 10)
+    third.give_back()
+    assert (permits.num_taken, permits.unread_bytes) == (0, 0)
