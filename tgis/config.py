@@ -221,7 +221,14 @@ class Config:
     auth_token_path: Path | None = option(
         NETWORK, PATH, "file of bearer tokens, one per line, that calls must carry", None)
     grpc_max_message_bytes: int = option(NETWORK, integer(1024), "maximum size of a request message in bytes", 4 << 20)
-    grpc_max_concurrent_streams: int = option(NETWORK, integer(1), "maximum concurrent calls per connection", 1024)
+    grpc_max_connections: int = option(NETWORK, integer(1, 1_000_000), "maximum number of gRPC connections", 4096)
+    grpc_max_concurrent_streams: int | None = option(
+        NETWORK, integer(1), "maximum concurrent calls per connection", None,
+        shown_default="MAX_CONCURRENT_REQUESTS + 128")
+    grpc_message_timeout_seconds: float = option(
+        NETWORK, SECONDS, "seconds for the message of a call to arrive", 30.0)
+    stream_write_timeout_seconds: float = option(
+        NETWORK, SECONDS, "seconds after which a call ends whose client does not read", 60.0)
     grpc_keepalive_seconds: int = option(
         NETWORK, integer(1, 86400), "seconds of inactivity before a keepalive ping", 60)
     grpc_max_connection_age_seconds: int | None = option(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis import __version__
+from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.probes import ProbeServer
@@ -109,8 +110,9 @@ class Server:
         )
         self._limits = _limits(config, model)
         self._adapter_store = _adapter_store_options(config, self._limits)
+        self._calls = OpenCalls(config)
         self._servicer = GenerationServicer(
-            bearer_auth=self._tokens is not None, deadline_partial=config.deadline_partial
+            self._calls, bearer_auth=self._tokens is not None, deadline_partial=config.deadline_partial
         )
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
@@ -151,7 +153,7 @@ class Server:
     def _make_grpc_server(self) -> GrpcServer:
         on_rejected = self._service_metrics.authentication_failed
         interceptors = [BearerAuthInterceptor(self._tokens, on_rejected)] if self._tokens else []
-        return GrpcServer([self._servicer.handler()], self._config, self._certificates, interceptors)
+        return GrpcServer([self._servicer.handler()], self._config, self._calls, self._certificates, interceptors)
 
     async def _wait_until_ready(self, client: EngineClient, stop: asyncio.Future[None]) -> EngineInfo | None:
         """The engine's description once it has loaded everything; None if it dies or a signal arrives first."""
@@ -253,7 +255,7 @@ class Server:
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
-        ends = [asyncio.create_task(end) for end in (grpc_server.stop(grace), self._servicer.wait_until_idle())]
+        ends = [asyncio.create_task(end) for end in (grpc_server.stop(grace), self._calls.wait_until_idle())]
         await _wait_first([*ends, hurry])
         await grpc_server.stop(0)
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice

@@ -15,9 +15,22 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
+from raw_http2 import (
+    GOAWAY,
+    HEADERS,
+    HELLO,
+    PING,
+    PREFACE,
+    SETTINGS,
+    Raw,
+    call_frames,
+    frame,
+    next_frame,
+    raw_client,
+)
 
 from tgis.api.grpc import server as server_module
-from tgis.api.grpc.health import HealthServicer
+from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 from tgis.errors import StartError
@@ -50,7 +63,7 @@ HANDLER = service(Echo=echo, Hang=hang)
 
 @asynccontextmanager
 async def serving(config: Config = CONFIG, handler: Any = HANDLER) -> AsyncIterator[tuple[GrpcServer, int]]:
-    server = GrpcServer([handler], config)
+    server = GrpcServer([handler], config, OpenCalls(config))
     port = server.bind()
     await server.start()
     server.set_serving(True)
@@ -73,44 +86,6 @@ async def plain_echo(port: int) -> Any:
 async def health_of(port: int) -> AsyncIterator[health_pb2_grpc.HealthStub]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OWN_CONNECTION) as channel:
         yield health_pb2_grpc.HealthStub(channel)
-
-
-# --- a client that speaks HTTP/2 by hand, for what no library client would do ---
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
-DATA, HEADERS, SETTINGS, PING, GOAWAY = 0, 1, 4, 6, 7
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HELLO = PREFACE + frame(SETTINGS, 0, 0)
-
-
-def call_frames(path: bytes) -> bytes:
-    """The frames of stream 1 for a call with one empty message."""
-    pseudo = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"t")]
-    fields = [*pseudo, (b"te", b"trailers"), (b"content-type", b"application/grpc")]
-    block = b"".join(b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in fields)
-    return frame(HEADERS, 4, 1, block) + frame(DATA, 1, 1, bytes(5))
-
-
-Raw = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@asynccontextmanager
-async def raw_client(port: int, *sent: bytes) -> AsyncIterator[Raw]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.writelines(sent)
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-
-
-async def next_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
-    head = await reader.readexactly(9)
-    return head[3], head[4], await reader.readexactly(int.from_bytes(head[:3], "big"))
 
 
 async def answer_pings(client: Raw, count: int) -> None:
@@ -144,7 +119,7 @@ async def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
-            GrpcServer([], replace(CONFIG, grpc_port=port)).bind()
+            GrpcServer([], replace(CONFIG, grpc_port=port), OpenCalls(CONFIG)).bind()
     assert str(caught.value) == f"cannot listen for gRPC on 127.0.0.1:{port}: Address already in use"
 
 
@@ -152,12 +127,12 @@ async def test_a_taken_port_is_a_clear_error() -> None:
 async def test_two_servers_never_share_a_port() -> None:
     async with serving() as (_, port):
         with pytest.raises(StartError):
-            GrpcServer([], replace(CONFIG, grpc_port=port)).bind()
+            GrpcServer([], replace(CONFIG, grpc_port=port), OpenCalls(CONFIG)).bind()
 
 
 @run_async
 async def test_a_server_that_never_started_can_be_stopped() -> None:
-    server = GrpcServer([HANDLER], CONFIG)
+    server = GrpcServer([HANDLER], CONFIG, OpenCalls(CONFIG))
     server.bind()
     await server.stop(0)
 
@@ -359,7 +334,7 @@ async def test_health_of_known_and_unknown_services() -> None:
 
 @run_async
 async def test_a_server_starts_as_not_serving() -> None:
-    server = GrpcServer([], CONFIG)
+    server = GrpcServer([], CONFIG, OpenCalls(CONFIG))
     port = server.bind()
     await server.start()
     async with health_of(port) as health:
@@ -384,12 +359,15 @@ async def test_watch_reports_every_change_and_ends_with_the_server() -> None:
 
 
 @run_async
-async def test_a_closed_servicer_never_serves_again() -> None:
-    health = HealthServicer()
-    health.close()
-    health.set_serving(True)
-    watch = health.Watch(health_pb2.HealthCheckRequest(), None)  # type: ignore[arg-type]
-    assert [response.status async for response in watch] == [NOT_SERVING]
+async def test_a_server_that_stops_never_serves_again() -> None:
+    async with serving() as (server, port), health_of(port) as health:
+        watch = aiter(health.Watch(health_pb2.HealthCheckRequest()))
+        assert (await anext(watch)).status == SERVING
+        stopping = asyncio.create_task(server.stop(1000))  # longer than the test may take
+        await asyncio.sleep(0)
+        server.set_serving(True)
+        assert [response.status async for response in watch] == [NOT_SERVING]
+        await stopping
 
 
 @run_async

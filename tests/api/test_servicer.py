@@ -12,6 +12,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from harness import Server, as_stream_request, running_server, unary_request
+from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames
 
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
@@ -428,6 +429,19 @@ def test_a_text_that_is_too_long_is_refused_by_its_tokens_or_its_bytes(stub: Stu
     truncated = unary_request("x" * most + "ab", 4)
     truncated.params.truncate_input_tokens = 2
     assert one(stub, truncated).text == "abab"
+
+
+def test_streams_that_nobody_reads_keep_no_permits(server: Server, stub: Stub) -> None:
+    request = as_stream_request(unary_request("abc", 5)).SerializeToString()
+    method = b"/fmaas.GenerationService/GenerateStream"
+    streams = [call_frames(method, request, 2 * index + 1) for index in range(MAX_INPUTS)]
+    before = gauge(server, "tgi_batch_generated_tokens_total")
+    with socket.create_connection(("localhost", server.grpc_port)) as connection:
+        connection.sendall(HELLO_WITHOUT_WINDOW + b"".join(streams))
+        wait_until(lambda: gauge(server, "tgi_batch_generated_tokens_total") == before + 5 * MAX_INPUTS)
+        full = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")] * MAX_INPUTS)
+        texts = [response.text for response in stub.Generate(full, timeout=30).responses]
+    assert texts == ["abcabcabcabcabcabcab"] * MAX_INPUTS
 
 
 def test_overload_is_checked_before_validation_and_says_when_to_retry(stub: Stub) -> None:

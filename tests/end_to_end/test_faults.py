@@ -1,5 +1,6 @@
 """Faults around the service: dead and stuck engines, signals, lack of memory, and failing starts."""
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Server, as_stream_request, running_server, server_environment, unary_request
+from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message
 
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -291,6 +293,7 @@ def test_calls_that_wait_for_their_clients_do_not_delay_the_end(tmp_path: Path) 
         start(tmp_path, {"step_seconds": 0.002}, SHUTDOWN_GRACE_SECONDS=1000) as server,
         grpc.insecure_channel(server.target, small_window) as channel,
         server.stub() as stub,
+        contextlib.ExitStack() as stack,
     ):
         unread = pb_grpc.GenerationServiceStub(channel).GenerateStream(as_stream_request(unary_request("abc", 1000)))
         next(unread)
@@ -302,6 +305,13 @@ def test_calls_that_wait_for_their_clients_do_not_delay_the_end(tmp_path: Path) 
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         idle = reflection.ServerReflectionInfo(requests_until(end, listing))
         next(idle)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        next(watch)
+        half = call_headers(b"/fmaas.GenerationService/Generate") + half_a_message()
+        never_read = call_frames(b"/fmaas.GenerationService/Generate", unary_request("abc", 2).SerializeToString(), 3)
+        raw = stack.enter_context(socket.create_connection(("localhost", server.grpc_port)))
+        raw.sendall(HELLO_WITHOUT_WINDOW + half + never_read)
+        server.wait_for_metric("tgi_batch_generated_tokens_total 1002.0")
         real = stub.Generate.future(unary_request("abc", 300))
         server.wait_for_metric("tgi_batch_current_size 1.0")
         server.process.send_signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ from cryptography import x509
 from harness import run_async
 
 from benchmarks.certificates import Pair, make_pair
+from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 from tgis.errors import OptionError
@@ -73,7 +74,8 @@ async def echo(request: bytes, _context: object) -> bytes:
 async def serving(files: TlsFiles) -> AsyncIterator[int]:
     method = grpc.unary_unary_rpc_method_handler(echo)
     handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": method})
-    server = GrpcServer([handler], Config(model_name="m", bind_address="127.0.0.1", grpc_port=0), Certificates(files))
+    config = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0)
+    server = GrpcServer([handler], config, OpenCalls(config), Certificates(files))
     port = server.bind()
     await server.start()
     try:

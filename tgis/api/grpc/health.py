@@ -1,15 +1,23 @@
 """`grpc.health.v1`: one state for the process and for the generation service."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from tgis.api.grpc import wire
+from tgis.api.grpc.handlers import stream_handler, unary_handler
+from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 from tgis.api.grpc.servicer import GENERATION_SERVICE
+from tgis.api.grpc.status import Context
 
-Context = grpc.aio.ServicerContext[Any, Any]
+HEALTH_SERVICE = "grpc.health.v1.Health"
+MAX_REQUEST_BYTES = 256
+
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class HealthServicer:
@@ -25,6 +33,16 @@ class HealthServicer:
         self._closed = False
         self._changed = asyncio.Event()
 
+    def handler(self, calls: OpenCalls) -> "grpc.GenericRpcHandler[Any, Any]":
+        """The handler to register with a server."""
+        methods = {
+            "Check": unary_handler(calls, self._check, MAX_REQUEST_BYTES),
+            "Watch": stream_handler(calls, self._watch, MAX_REQUEST_BYTES),
+        }
+        if hasattr(health_pb2, "HealthListResponse"):  # missing in older grpcio-health-checking
+            methods["List"] = unary_handler(calls, self._list, MAX_REQUEST_BYTES)
+        return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
+
     def set_serving(self, serving: bool) -> None:
         """Change the state and wake the watchers; ignored after `close`."""
         self._serving = serving and not self._closed
@@ -36,37 +54,37 @@ class HealthServicer:
         self._closed = True
         self.set_serving(False)
 
-    async def Check(  # noqa: N802  # the method's name in the proto
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
+    async def _check(self, data: bytes, context: Context) -> bytes:
         """The state of one service; NOT_FOUND for an unknown one."""
-        if request.service not in self._services:
+        if not self._knows(data):
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return self._response(request.service)
+        return _serialize(self._state())
 
-    async def List(  # noqa: N802
-        self, _request: "health_pb2.HealthListRequest", _context: Context
-    ) -> "health_pb2.HealthListResponse":  # missing in older grpcio-health-checking
+    async def _list(self, _data: bytes, _context: Context) -> bytes:
         """The state of every service."""
-        return health_pb2.HealthListResponse(statuses={name: self._response(name) for name in self._services})
+        return _serialize(health_pb2.HealthListResponse(statuses=dict.fromkeys(self._services, self._state())))
 
-    async def Watch(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, _context: Context
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    async def _watch(self, data: bytes, call: OpenCall) -> None:
         """The current state, then every change; a slow reader may miss short-lived states."""
-        last = None
+        known, last = self._knows(data), None
         while True:
             changed, closed = self._changed, self._closed
-            response = self._response(request.service)
-            if response != last:
-                yield response
-                last = response
+            state = self._state() if known else health_pb2.HealthCheckResponse(status=_UNKNOWN)
+            if state != last:
+                await call.write(_serialize(state))
+                last = state
             if closed:
                 return
-            await changed.wait()
+            await call.idle(changed.wait())
 
-    def _response(self, service: str) -> health_pb2.HealthCheckResponse:
-        response = health_pb2.HealthCheckResponse
-        if service not in self._services:
-            return response(status=response.SERVICE_UNKNOWN)
-        return response(status=response.SERVING if self._serving else response.NOT_SERVING)
+    def _state(self) -> health_pb2.HealthCheckResponse:
+        return health_pb2.HealthCheckResponse(status=_SERVING if self._serving else _NOT_SERVING)
+
+    def _knows(self, data: bytes) -> bool:
+        """Whether a request is about a service of this server."""
+        return wire.parse(data, health_pb2.HealthCheckRequest).service in self._services
+
+
+def _serialize(message: Message) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data

@@ -1,29 +1,44 @@
 """gRPC server reflection under both of its names: grpcio-reflection has only v1alpha; v1 has the same messages."""
 
+from collections.abc import AsyncIterator
+from typing import Any
+
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from tgis.api.grpc import wire
+from tgis.api.grpc.health import HEALTH_SERVICE
+from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 from tgis.api.grpc.servicer import GENERATION_SERVICE
+from tgis.api.grpc.status import Context, error_boundary
 from tgis.pb import generation_pb2
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-SERVICES = (GENERATION_SERVICE, "grpc.health.v1.Health", REFLECTION_V1, "grpc.reflection.v1alpha.ServerReflection")
+REFLECTION_V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
+SERVICES = (GENERATION_SERVICE, HEALTH_SERVICE, REFLECTION_V1, REFLECTION_V1ALPHA)
+MAX_REQUEST_BYTES = 1024
 
 
-def add_reflection(server: grpc.aio.Server) -> None:
-    """Register reflection for all services of this server."""
+def reflection_handlers(calls: OpenCalls) -> "list[grpc.GenericRpcHandler[Any, Any]]":
+    """Reflection for all services of this server."""
     servicer = reflection.aio.ReflectionServicer(SERVICES, _descriptor_pool())  # type: ignore[attr-defined]  # stubs
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    handler = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": method})
-    server.add_generic_rpc_handlers([handler])
+
+    async def reflect(_requests: object, context: Context) -> None:
+        async with error_boundary(context):
+            with calls.open(context) as call:
+                async for response in servicer.ServerReflectionInfo(_requests_of(call), context):
+                    await call.write(response.SerializeToString())
+
+    methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(reflect)}
+    return [grpc.method_handlers_generic_handler(name, methods) for name in (REFLECTION_V1, REFLECTION_V1ALPHA)]
+
+
+async def _requests_of(call: OpenCall) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+    while (data := await call.next_message(MAX_REQUEST_BYTES)) is not None:
+        yield wire.parse(data, reflection_pb2.ServerReflectionRequest)
 
 
 def _descriptor_pool() -> descriptor_pool.DescriptorPool:

@@ -1,18 +1,20 @@
 """The gRPC port: limits, TLS, authentication, health and reflection around the handlers that it is given."""
 
+import asyncio
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 
 from tgis.api.grpc.health import HealthServicer
-from tgis.api.grpc.reflection import add_reflection
+from tgis.api.grpc.open_calls import OpenCalls, remember_creators
+from tgis.api.grpc.reflection import reflection_handlers
 from tgis.config import Config
 from tgis.errors import StartError
 from tgis.security.tls import Certificates
 
+HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 MIN_CLIENT_PING_MS = 5_000  # gRPC's default of five minutes disconnects clients with common keepalive settings
 
 
@@ -23,15 +25,17 @@ class GrpcServer:
         self,
         handlers: Sequence["grpc.GenericRpcHandler[Any, Any]"],
         config: Config,
+        calls: OpenCalls,
         certificates: Certificates | None = None,
         interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]" = (),
     ) -> None:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
         self._health = HealthServicer()
+        handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
         self._server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=_channel_arguments(config))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        add_reflection(self._server)
+        self._calls = calls
+        self._sweep: asyncio.Task[None] | None = None
 
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
@@ -46,6 +50,8 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Accept calls; health is NOT_SERVING until `set_serving`."""
+        remember_creators(asyncio.get_running_loop())
+        self._sweep = asyncio.create_task(self._calls.sweep_forever())
         await self._server.start()
 
     def set_serving(self, serving: bool) -> None:
@@ -56,6 +62,8 @@ class GrpcServer:
         """Report NOT_SERVING, refuse new calls, and cancel those still running after `grace` seconds."""
         self._health.close()
         await self._server.stop(grace)
+        if self._sweep is not None:
+            self._sweep.cancel()
 
 
 def _channel_arguments(config: Config) -> list[tuple[str, int]]:
@@ -67,7 +75,9 @@ def _channel_arguments(config: Config) -> list[tuple[str, int]]:
         *((name, seconds * 1000) for name, seconds in ages.items() if seconds is not None),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
-        ("grpc.max_concurrent_streams", config.grpc_max_concurrent_streams),
+        ("grpc.max_concurrent_streams", config.grpc_max_concurrent_streams or config.max_concurrent_requests + 128),
+        ("grpc.max_allowed_incoming_connections", config.grpc_max_connections),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", int(config.grpc_keepalive_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_CLIENT_PING_MS),

@@ -1,0 +1,286 @@
+"""Calls that wait for their clients: bounded in time and in number, whatever the clients do."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+from harness import run_async
+from raw_http2 import (
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    HELLO,
+    HELLO_WITHOUT_WINDOW,
+    RST_STREAM,
+    call_frames,
+    call_headers,
+    half_a_message,
+    next_frame_of,
+    raw_client,
+)
+
+from tgis.api.grpc import open_calls
+from tgis.api.grpc import server as server_module
+from tgis.api.grpc.handlers import stream_handler, unary_handler
+from tgis.api.grpc.open_calls import OpenCall, OpenCalls
+from tgis.api.grpc.server import GrpcServer
+from tgis.config import Config
+
+SHORT = 0.3
+LONG = 1000.0  # longer than a test may take
+CONFIG = Config(
+    model_name="m",
+    bind_address="127.0.0.1",
+    grpc_port=0,
+    grpc_message_timeout_seconds=LONG,
+    stream_write_timeout_seconds=LONG,
+)
+MESSAGE_TIMEOUT = "the message has not arrived within 0.3 s"
+
+
+class Service:
+    """Answers of any size, and whether the calls have ended."""
+
+    def __init__(self, calls: OpenCalls) -> None:
+        self.calls = calls
+        self.num_calls = 0
+        self.ended = asyncio.Event()
+        methods = {"Unary": unary_handler(calls, self._unary), "Stream": stream_handler(calls, self._stream)}
+        self.handler = grpc.method_handlers_generic_handler("test.Service", methods)
+
+    async def _unary(self, data: bytes, _context: object) -> bytes:
+        self.num_calls += 1
+        await asyncio.sleep(0)
+        return data
+
+    async def _stream(self, data: bytes, call: OpenCall) -> None:
+        self.num_calls += 1
+        try:
+            while True:
+                await call.write(data)
+        finally:
+            self.ended.set()
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[tuple[Service, int]]:
+    config = replace(CONFIG, **options)
+    calls = OpenCalls(config)
+    service = Service(calls)
+    server = GrpcServer([service.handler], config, calls)
+    port = server.bind()
+    await server.start()
+    try:
+        yield service, port
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield channel
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def works(port: int) -> bool:
+    async with connected(port) as channel:
+        answer: bytes = await channel.unary_unary("/test.Service/Unary", bytes, bytes)(b"still there")
+        return answer == b"still there"
+
+
+# --- clients that do not read ---
+
+
+@pytest.mark.parametrize("method", ["Unary", "Stream"])
+@run_async
+async def test_a_call_that_nobody_reads_ends(method: str) -> None:
+    async with serving(stream_write_timeout_seconds=SHORT) as (service, port):
+        assert await works(port)  # gRPC itself holds the first call
+        await until(lambda: not service.calls.reading)
+        call = call_frames(f"/test.Service/{method}".encode(), bytes(1000))
+        async with raw_client(port, HELLO_WITHOUT_WINDOW, call) as (reader, _):
+            await until(lambda: service.calls.reading)
+            assert await works(port)  # and the last one
+            await until(lambda: not service.calls.reading)
+            if method == "Stream":
+                await service.ended.wait()
+            await next_frame_of(reader, RST_STREAM)
+
+
+@run_async
+async def test_a_slow_reader_keeps_its_stream() -> None:
+    window = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]  # the server sends what is asked for
+    async with (
+        serving(stream_write_timeout_seconds=2 * SHORT) as (service, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", window) as channel,
+    ):
+        answers = channel.unary_stream("/test.Service/Stream", bytes, bytes)(bytes(100_000))
+        for _ in range(20):  # takes several times the limit
+            assert await answers.read() == bytes(100_000)
+            await asyncio.sleep(SHORT / 3)
+        assert not service.ended.is_set()
+
+
+@run_async
+async def test_too_many_calls_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_calls, "MAX_SLOW_CALLS", 2)
+    monkeypatch.setattr(open_calls, "SLOW_SECONDS", 0.0)
+    async with serving() as (service, port):
+        calls = [call_frames(b"/test.Service/Unary", bytes(1000), stream) for stream in (1, 3, 5, 7, 9)]
+        async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
+            await until(lambda: service.num_calls == 5)
+            await until(lambda: len(service.calls.reading) == 2)
+            assert await works(port)
+
+
+# --- clients that do not send their message ---
+
+
+@pytest.mark.parametrize("sent", [b"", half_a_message()], ids=["headers only", "half a message"])
+@pytest.mark.parametrize("method", ["/test.Service/Unary", "/test.Service/Stream", "/grpc.health.v1.Health/Check"])
+@run_async
+async def test_a_message_must_arrive_in_time(method: str, sent: bytes) -> None:
+    async with serving(grpc_message_timeout_seconds=SHORT) as (service, port):
+        async with raw_client(port, HELLO, call_headers(method.encode()), sent) as (reader, _):
+            _, block = await next_frame_of(reader, HEADERS)
+            assert MESSAGE_TIMEOUT.encode() in block
+            await next_frame_of(reader, RST_STREAM)
+        assert service.num_calls == 0
+        assert await works(port)
+
+
+@run_async
+async def test_the_status_of_a_message_that_is_late() -> None:
+    async with serving(grpc_message_timeout_seconds=SHORT) as (_, port), connected(port) as channel:
+        call = channel.stream_unary("/test.Service/Unary", bytes, bytes)()  # type: ignore[call-arg]  # stubs
+        assert (await call.code(), await call.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
+
+
+@run_async
+async def test_a_call_without_a_message() -> None:
+    async with serving() as (_, port), connected(port) as channel:
+        call = channel.stream_unary("/test.Service/Unary", bytes, bytes)(iter([]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "the call has no message"
+
+
+@run_async
+async def test_of_too_many_messages_that_arrive_slowly_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_calls, "MAX_RECEIVING_BYTES", 2 * CONFIG.grpc_max_message_bytes)
+    monkeypatch.setattr(open_calls, "SLOW_SECONDS", 0.0)
+    async with serving() as (service, port), connected(port) as channel:
+        calls = []
+        for _ in range(3):
+            before = set(service.calls.receiving)
+            calls.append(channel.stream_unary("/test.Service/Unary", bytes, bytes)())  # type: ignore[call-arg]  # stubs
+            await until(lambda: set(service.calls.receiving) - before)  # noqa: B023
+        assert await calls[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
+        status = await rpc_status.aio.from_call(calls[0])  # type: ignore[attr-defined]  # stubs
+        assert status is not None
+        assert status.details[0].Unpack(retry)
+        assert status.details[1].Unpack(quota)
+        assert "arrive slowly" in quota.violations[0].description
+        for call in calls[1:]:
+            await call.write(b"complete")
+            await call.done_writing()
+            assert await call == b"complete"
+
+
+def test_the_client_with_most_calls_loses_its_oldest() -> None:
+    @dataclass(eq=False)
+    class Call:
+        client: str
+
+    calls: list[Any] = [Call(client) for client in "abbbcbc"]
+    for limit, ended in [(7, ""), (6, "b"), (5, "bb"), (4, "bbb"), (3, "bbbc")]:
+        assert "".join(call.client for call in open_calls._too_many(calls, limit)) == ended
+    assert open_calls._too_many(calls, 5) == calls[1:3]
+
+
+# --- services that anybody may call ---
+
+
+@run_async
+async def test_requests_for_health_are_short() -> None:
+    async with serving() as (service, port), connected(port) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="x" * (1 << 20))
+        for call in (health.Check(request), health.Watch(request)):
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == "the message has 1048580 bytes, at most 256 allowed"
+        await until(lambda: not service.calls.idle)
+
+
+@run_async
+async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_calls, "MAX_SLOW_CALLS", 2)
+    async with serving() as (service, port), connected(port) as channel:
+        health, watchers = health_pb2_grpc.HealthStub(channel), []
+        for _ in range(4):
+            watchers.append(health.Watch(health_pb2.HealthCheckRequest()))
+            await watchers[-1].read()
+        for watcher in watchers[:2]:
+            assert await watcher.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(service.calls.idle) == 2
+        assert not any(watcher.done() for watcher in watchers[2:])
+
+
+@run_async
+async def test_requests_for_reflection_are_short() -> None:
+    async with serving() as (_, port), connected(port) as channel:
+        request = reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 2000)
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == "the message has 2003 bytes, at most 1024 allowed"
+
+
+# --- connections ---
+
+
+@pytest.mark.parametrize("sent", [b"", HELLO[:20], HELLO[:24]], ids=["nothing", "half a preface", "a preface"])
+@run_async
+async def test_a_silent_connection_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_MS", 300)
+    async with serving() as (_, port), raw_client(port, sent) as (reader, _):
+        await reader.read()  # until the server closes
+        assert await works(port)
+
+
+@run_async
+async def test_connections_beyond_the_limit_are_closed() -> None:
+    async with serving(grpc_max_connections=2) as (_, port), AsyncExitStack() as stack:
+        for _ in range(2):
+            reader, _ = await stack.enter_async_context(raw_client(port, HELLO))
+            await reader.readexactly(9)
+        async with raw_client(port, HELLO) as (reader, _):
+            assert await reader.read() == b""
+        await stack.aclose()
+        async with connected(port) as channel:  # gRPC tries again until the server has noticed
+            call = channel.unary_unary("/test.Service/Unary", bytes, bytes)(b"x", wait_for_ready=True)
+            assert await call == b"x"
+
+
+@run_async
+async def test_a_call_that_ends_at_once() -> None:
+    """Its headers end its stream."""
+    async with serving() as (_, port):
+        ended = call_headers(b"/test.Service/Unary", flags=END_HEADERS | END_STREAM)
+        async with raw_client(port, HELLO, ended) as (reader, _):
+            _, block = await next_frame_of(reader, HEADERS)
+            assert b"the call has no message" in block

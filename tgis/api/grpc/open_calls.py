@@ -1,0 +1,206 @@
+"""The open calls, and which of them wait for their clients: to send a message, or to read.
+
+What waits for a client holds no permit, but memory: it is bounded in time and in number. Those that are too many end
+with the oldest of the client that has most of them.
+"""
+
+import asyncio
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import grpc
+
+from tgis.api.grpc.status import Context, abort
+from tgis.config import Config
+from tgis.errors import InvalidRequest, MessageTimeout, Overloaded, RequestError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+MAX_RECEIVING_BYTES = 512 << 20  # of messages that arrive slowly
+MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothing to say
+SLOW_SECONDS = 1.0
+_SWEEP_SECONDS = 0.25
+_QUIET_SECONDS = 0.25  # after the last call: another may be on its way
+_STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
+
+_creator: "ContextVar[weakref.ref[asyncio.Task[Any]] | None]" = ContextVar("creator", default=None)
+
+
+class OpenCall:
+    """A call as its handler sees it; made in the handler's task."""
+
+    def __init__(self, context: Context, calls: "OpenCalls") -> None:
+        task, creator = asyncio.current_task(), _creator.get()
+        assert task is not None
+        self.context = context
+        self.client = context.peer().rpartition(":")[0]  # its address without the port
+        self.task = task
+        self._creator = creator() if creator else None
+        self._calls = calls
+
+    async def receive(self, max_bytes: int | None = None) -> bytes:
+        """The message of a call that has only one."""
+        if (data := await self.next_message(max_bytes)) is None:
+            raise InvalidRequest("", "the call has no message")
+        self._calls.served.add(self)
+        return data
+
+    async def next_message(self, max_bytes: int | None = None) -> bytes | None:
+        """None at the end; InvalidRequest if it has more than `max_bytes`."""
+        with _entered(self._calls.receiving, self):
+            data = await self.context.read()
+        if not isinstance(data, bytes):  # grpc.aio.EOF
+            return None
+        if max_bytes is not None and len(data) > max_bytes:
+            raise InvalidRequest("", f"the message has {len(data)} bytes, at most {max_bytes} allowed")
+        return data
+
+    async def write(self, message: bytes) -> None:
+        """Send a message, which waits until the client reads."""
+        with _entered(self._calls.reading, self):
+            await self.context.write(message)
+
+    async def idle(self, event: Awaitable[T]) -> T:
+        """Wait for what may never happen; no reason to keep the server from its end."""
+        self._calls.served.discard(self)
+        with _entered(self._calls.idle, self):
+            return await event
+
+    async def refuse(self, error: RequestError) -> None:
+        """End a call that does not wait for its client to read."""
+        with suppress(grpc.aio.AbortError, grpc.aio.InternalError):  # the latter if the client has cancelled it
+            await abort(self.context, error)
+        self.task.cancel()
+
+    def cancel(self) -> None:
+        """End a call whose status would have to wait until the client reads.
+
+        gRPC has no function for that, but drops calls that nobody holds: neither the task of the handler, nor the
+        one that has created it, and waits for the client to cancel.
+        """
+        if self._creator is not None:
+            self._creator.cancel()
+        self.task.cancel()
+
+
+class OpenCalls:
+    """All calls of the gRPC port."""
+
+    def __init__(self, config: Config) -> None:
+        self._message_seconds = config.grpc_message_timeout_seconds
+        self._write_seconds = config.stream_write_timeout_seconds
+        self._max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
+        # since when they have waited, the oldest first
+        self.receiving: dict[OpenCall, float] = {}
+        self.reading: dict[OpenCall, float] = {}
+        self.idle: dict[OpenCall, float] = {}
+        self.served: set[OpenCall] = set()  # the end of the server waits for them
+        self._last_end = 0.0
+        self._refusals: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def open(self, context: Context) -> Iterator[OpenCall]:
+        """What a handler does before its client only has to read the rest."""
+        call = OpenCall(context, self)
+        call.task.add_done_callback(lambda _task: self._ended(call))
+        try:
+            yield call
+        finally:
+            self.reading[call] = time.monotonic()
+
+    def _ended(self, call: OpenCall) -> None:
+        self.reading.pop(call, None)
+        if call in self.served:
+            self.served.remove(call)
+            self._last_end = time.monotonic()
+
+    async def wait_until_idle(self) -> None:
+        """Return when all calls have ended but those that wait for their clients."""
+        while self._is_active(time.monotonic()):
+            await asyncio.sleep(0.02)
+
+    def _is_active(self, now: float) -> bool:
+        stalled = self.served.intersection(_waiting_since(self.reading, now - _STALL_SECONDS))
+        return len(self.served) > len(stalled) or now - self._last_end < _QUIET_SECONDS
+
+    async def sweep_forever(self) -> None:
+        """End calls that wait for too long, and those that are too many."""
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self._sweep(time.monotonic())
+
+    def _sweep(self, now: float) -> None:
+        too_late = f"the message has not arrived within {self._message_seconds:g} s"
+        too_many = "too many calls whose messages arrive slowly"
+        self._refuse(
+            self.receiving, _waiting_since(self.receiving, now - self._message_seconds), MessageTimeout(too_late)
+        )
+        slow = _waiting_since(self.receiving, now - SLOW_SECONDS)
+        self._refuse(self.receiving, _too_many(slow, self._max_receiving), Overloaded(too_many))
+        self._refuse(self.idle, _too_many(list(self.idle), MAX_SLOW_CALLS), Overloaded("too many calls that watch"))
+        self._cancel(_waiting_since(self.reading, now - self._write_seconds), f"not read for {self._write_seconds:g} s")
+        slow = _waiting_since(self.reading, now - SLOW_SECONDS)
+        self._cancel(_too_many(slow, MAX_SLOW_CALLS), f"more than {MAX_SLOW_CALLS} that are not read")
+
+    def _refuse(self, waiting: dict[OpenCall, float], calls: list[OpenCall], error: RequestError) -> None:
+        _log_end(calls, error.detail)
+        for call in calls:
+            del waiting[call]
+            task = asyncio.create_task(call.refuse(error))
+            self._refusals.add(task)
+            task.add_done_callback(self._refusals.discard)
+
+    def _cancel(self, calls: list[OpenCall], why: str) -> None:
+        _log_end(calls, why)
+        for call in calls:
+            del self.reading[call]
+            self.served.discard(call)
+            call.cancel()
+
+
+def remember_creators(loop: asyncio.AbstractEventLoop) -> None:
+    """Every task of the loop will know which one has created it: `OpenCall.cancel` needs that."""
+
+    def create(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+        creator = asyncio.current_task(loop)
+        _creator.set(None if creator is None else weakref.ref(creator))
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    loop.set_task_factory(create)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _entered(waiting: dict[OpenCall, float], call: OpenCall) -> Iterator[None]:
+    waiting[call] = time.monotonic()
+    try:
+        yield
+    finally:
+        waiting.pop(call, None)
+
+
+def _waiting_since(waiting: dict[OpenCall, float], time_: float) -> list[OpenCall]:
+    return [call for call, since in takewhile(lambda item: item[1] <= time_, waiting.items())]
+
+
+def _too_many(calls: list[OpenCall], limit: int) -> list[OpenCall]:
+    """Of calls in the order of age, as many as there are too many: the oldest of the client with most, and so on."""
+    counts: Counter[str] = Counter()
+    rank = {}  # of each call among those of its client, the newest first
+    for call in reversed(calls):
+        counts[call.client] += 1
+        rank[call] = counts[call.client]
+    return sorted(calls, key=rank.__getitem__, reverse=True)[: max(len(calls) - limit, 0)]
+
+
+def _log_end(calls: list[OpenCall], why: str) -> None:
+    if calls:
+        log.info("ended %d calls: %s", len(calls), why)

@@ -1,0 +1,88 @@
+"""How a call ends: exceptions as status codes."""
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from tgis.api.grpc import convert
+from tgis.errors import (
+    EngineFailure,
+    InvalidRequest,
+    MessageTimeout,
+    OutOfMemory,
+    Overloaded,
+    QueueFull,
+    RequestError,
+    Unavailable,
+    Unimplemented,
+)
+from tgis.utils import logs
+
+log = logging.getLogger(__name__)
+
+CORRELATION_ID_KEY = "x-correlation-id"
+
+_STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    MessageTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    EngineFailure: grpc.StatusCode.INTERNAL,
+}
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+@asynccontextmanager
+async def error_boundary(context: Context) -> AsyncIterator[None]:
+    """Ends the call with a status for any exception raised in the block; sets its correlation id."""
+    correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY)
+    metadata = ((CORRELATION_ID_KEY, correlation_id),) if correlation_id else ()
+    context.set_trailing_metadata(metadata)
+    try:
+        with logs.correlation_scope(correlation_id):
+            try:
+                yield
+            except RequestError as error:
+                await abort(context, error)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.InternalError:  # the call was cancelled while its response was sent
+        log.info("the client disconnected before the response was sent")
+    except Exception as error:
+        log.exception("internal error in a call")
+        await abort(context, EngineFailure(f"internal error: {type(error).__name__}"))
+
+
+async def abort(context: Context, error: RequestError) -> None:
+    """End the call with the status of an error and the trailing metadata set before; raises AbortError."""
+    code = _STATUS_CODES[type(error)]
+    status = status_pb2.Status(code=code.value[0], message=str(error))
+    for detail in _error_details(error):
+        status.details.add().Pack(detail)
+    rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
+    await context.abort(code, str(error), (*context.trailing_metadata(), *rich))
+
+
+def _error_details(error: RequestError) -> Iterator[Message]:
+    """The machine-readable details of the error; values that TGIS's message leaves out are only here."""
+    match error:
+        case InvalidRequest(field=field):
+            bad = error_details_pb2.BadRequest()
+            bad.field_violations.add(field=convert.field_path(field), description=error.detail)
+            yield bad
+        case Overloaded(retry_after=seconds):
+            retry = error_details_pb2.RetryInfo()
+            retry.retry_delay.FromMilliseconds(int(seconds * 1000))
+            yield retry
+            quota = error_details_pb2.QuotaFailure()
+            quota.violations.add(description=error.detail)
+            yield quota
