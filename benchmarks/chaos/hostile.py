@@ -53,12 +53,14 @@ class Figures:
     wrong: int = 0  # answers
     slowest_health: float = 0.0
     unhealthy: int = 0  # probes
+    waited: float = 0.0  # share of the time in which the front end's event loop was ready to run and no CPU was free
 
 
 async def measure(server: Server, seconds: float) -> Figures:
     """Eight honest streams, one after the other, while somebody else may attack."""
     figures, first_tokens = Figures(), list[float]()
     before, until = parse_metrics(server.metrics()), time.monotonic() + seconds
+    waited = _seconds_without_cpu(server.pid)
     async with asyncio.TaskGroup() as group:
         group.create_task(_watch(server, figures, until))
         group.create_task(_probe(server, figures, until))
@@ -66,6 +68,7 @@ async def measure(server: Server, seconds: float) -> Figures:
             group.create_task(_stream_until(server, number, until, figures, first_tokens))
     after = parse_metrics(await asyncio.to_thread(server.metrics))
     figures.lag_p999, figures.lag_max = (1000 * _lag_quantile(before, after, share) for share in (0.999, 1))
+    figures.waited = round((_seconds_without_cpu(server.pid) - waited) / seconds, 3)
     first_tokens.sort()
     figures.streams = len(first_tokens)
     figures.first_token_p50, figures.first_token_p99 = (
@@ -104,6 +107,11 @@ async def _probe(server: Server, figures: Figures, until: float) -> None:
         figures.unhealthy += not await asyncio.to_thread(_is_healthy, server.http_port)
         figures.slowest_health = max(figures.slowest_health, round(1000 * (time.monotonic() - started), 1))
         await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+def _seconds_without_cpu(pid: int) -> float:
+    """Of the main thread, which runs the event loop."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def _is_healthy(port: int) -> bool:
@@ -163,7 +171,8 @@ def main(arguments: list[str]) -> int:
             figures = asyncio.run(_run(Path(directory), args.seconds, chosen, attacked=attacked, options=options))
         found[title] = asdict(figures)
         print(f"{title:<16} {json.dumps(found[title])}", flush=True)
-    print(json.dumps(found))
+    ratios = {name: f["first_token_p99"] / found["control"]["first_token_p99"] for name, f in found.items()}
+    print(json.dumps(found | {"first_token_p99_ratios": ratios}))
     return 0
 
 
