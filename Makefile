@@ -47,7 +47,7 @@ soak: venv ## test a server for fifteen minutes under everything that clients do
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 chaos: venv ## test a server for an hour beside faults and hostile clients; ARGS goes to benchmarks.chaos
-	$(BIN)/python -m benchmarks.chaos $(ARGS)
+	GRPC_VERBOSITY=NONE $(BIN)/python -m benchmarks.chaos $(ARGS)
 
 check: venv ## lint, formatting, types, stubs
 	$(BIN)/ruff check

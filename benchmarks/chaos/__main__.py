@@ -107,7 +107,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # every connection refused would be a line
     model, cache = ensure("glassllm", args.cache), args.cache.absolute()
     done = asyncio.run(chaos(args.engine, model.absolute(), cache, 60 * args.minutes, args.seed, args.faults))
     values = json.dumps(_to_json(done.report, done.faults.counts))
