@@ -198,6 +198,21 @@ async def test_slow_clients_block_nobody() -> None:
 
 
 @run_async
+async def test_a_probe_gets_through_whoever_holds_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes_module, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(probes_module, "KEEPALIVE_SECONDS", 1000.0)
+    async with serving() as port:
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+        for reader, _ in connections[:4]:
+            assert await reader.read() == b""  # closed
+        assert (await request(port, "/health"))[0] == 200
+        assert await connections[4][0].read() == b""
+        assert not any(reader.at_eof() for reader, _ in connections[5:])
+        for _, writer in connections:
+            writer.close()
+
+
+@run_async
 async def test_an_internal_error_is_500_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> bytes:
         raise ZeroDivisionError

@@ -20,7 +20,8 @@ from tgis.api.http.debug_page import render_error, render_html, render_json
 from tgis.errors import StartError, Unavailable
 from tgis.ipc.snapshot import Snapshot
 
-KEEPALIVE_SECONDS = 75.0  # also limits how long a request may take to arrive
+KEEPALIVE_SECONDS = 5.0  # also limits how long a request may take to arrive
+MAX_CONNECTIONS = 256  # one more closes the oldest: a probe gets through whoever holds the others
 LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 SHUTDOWN_SECONDS = 1.0
 SCRAPE_INTERVAL_SECONDS = 0.1  # a scrape takes the event loop about 10 ms
@@ -60,6 +61,7 @@ class ProbeServer:
         if snapshot is not None:
             application.router.add_get("/debug/batch", functools.partial(_debug_batch, snapshot), allow_head=False)
         _log.addFilter(_is_server_error)
+        self._listener: asyncio.Server | None = None
         self._runner = web.AppRunner(
             application,
             access_log=None,
@@ -78,17 +80,29 @@ class ProbeServer:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.create_server((self._host, self._port), family=family)
-            await web.SockSite(self._runner, listener, backlog=1).start()  # so asyncio tries to accept one at a time
+            loop = asyncio.get_running_loop()
+            # With this backlog, asyncio tries to accept one at a time.
+            self._listener = await loop.create_server(self._connection, sock=listener, backlog=1)
             listener.listen(BACKLOG)
         except OSError as error:
             await self._runner.cleanup()
             raise StartError(f"cannot listen for HTTP: {str(error.strerror).lower()}") from error
-        port: int = self._runner.addresses[0][1]
+        port: int = listener.getsockname()[1]
         return port
 
     async def stop(self) -> None:
         """Close the port and every connection."""
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
+
+    def _connection(self) -> asyncio.Protocol:
+        server = self._runner.server
+        assert server is not None
+        transports = [connection.transport for connection in server.connections if connection.transport is not None]
+        if len(transports) >= MAX_CONNECTIONS:
+            transports[0].abort()
+        return server()
 
     async def _health(self, _request: web.Request) -> web.Response:
         reason = self._unhealthy_reason()
