@@ -276,7 +276,7 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
         return value(metrics, "tgi_queue_size"), client.queued_tokens
 
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
-        return Step(ids, [[7]] * len(ids), [*ends], [], {}, stats)
+        return Step(ids, [[7]] * len(ids), [*ends], [], stats)
 
     with client.submit([request(n, 10 + n) for n in range(5)], eager=True, arrived=0.0) as inboxes:
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)
@@ -307,7 +307,7 @@ async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request
         return [value(metrics, name) for name in (*names, "tgi_request_time_to_first_token_duration_count")]
 
     def step(tokens: dict[int, list[int]], end: StopReason = StopReason.NOT_FINISHED) -> Step:
-        return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], {}, joined([]))
+        return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], joined([]))
 
     arrived = time.monotonic() - 500
     with client.submit([request(n) for n in range(3)], eager=True, arrived=arrived) as queues:

@@ -170,6 +170,6 @@ async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
     with client.submit(requests, eager=True, arrived=0.0):
         assert client.lora_adapters() == (set(), {"a", "b"})
         stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, [0.1] * 3, [1, 3, 4])
-        client.handle(Step([], [], [], [], {}, stats))
+        client.handle(Step([], [], [], [], stats))
         assert client.lora_adapters() == ({"a"}, {"b"})
     assert client.lora_adapters() == (set(), set())

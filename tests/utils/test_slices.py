@@ -51,6 +51,18 @@ def test_an_iteration_of_the_loop_does_one_slice(callers: int, count: int, cost:
 
 
 @run_async
+async def test_work_in_one_piece_is_alone_in_its_iteration() -> None:
+    slicer, work = Slicer(), Work()
+
+    async def one() -> list[int]:
+        await slicer.turn(10 * SLICE)
+        return list(work.items(1, 10 * SLICE))
+
+    units = await _iterations(work, [asyncio.create_task(one()) for _ in range(5)])
+    assert (max(units), sum(units)) == (10 * SLICE, 50 * SLICE)
+
+
+@run_async
 async def test_little_work_does_not_wait() -> None:
     slicer = Slicer()
     parts = slicer.slices(range(SLICE))

@@ -10,12 +10,24 @@ from tgis.batcher.step_stats import StepRecord
 from tgis.engines.base import Engine, StepResult
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.channel import Channel
-from tgis.ipc.messages import Cancel, Failed, FailureKind, GetSnapshot, Shutdown, Step, StepStats, Submit, ToEngine
-from tgis.ipc.request import Request
+from tgis.ipc.messages import (
+    Cancel,
+    Failed,
+    FailureKind,
+    GetSnapshot,
+    PromptLogprobs,
+    Shutdown,
+    Step,
+    StepStats,
+    Submit,
+    ToEngine,
+)
+from tgis.ipc.request import Request, TokenLogprobs
 from tgis.prompts.resolver import AdapterResolver
 
 log = logging.getLogger(__name__)
 
+_DETAILS_PER_MESSAGE = 2048  # tokens and candidates
 _MAX_SNAPSHOT_SEQS = 100  # of those that run and of those that wait
 
 
@@ -102,6 +114,15 @@ class EngineCore:
     def _send_step(
         self, seqs: list[Sequence], tokens: list[list[int]], result: StepResult, stats: StepStats | None
     ) -> None:
+        self._send_prompt_logprobs(seqs, result.prompt_logprobs)
         stop_reasons: list[int] = [seq.stop_reason for seq in seqs]
         ids = [seq.id for seq in seqs]
-        self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, result.prompt_logprobs, stats))
+        self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, stats))
+
+    def _send_prompt_logprobs(self, seqs: list[Sequence], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> None:
+        """In messages of a bounded size: the front end handles one at a time."""
+        for seq in seqs:
+            size = max(_DETAILS_PER_MESSAGE // seq.request.logprob_options.details_per_token, 1)
+            logprobs = prompt_logprobs.get(seq.id, [])
+            for start in range(0, len(logprobs), size):
+                self.channel.send(PromptLogprobs.encode(seq.id, logprobs[start : start + size]))

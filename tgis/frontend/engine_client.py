@@ -168,6 +168,8 @@ class EngineClient:
                 self._snapshot_query.resolve(message)
             case AdapterResolved():
                 self._adapter_queries.resolve(message)
+            case messages.PromptLogprobs():
+                self._deliver_prompt_logprobs(message)
             case messages.Step():
                 self._deliver(message)
             case messages.Failed():
@@ -200,9 +202,6 @@ class EngineClient:
 
     def _deliver(self, step: messages.Step) -> None:
         now = time.monotonic()
-        for request_id, prompt_logprobs in step.prompt_logprobs.items():
-            if queue := self._queues.get(request_id):
-                queue.prompt_logprobs = prompt_logprobs
         if step.stats is not None:
             self._record_scheduled(step.stats)
         num_discarded = 0
@@ -228,6 +227,10 @@ class EngineClient:
             self._fail(request_id, _request_error(failed.kind, failed.message))
         if self.metrics and failed.prefill is not None:
             self.metrics.step_failed(failed.kind, prefill=failed.prefill)
+
+    def _deliver_prompt_logprobs(self, logprobs: messages.PromptLogprobs) -> None:
+        if queue := self._queues.get(logprobs.id):
+            queue.prompt_logprobs.append(logprobs)
 
     def _record_scheduled(self, stats: messages.StepStats) -> None:
         scheduled = time.monotonic() - stats.duration

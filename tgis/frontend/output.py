@@ -6,6 +6,7 @@ tokens in the same way, so that both say the same.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
 from tgis.frontend.output_queue import NewTokens, OutputQueue
@@ -155,8 +156,9 @@ class OutputBuilder:
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""
-        logprobs = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
-        return map(self._token_info, self.queue.request.tokens[-len(logprobs) :], logprobs) if logprobs else ()
+        parts = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
+        tokens = self.queue.request.tokens[-sum(part.num_tokens for part in parts) :]
+        return map(self._token_info, tokens, chain.from_iterable(part.decode() for part in parts)) if parts else ()
 
     def _token_info(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenInfo:
         text = self._tokenizer.token_text

@@ -3,9 +3,13 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tgis.errors import RequestError
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    from tgis.ipc.messages import PromptLogprobs
 
 
 @dataclass(slots=True)
@@ -41,7 +45,7 @@ class OutputQueue:
     def __init__(self, request: Request, *, eager: bool, arrived: float) -> None:
         """An eager consumer wants the tokens of every step at once, any other wants all of them at the end."""
         self.request = request
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
         self.num_tokens = 0  # that the engine has generated
         self.on_end = _nothing  # called when the engine is done with the request

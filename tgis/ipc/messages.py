@@ -12,6 +12,9 @@ from tgis.ipc.adapters import AdapterResolved, AdapterStoreOptions, ResolveAdapt
 from tgis.ipc.request import Request, TokenLogprobs
 from tgis.ipc.snapshot import Snapshot
 
+_logprobs_encoder = msgspec.msgpack.Encoder()
+_logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprobs])
+
 
 class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     """The first message to the engine process: the part of the configuration that it needs."""
@@ -141,8 +144,25 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     tokens: list[list[int]]
     stop_reasons: list[int]  # StopReason, of the last token
     logprobs: list[list[TokenLogprobs]]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]  # by request id, once its prefill is done
     stats: StepStats | None  # None when the engine did not run
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
+    """What a request asked about its input tokens: some of them, in order, before its first Step.
+
+    Millions of values, which the front end does not keep as objects: they stay encoded until the answer is made.
+    """
+
+    id: int
+    num_tokens: int
+    encoded: bytes
+
+    @classmethod
+    def encode(cls, request_id: int, logprobs: list[TokenLogprobs]) -> "PromptLogprobs":
+        return cls(request_id, len(logprobs), _logprobs_encoder.encode(logprobs))
+
+    def decode(self) -> list[TokenLogprobs]:
+        return _logprobs_decoder.decode(self.encoded)
 
 
 class FailureKind(enum.StrEnum):
@@ -175,4 +195,4 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 ToEngine = EngineOptions | Submit | ResolveAdapter | Cancel | GetSnapshot | Shutdown
-FromEngine = Ready | Step | Failed | AdapterResolved | Snapshot | Heartbeat | Fatal
+FromEngine = Ready | PromptLogprobs | Step | Failed | AdapterResolved | Snapshot | Heartbeat | Fatal

@@ -21,13 +21,18 @@ class Slicer:
         """The items in lists; each item takes `cost` units of work, by the iterator or by the caller."""
         rest = iter(items)
         while True:
-            if self._done >= SLICE:
-                await self._next_turn()
+            await self.turn(0)
             part = list(islice(rest, max((SLICE - self._done) // cost, 1)))
             if not part:
                 return
             self._count(len(part) * cost)
             yield part
+
+    async def turn(self, units: int) -> None:
+        """Wait until so much work may be done at once."""
+        if self._done >= SLICE:
+            await self._next_turn()
+        self._count(units)
 
     async def _next_turn(self) -> None:
         async with self._turn:
@@ -35,7 +40,7 @@ class Slicer:
                 await asyncio.sleep(0)
 
     def _count(self, units: int) -> None:
-        if not self._done:
+        if units and not self._done:
             asyncio.get_running_loop().call_soon(self._reset)
         self._done += units
 

@@ -17,6 +17,7 @@ from tgis.security.bearer import caller_identity
 from tgis.utils import logs
 
 GENERATION_SERVICE = "fmaas.GenerationService"
+_BYTES_PER_SLICE_UNIT = 256  # of a message
 
 
 class GenerationServicer:
@@ -40,14 +41,15 @@ class GenerationServicer:
 
     async def _generate(self, data: bytes, context: Context) -> bytes:
         generator = self._require_generator()
-        message = wire.parse(data, pb.BatchedGenerationRequest, generator.server_info.max_concurrent_inputs)
+        max_inputs = generator.server_info.max_concurrent_inputs
+        message = await _parse(data, pb.BatchedGenerationRequest, generator, max_inputs)
         identity, deadline = self._identity(context), self._answer_deadline(context)
         call = convert.generate_call(message, identity, logs.correlation_id(), deadline)
         return await convert.generate_reply(await generator.generate(call), generator.slicer)
 
     async def _generate_stream(self, data: bytes, stream: OpenCall) -> None:
         generator = self._require_generator()
-        message = wire.parse(data, pb.SingleGenerationRequest, 1)
+        message = await _parse(data, pb.SingleGenerationRequest, generator, max_inputs=1)
         call = convert.generate_stream_call(message, self._identity(stream.context), logs.correlation_id())
         async with aclosing(generator.stream(call)) as outputs:
             async for output in outputs:
@@ -55,7 +57,8 @@ class GenerationServicer:
 
     async def _tokenize(self, data: bytes, _context: Context) -> bytes:
         generator = self._require_generator()
-        message = wire.parse(data, pb.BatchedTokenizeRequest, generator.server_info.max_tokenize_inputs)
+        max_inputs = generator.server_info.max_tokenize_inputs
+        message = await _parse(data, pb.BatchedTokenizeRequest, generator, max_inputs)
         return await convert.tokenize_reply(await generator.tokenize(convert.tokenize_call(message)), generator.slicer)
 
     async def _model_info(self, data: bytes, _context: Context) -> bytes:
@@ -73,3 +76,9 @@ class GenerationServicer:
         if self.generator is None:
             raise Unavailable("the model is still loading")
         return self.generator
+
+
+async def _parse(data: bytes, message_type: type[wire.M], generator: Generator, max_inputs: int) -> wire.M:
+    """An iteration of the event loop parses one large message."""
+    await generator.slicer.turn(len(data) // _BYTES_PER_SLICE_UNIT)
+    return wire.parse(data, message_type, max_inputs)
