@@ -138,6 +138,18 @@ def test_without_a_compiler_steps_run_eagerly(
     assert found == [expected(model, request)]
 
 
+def test_compiled_layers_must_agree_with_eager_ones(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda call, **_: lambda *states, **others: 1.1 * call(*states, **others))
+    engine = PagedEngine(options(model))
+    engine.warm_up()
+    assert "PT2_COMPILE has no effect: compiled steps do not give the logits of eager ones (off by " in caplog.text
+    (request,) = requests(1)
+    found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    assert found == [expected(model, request)]
+
+
 def test_nothing_is_compiled_where_cpu_kernels_run(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     engine = PagedEngine(msgspec.structs.replace(options(model), dtype="float32"))

@@ -2,15 +2,20 @@
 
 import random
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from batches import engine_options
 from fake_cuda_graphs import record
+from tiny_models import make_model
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.cuda_graphs import DecodeGraphs, capture_sizes, cuda_capture
+from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay, capture_sizes, cuda_capture
+from tgis.engines.paged.engine import PagedEngine
 
 ROWS, WIDTH, SCRATCH = 37, 6, 999
 
@@ -120,6 +125,7 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     monkeypatch.setattr(torch.cuda, "graph", None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def run() -> Tensor:
         if modes[-1] == "error":
@@ -131,6 +137,23 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
         made.capture(cuda_capture(), torch.device("cpu"))
     assert modes == ["default", "error", "default"]
     assert made.run(batch_of(3, random.Random(6))) is None
+
+
+def test_captured_steps_must_agree_with_eager_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = PagedEngine(engine_options(make_model("Llama", tmp_path), 4, threads=1))
+    engine.warm_up()
+
+    def wrong(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        output = run().clone()
+        return lambda: None, output  # nothing is computed
+
+    engine._capture_graphs(record, engine._dummy_logits())
+    assert engine._graphs is not None
+    assert not caplog.records
+    engine._graphs = None
+    engine._capture_graphs(wrong, engine._dummy_logits())
+    assert engine._graphs is None
+    assert "decode steps run without CUDA graphs: captured steps do not give the logits of eager ones" in caplog.text
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3, 8, 9, 63, 64, 65, 256])

@@ -35,9 +35,11 @@ def cuda_capture() -> Capture:
 
     def capture(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         run()  # compiles and selects kernels, which cannot be captured
-        with forbid_synchronization():
-            run()
-        torch.cuda.synchronize()
+        try:
+            with forbid_synchronization():
+                run()
+        finally:
+            torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             output = run()

@@ -22,13 +22,13 @@ from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.compile import CompiledLayers, can_compile
-from tgis.engines.paged.cuda_graphs import DecodeGraphs, cuda_capture
+from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.engines.paged.prompt_logprobs import PromptLogprobs
-from tgis.engines.paged.self_check import dummy_sequence, verify_attention
+from tgis.engines.paged.self_check import dummy_sequence, verify_attention, verify_logits
 from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.sampler import SampledTokens
-from tgis.errors import StartError
+from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 
 log = logging.getLogger(__name__)
@@ -115,22 +115,24 @@ class PagedEngine:
         )
         capacity = num_blocks * self._block_size
         self.info = msgspec.structs.replace(self.info, token_capacity=capacity, max_request_tokens=capacity)
-        self._run_dummy_steps()
-        if self._options.compile and self._options.num_shards == 1:
-            self._compile()
-        if self._device.type == "cuda" and self._options.num_shards == 1:
-            self._capture_graphs()
-
-    def _run_dummy_steps(self) -> None:
-        """A prefill and a decode."""
         started = time.monotonic()
-        seq = dummy_sequence(list(range(1, 10)), self._block_size)
-        for count in (8, 1):
-            self.compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))
-            seq.num_computed_tokens += count
+        eager_logits = self._dummy_logits()
         log.info("warm after %.1f s", time.monotonic() - started)
+        if self._options.compile and self._options.num_shards == 1:
+            self._compile(eager_logits)
+        if self._device.type == "cuda" and self._options.num_shards == 1:
+            self._capture_graphs(cuda_capture(), eager_logits)
 
-    def _compile(self) -> None:
+    def _dummy_logits(self) -> torch.Tensor:
+        """Those of a prefill and of a decode, [2, V]."""
+        seq = dummy_sequence(list(range(1, 10)), self._block_size)
+        logits = []
+        for count in (8, 1):
+            logits.append(self.compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
+            seq.num_computed_tokens += count
+        return torch.cat(logits)
+
+    def _compile(self, eager_logits: torch.Tensor) -> None:
         """Compile what steps need; where that fails, they run eagerly."""
         if not can_compile(self._model):
             warn(self._options, "PT2_COMPILE has no effect: CPU kernels have replaced the model's operators already")
@@ -140,8 +142,8 @@ class PagedEngine:
         try:
             self._compiled = CompiledLayers(self._model, self._attention)
             self._compiled.enable()
-            self._run_dummy_steps()
-        except RuntimeError as error:
+            self._verify("compiled", eager_logits)
+        except (RuntimeError, Unsupported) as error:
             if self._compiled:
                 self._compiled.disable()
             warn(self._options, f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}")
@@ -149,19 +151,23 @@ class PagedEngine:
         self._compiled.freeze()
         log.info("compiled in %.1f s", time.monotonic() - started)
 
-    def _capture_graphs(self) -> None:
+    def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
         max_blocks = -(-self._options.max_sequence_length // self._block_size)
         info = self.info
-        graphs = DecodeGraphs(self._forward, info.max_batch_size, max_blocks, scratch_slot=info.token_capacity)
+        self._graphs = DecodeGraphs(self._forward, info.max_batch_size, max_blocks, scratch_slot=info.token_capacity)
         try:
             with torch.inference_mode():
-                graphs.capture(cuda_capture(), self._device)
-        except RuntimeError as error:
-            log.warning("decode steps cannot be captured as CUDA graphs: %s", str(error).splitlines()[0])
-            torch.cuda.synchronize()
-            return
-        self._graphs = graphs
+                self._graphs.capture(capture, self._device)
+            self._verify("captured", eager_logits)
+        except (RuntimeError, Unsupported) as error:
+            self._graphs = None
+            log.warning("decode steps run without CUDA graphs: %s", str(error).strip().splitlines()[0])
+
+    def _verify(self, kind: str, eager_logits: torch.Tensor) -> None:
+        """Steps as they are now computed must agree with eager ones."""
+        failure = f"{kind} steps do not give the logits of eager ones"
+        verify_logits(self._dummy_logits(), eager_logits, self._model.dtype, failure)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the scheduled tokens, or what is left to compute of them."""

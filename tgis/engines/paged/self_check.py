@@ -45,10 +45,15 @@ def verify_attention(
     if len(attention.cache) != num_layers:
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
     for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
-        what = f"own attention in layer {index}"
-        _compare(output, call.output, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE), what)
-    _compare(logits, expected, _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE), "own logits")
+        failure = f"paged attention does not give the model's own attention in layer {index}"
+        _compare(output, call.output, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE), failure)
+    verify_logits(logits, expected, model.dtype, "paged attention does not give the model's own logits")
     _verify_windows(model, attention, max_sequence_length)
+
+
+def verify_logits(found: Tensor, expected: Tensor, dtype: torch.dtype, failure: str) -> None:
+    """Unsupported unless two ways to compute the logits of a model of that dtype agree."""
+    _compare(found, expected, _TOLERANCE.get(dtype, _HALF_LOGITS_TOLERANCE), failure)
 
 
 def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool = False) -> Sequence:
@@ -110,10 +115,10 @@ def _paged_logits(
     return torch.cat(logits), [torch.cat(output, 1) for output in outputs]
 
 
-def _compare(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+def _compare(found: Tensor, expected: Tensor, tolerance: float, failure: str) -> None:
     difference = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
     if not difference <= tolerance:
-        raise Unsupported(f"paged attention does not give the model's {what} (off by {difference:.1e})")
+        raise Unsupported(f"{failure} (off by {difference:.1e})")
 
 
 def _verify_windows(model: PreTrainedModel, attention: PagedAttention, max_sequence_length: int) -> None:
