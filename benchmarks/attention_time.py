@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
 
 BLOCK, REPEATS = 16, 20
@@ -55,6 +55,7 @@ PREFILLS: dict[str, tuple[int, int, int]] = {  # sequences, cached tokens, new t
     "4 x 1024 after 7168": (4, 7168, 1024),
     "256 x 32 after 1000": (256, 1000, 32),
 }
+CAPPED_PREFILLS = ("4 x 2048", "4 x 1024 after 7168")  # also with a soft cap, by the kernel in Triton
 
 
 def seconds(action: Callable[[int], object], layers: int) -> float:
@@ -105,17 +106,22 @@ def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
     return {"us": round(taken * 1e6, 1), "gb_s": round(read / taken / 1e9)}
 
 
-def prefill(rows: int, before: int, count: int) -> dict[str, float]:
+def prefill(rows: int, before: int, count: int, softcap: float | None = None) -> dict[str, float]:
     """Milliseconds, and TFLOP/s of causal attention."""
+    from tgis.engines.kernels.cuda.paged_prefill import paged_prefill  # noqa: PLC0415 - as above
+
     shape, width = Shape(), -(-(before + count) // BLOCK)
     layers = _layers(rows * width, shape, 2)
     blocks = torch.randperm(rows * width).cuda().split(width)
     chunks = [PrefillChunk(slice(row * count, (row + 1) * count), before, own) for row, own in enumerate(blocks)]
-    batches = make_varlen_batches(chunks, BLOCK)
+    batches, paged_chunks = make_varlen_batches(chunks, BLOCK), make_paged_chunks(chunks)
+    params = AttentionParams(shape.size**-0.5, softcap=softcap)
     q, k, v = (_random(rows * count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
 
     def run(layer: int) -> list[Tensor]:
-        return varlen_prefill(q, k, v, layers[layer], batches, AttentionParams(shape.size**-0.5))
+        if softcap is not None:
+            return [paged_prefill(q, *layers[layer], paged_chunks, params)]
+        return varlen_prefill(q, k, v, layers[layer], batches, params)
 
     taken = seconds(run, len(layers))
     pairs = rows * sum(range(before + 1, before + count + 1))
@@ -144,6 +150,7 @@ def main() -> int:
         "machine": machine(),
         "decode": {name: shown(name, decode(*case)) for name, case in DECODES.items()},
         "prefill": {name: shown(name, prefill(*case)) for name, case in PREFILLS.items()},
+        "prefill with a soft cap": {name: shown(name, prefill(*PREFILLS[name], 50.0)) for name in CAPPED_PREFILLS},
     }
     print(json.dumps(report))
     return 0

@@ -23,7 +23,6 @@ class ChunkedBatch:
 
     def expected(self, rules: AttentionParams) -> Tensor:
         """The oracle's output [tokens, H, E], decodes excluded."""
-        assert rules.softcap is rules.sinks is None
         return torch.cat(
             [
                 reference_attention(self.q[chunk.tokens], k, v, rules)
@@ -33,9 +32,18 @@ class ChunkedBatch:
 
 
 def chunk_batch(
-    rows: list[tuple[int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: str = "cpu"
+    rows: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    v_size: int | None = None,
 ) -> ChunkedBatch:
-    """One chunk for each (cached tokens, new tokens), after two decodes that are ignored."""
+    """One chunk for each (cached tokens, new tokens), after two decodes that are ignored; values are as wide as keys
+    unless `v_size` says something else.
+    """
+    v_size = v_size or size
     generator = torch.Generator().manual_seed(0)
     widths = [-(-(before + count) // BLOCK) for before, count in rows]
     numbers = torch.randperm(sum(widths) + 3, generator=generator)[: sum(widths)].to(device).split(widths)
@@ -44,8 +52,8 @@ def chunk_batch(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    q, k, v = random(total, heads, size), random(total, kv_heads, size), random(total, kv_heads, size)
-    layer = random(sum(widths) + 3, BLOCK, kv_heads, size), random(sum(widths) + 3, BLOCK, kv_heads, size)
+    q, k, v = random(total, heads, size), random(total, kv_heads, size), random(total, kv_heads, v_size)
+    layer = random(sum(widths) + 3, BLOCK, kv_heads, size), random(sum(widths) + 3, BLOCK, kv_heads, v_size)
     chunks, contexts, start = [], [], 2
     for (before, count), blocks in zip(rows, numbers, strict=True):
         chunks.append(PrefillChunk(slice(start, start + count), before, blocks))

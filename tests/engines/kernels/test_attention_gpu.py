@@ -1,5 +1,6 @@
 """Every backend of paged attention on a real GPU, against the oracle and in a CUDA graph."""
 
+import prefill_cases
 import pytest
 import torch
 from chunk_batches import chunk_batch
@@ -23,6 +24,12 @@ def test_triton_decode_matches_the_oracle() -> None:
 
     cases = CASES | BFLOAT16
     errors = {name: error(case, "cuda", paged_decode, num_sms=case.num_sms) for name, case in cases.items()}
+    assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
+
+
+def test_triton_prefill_matches_the_oracle() -> None:
+    cases = prefill_cases.CASES | prefill_cases.BFLOAT16
+    errors = {name: prefill_cases.error(case, "cuda") for name, case in cases.items()}
     assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
 
 

@@ -133,7 +133,7 @@ def test_prompts_without_context_are_not_gathered() -> None:
         ({"sinks": torch.zeros(4)}, False),
     ],
 )
-def test_unsupported_inputs_use_the_torch_backends(
+def test_unsupported_inputs_use_other_backends(
     change: dict[str, object], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs: dict[str, Any] = {
@@ -152,6 +152,7 @@ def test_unsupported_inputs_use_the_torch_backends(
     assert attention._select_backends(q, (keys, values), params) == (attention._torch_decode, attention._torch_prefill)
     monkeypatch.setattr(attention, "_has_cuda_kernels", lambda _device: True)
     decode, prefill = attention._select_backends(q, (keys, values), params)
-    assert prefill is (attention._varlen_prefill if supported else attention._torch_prefill)
     same = inputs["cache"] is None
+    other = attention._triton_prefill if same else attention._torch_prefill
+    assert prefill is (attention._varlen_prefill if supported else other)
     assert decode is (attention._triton_decode if same else attention._torch_decode)

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tgis.engines.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +38,24 @@ class PrefillChunk:
     def seq_len(self) -> int:
         """Up to the last token of this step."""
         return self.num_computed_tokens + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PagedChunks:
+    """The prefill chunks of a flat batch."""
+
+    tokens: slice  # of the flat batch
+    cu_seqlens: Tensor  # int32 [chunks + 1]: cumulative numbers of queries, from 0
+    seq_lens: Tensor  # int32 [chunks]
+    block_tables: Tensor  # int64 [chunks, max blocks], padded with 0
+    max_tokens: int  # of a chunk
+
+
+def make_paged_chunks(chunks: list[PrefillChunk]) -> PagedChunks:
+    device, start = chunks[0].block_table.device, chunks[0].tokens.start
+    ends = [chunk.tokens.stop - start for chunk in chunks]
+    lengths = to_device([0, *ends, *(chunk.seq_len for chunk in chunks)], torch.int32, device)
+    block_tables = pad_sequence([chunk.block_table for chunk in chunks], batch_first=True)
+    most = max(chunk.num_tokens for chunk in chunks)
+    split = len(chunks) + 1
+    return PagedChunks(slice(start, start + ends[-1]), lengths[:split], lengths[split:], block_tables, most)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
@@ -94,8 +94,9 @@ def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> 
     """The fastest for the device, the dtypes and the parameters."""
     if not _has_cuda_kernels(q.device):
         return _torch_decode, _torch_prefill
-    decode = _triton_decode if q.dtype == kv_cache[0].dtype != torch.float64 else _torch_decode
-    return decode, _varlen_prefill if is_supported(q, *kv_cache, params) else _torch_prefill
+    if q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
+        return _torch_decode, _torch_prefill
+    return _triton_decode, _varlen_prefill if is_supported(q, *kv_cache, params) else _triton_prefill
 
 
 @cache
@@ -122,6 +123,21 @@ def _varlen_prefill(
     if batch.varlen_batches is None:
         batch.varlen_batches = make_varlen_batches(batch.chunks, kv_cache[0].shape[1])
     return varlen_prefill(q, k, v, kv_cache, batch.varlen_batches, params)
+
+
+def _triton_prefill(
+    batch: FlatBatch,
+    q: Tensor,
+    k: Tensor,  # noqa: ARG001 - in the cache already
+    v: Tensor,  # noqa: ARG001
+    kv_cache: _KVCache,
+    params: AttentionParams,
+) -> list[Tensor]:
+    from tgis.engines.kernels.cuda.paged_prefill import paged_prefill  # noqa: PLC0415 - as above
+
+    if batch.paged_chunks is None:
+        batch.paged_chunks = make_paged_chunks(batch.chunks)
+    return [paged_prefill(q, *kv_cache, batch.paged_chunks, params)]
 
 
 def _torch_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.kernels.attention_inputs import PrefillChunk
+from tgis.engines.kernels.attention_inputs import PagedChunks, PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
@@ -38,6 +38,7 @@ class FlatBatch:
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # float64, of the sampler, in the same copy
     decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
+    paged_chunks: PagedChunks | None = None  # likewise
 
     @property
     def num_decodes(self) -> int:

@@ -1,0 +1,75 @@
+"""Test cases of prefill attention in Triton, on a GPU or interpreted.
+
+`TRITON_INTERPRET=1 python prefill_cases.py` prints one line of JSON: for each case the largest difference from the
+oracle.
+"""
+
+import json
+from dataclasses import dataclass
+
+import torch
+from chunk_batches import ChunkedBatch, chunk_batch
+
+from tgis.engines.kernels.attention_inputs import AttentionParams, make_paged_chunks
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: list[tuple[int, int]]  # cached tokens and new ones of each chunk
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 16
+    v_size: int | None = None
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+NEW, MIXED = [(0, 40), (0, 2), (0, 16), (0, 17)], [(7, 30), (0, 5), (16, 2), (300, 33), (31, 170)]
+CASES = {
+    "prompts": Case(NEW),
+    "chunks with context": Case(MIXED),
+    "soft cap": Case(MIXED, softcap=2.0),
+    "sinks": Case(MIXED, sinks=True),
+    "window": Case(MIXED, window=20),
+    "window of one token": Case(MIXED, window=1),
+    "a window that is longer than the tiles": Case([(200, 300)], window=150, sinks=True),
+    "all at once": Case(MIXED, softcap=2.0, sinks=True, window=50),
+    "a head for each KV head, of 80": Case(MIXED, heads=2, size=80, softcap=2.0),
+    "one KV head, of 256": Case([(20, 50)], kv_heads=1, size=256, softcap=2.0),
+    "keys wider than values": Case(MIXED, size=24, v_size=16),
+    "float16": Case(MIXED, size=64, dtype=torch.float16, softcap=2.0, sinks=True),
+}
+BFLOAT16 = {  # Triton cannot interpret bfloat16
+    "Gemma": Case([(100, 600), (0, 20)], 8, 4, 256, dtype=torch.bfloat16, window=300, softcap=50.0),
+    "GPT-OSS": Case([(100, 600), (0, 20)], 64, 8, 64, dtype=torch.bfloat16, window=128, sinks=True),
+    "DeepSeek": Case([(100, 600), (0, 20)], 16, 16, 192, 128, dtype=torch.bfloat16),
+}
+
+
+def inputs(case: Case, device: str) -> tuple[ChunkedBatch, AttentionParams]:
+    made = chunk_batch(case.rows, case.heads, case.kv_heads, case.size, case.dtype, device, case.v_size)
+    sinks = torch.randn(case.heads, generator=torch.Generator().manual_seed(1)).to(device, case.dtype)
+    return made, AttentionParams(2 * case.size**-0.5, case.window, case.softcap, sinks if case.sinks else None)
+
+
+def error(case: Case, device: str) -> float:
+    """The largest difference from the oracle; infinity for NaN."""
+    from tgis.engines.kernels.cuda.paged_prefill import paged_prefill
+
+    made, params = inputs(case, device)
+    output = paged_prefill(made.q, *made.layer, make_paged_chunks(made.batch.chunks), params)
+    difference = (output.double() - made.expected(params)).abs().max().item()
+    return float("inf") if difference != difference else difference
+
+
+def main() -> None:
+    from triton_interpreter import repair
+
+    repair()
+    print(json.dumps({name: error(case, "cpu") for name, case in CASES.items()}))
+
+
+if __name__ == "__main__":
+    main()
