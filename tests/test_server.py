@@ -1,0 +1,68 @@
+"""tgis.server: what ends a start that waits for an adapter of LORA_MODULES."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_parsing import read
+from harness import run_async
+
+from tgis.errors import StartError
+from tgis.frontend import engine_queries
+from tgis.frontend.engine_client import EngineClient
+from tgis.ipc.messages import EngineInfo, Ready
+from tgis.models.fake import make_fake_model
+from tgis.server import Server, prepare
+
+INFO = EngineInfo("x", "X", "cpu", "float32", 257, False, False, 4, 1000, 64, lora_targets={"q_proj": (8, 8)})
+
+
+class Waits:
+    """An engine's transport; `asked` is done when the first message has been sent."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def write(self, data: bytes) -> None:
+        if not self.asked.done():
+            self.asked.set_result(data)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(engine_queries, "ADAPTER_TIMEOUT", 1e6)
+    model, adapter = make_fake_model(tmp_path / "model"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    options = {"MODEL_NAME": str(model), "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": str(tmp_path)}
+    return prepare(read(**options, LORA_MODULES=f"x={adapter}"))
+
+
+async def waiting(server: Server, stop: asyncio.Future[None]) -> tuple[EngineClient, "asyncio.Task[Any]"]:
+    """A start that has asked the engine for the adapter."""
+    client, transport = EngineClient(), Waits()
+    client._transport = transport  # type: ignore[assignment]
+    client.handle(Ready(INFO))
+    start = asyncio.create_task(server._wait_until_ready(client, stop))
+    assert b"resolve_adapter" in await transport.asked
+    return client, start
+
+
+@run_async
+async def test_a_signal_does(server: Server) -> None:
+    stop = asyncio.get_running_loop().create_future()
+    _, start = await waiting(server, stop)
+    stop.set_result(None)
+    assert await start is None
+
+
+@run_async
+async def test_the_end_of_the_engine_does_and_is_the_reason(server: Server) -> None:
+    client, start = await waiting(server, asyncio.get_running_loop().create_future())
+    client._dead = True
+    client._adapter_queries.fail("the engine process has ended")
+    await asyncio.sleep(0)
+    client.died.set_result("the engine process was ended by signal 9")
+    with pytest.raises(StartError, match="signal 9"):
+        await start or server._exit_code(client, asyncio.get_running_loop().create_future())
