@@ -1,0 +1,120 @@
+"""What the most expensive message in each field costs a real server: event loop, memory and reply."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from harness import Server, running_module
+from measured_server import LoopMeter
+from repository import REPOSITORY
+from worst_cases import RPCS, WorstCase, worst_cases
+
+from tgis.models.fake import make_fake_model
+
+MAX_LENGTH = 4096
+PATHS = [str(REPOSITORY), str(REPOSITORY / "tests" / "support")]
+CASES = list(worst_cases(MAX_LENGTH))
+WATCH_SECONDS = 0.2  # a stream without end is left after that
+PROPER = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "NOT_FOUND", "still open"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one call, to the front end."""
+
+    status: str
+    callback: float  # seconds of the CPU that one callback held the event loop, at most
+    lag: float  # seconds by which the loop was late, at most; whatever else the machine does counts, too
+    memory: int  # bytes at the peak beyond those before
+    reply: int  # bytes of all messages
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredServer:
+    server: Server
+    meter: LoopMeter
+
+    def cost(self, case: WorstCase) -> Cost:
+        process = Path("/proc", str(self.server.process.pid))
+        (process / "clear_refs").write_text("5")  # forget the peak
+        before = memory(process, "VmRSS")
+        self.meter.reset()
+        status, reply = asyncio.run(call(self.server, case))
+        callback, lag = self.meter.read()
+        return Cost(status, callback, lag, memory(process, "VmHWM") - before, reply)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeasuredServer]:
+    directory = tmp_path_factory.mktemp("worst")
+    model = make_fake_model(directory / "model", MAX_LENGTH)
+    meter = LoopMeter.create(directory / "meter")
+    command = ["measured_server", str(directory / "meter")]
+    with running_module(
+        command, directory, MODEL_NAME=model, DEPLOYMENT_FRAMEWORK="fake", PYTHONPATH=os.pathsep.join(PATHS)
+    ) as server:
+        yield MeasuredServer(server, meter)
+
+
+def memory(process: Path, name: str) -> int:
+    """Bytes."""
+    (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+async def call(server: Server, case: WorstCase) -> tuple[str, int]:
+    """The status, and the bytes of the reply."""
+    size, options = 0, [("grpc.max_receive_message_length", -1)]
+    async with grpc.aio.insecure_channel(server.target, options=options) as channel:
+        stream = channel.stream_stream(f"/{case.method}", bytes, bytes)(iter([case.data]), timeout=120)
+        try:
+            async with asyncio.timeout(WATCH_SECONDS if case.method.endswith("Watch") else None):
+                async for message in stream:
+                    size += len(message)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name, size
+        except TimeoutError:
+            return "still open", size
+    return "OK", size
+
+
+def test_there_is_a_case_for_every_rpc() -> None:
+    assert {case.method for case in CASES} == RPCS.keys()
+
+
+def test_no_field_holds_the_event_loop_or_takes_much_memory(measured: MeasuredServer) -> None:
+    check({case: measured.cost(case) for case in CASES if not case.is_slow})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_combination_of_fields_does(measured: MeasuredServer) -> None:
+    """Prints what docs/security.md shows."""
+    costs = {case: measured.cost(case) for case in CASES}
+    print(table(costs))
+    check(costs)
+
+
+def check(costs: dict[WorstCase, Cost]) -> None:
+    """The ceilings leave room for slow machines: they are about five times what is measured."""
+    assert max(cost.callback for cost in costs.values()) > 0, "the loop is not measured"
+    for case, cost in costs.items():
+        assert cost.status in PROPER, (case, cost)
+        assert cost.callback < 0.1 + cost.reply * 10e-9, (case, cost)  # a reply is copied as a whole
+        # this tokenizer cannot cut texts: each byte is a token, of some 150 bytes
+        assert cost.memory < (128 << 20) + (512 * len(case.data) if case.is_slow else 0), (case, cost)
+        assert cost.reply < (1 << 20) + 16 * len(case.data) + (16 << 20 if case.is_slow else 0), (case, cost)
+
+
+def table(costs: dict[WorstCase, Cost]) -> str:
+    rows = [
+        f"| {case} | {cost.status} | {cost.callback * 1e3:.0f} | {cost.lag * 1e3:.0f} "
+        f"| {cost.memory / 2**20:.0f} | {cost.reply / 2**20:.1f} |"
+        for case, cost in costs.items()
+    ]
+    head = ["| RPC and field | Status | Callback, ms of CPU | Lag, ms | Memory, MiB | Reply, MiB |", "|---" * 6 + "|"]
+    return "\n".join(["", *head, *rows])
