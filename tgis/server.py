@@ -112,7 +112,10 @@ class Server:
         self._adapter_store = _adapter_store_options(config, self._limits)
         self._calls = OpenCalls(config)
         self._servicer = GenerationServicer(
-            self._calls, bearer_auth=self._tokens is not None, deadline_partial=config.deadline_partial
+            self._calls,
+            bearer_auth=self._tokens is not None,
+            limit_by_address=config.limit_by_address,
+            deadline_partial=config.deadline_partial,
         )
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
@@ -193,7 +196,10 @@ class Server:
                 input_vocab_size=info.input_vocab_size,
             ),
             max_concurrent_inputs=config.max_concurrent_requests,
+            max_client_inputs=config.max_concurrent_requests_per_client or config.max_concurrent_requests,
             max_tokenize_inputs=config.max_tokenize_inputs,
+            max_memory=config.max_call_memory_mb << 20,
+            max_client_memory=config.max_call_memory_mb_per_client << 20,
             max_queued_tokens=config.max_queued_tokens,
             random_seed=config.random_seed,
             log_text=config.log_text,

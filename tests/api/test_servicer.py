@@ -1,6 +1,7 @@
 """The gRPC API end to end: a server process with the fake engine, which repeats its prompt, and generated stubs."""
 
 import math
+import re
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("service")
     model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.005, poison_token=0)
     options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "MAX_TOKENIZE_INPUTS": MAX_TEXTS}
+    options["MAX_CALL_MEMORY_MB_PER_CLIENT"] = 64
     with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 
@@ -442,6 +444,13 @@ def test_streams_that_nobody_reads_keep_no_permits(server: Server, stub: Stub) -
         full = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")] * MAX_INPUTS)
         texts = [response.text for response in stub.Generate(full, timeout=30).responses]
     assert texts == ["abcabcabcabcabcabcab"] * MAX_INPUTS
+
+
+def test_a_call_that_takes_too_much_memory(stub: Stub) -> None:
+    request = pb.BatchedTokenizeRequest(requests=[{"text": "x" * ((4 << 20) - 100)}], return_tokens=True)
+    error = failure(lambda: stub.Tokenize(request))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert re.fullmatch(r"the call takes \d{8} bytes of memory, at most 67108864 allowed", error.details())
 
 
 def test_overload_is_checked_before_validation_and_says_when_to_retry(stub: Stub) -> None:

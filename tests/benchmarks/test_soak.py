@@ -16,6 +16,7 @@ from benchmarks.soak.cases import Answer, assemble_answer, difference
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
 from tgis.errors import InvalidRequest
+from tgis.frontend.budget import Account, MemoryBudget
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.request_log import RequestLog
@@ -155,7 +156,8 @@ def test_discrepancies_are_found(change: Callable[[Metrics, ClientLog], object],
 
 
 def batch_of(inputs: int) -> GenerateCall:
-    return GenerateCall(CallKind.BATCH, ["text"] * inputs, ["text"] * inputs, RawParams())
+    account = Account(MemoryBudget(1, 1), b"")
+    return GenerateCall(CallKind.BATCH, ["text"] * inputs, ["text"] * inputs, RawParams(), account)
 
 
 def test_inputs_of_a_call_cancelled_before_queueing_are_counted_as_ended() -> None:

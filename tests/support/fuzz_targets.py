@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
-from google.protobuf.message import DecodeError
 
 from tgis import config
-from tgis.api.grpc import convert
+from tgis.api.grpc import convert, wire
 from tgis.errors import OptionError, RequestError, TgisError
+from tgis.frontend.budget import Account, MemoryBudget
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from tgis.prompts.tensor_file import TargetModel
 from tgis.security.bearer import TokenFile
 
 SEPARATOR = b"\n\xff\n"  # between the files of an input
-MAX_LENGTH, MAX_NEW = 64, 60
+MAX_LENGTH, MAX_NEW, MAX_INPUTS = 64, 60, 100
 ADAPTER_BYTES = 1 << 16
 _LINEARS = {"model.layers.0.q_proj": (16, 24), "model.layers.0.up_proj": (16, 40)}
 _TARGET = TargetModel(16, 8, torch.float32, torch.device("cpu"), encoder_decoder=None, lora_targets=_LINEARS)
@@ -61,16 +61,18 @@ def _resent(kind: Any, pieces: list[bytes]) -> list[bytes] | None:
 
 def requests(data: bytes) -> None:
     """Conversion and validation: what gets through is within the limits, and can be sent to the engine."""
-    with contextlib.suppress(DecodeError), _tgis_errors():
+    account = Account(MemoryBudget(1 << 30, 1 << 30), b"")
+    with _tgis_errors():
         match data[:1]:
             case b"\0":
-                single = pb.SingleGenerationRequest.FromString(data[1:])
-                _validate(convert.generate_stream_call(single, b"", None))
+                single = wire.parse(data[1:], pb.SingleGenerationRequest, 1)
+                _validate(convert.generate_stream_call(single, account, b"", None))
             case b"\1":
-                convert.tokenize_call(pb.BatchedTokenizeRequest.FromString(data[1:]))
+                texts = wire.parse(data[1:], pb.BatchedTokenizeRequest, MAX_INPUTS)
+                convert.tokenize_call(texts, len(data), account)
             case _:
-                batch = pb.BatchedGenerationRequest.FromString(data[1:])
-                _validate(convert.generate_call(batch, b"", None, None))
+                batch = wire.parse(data[1:], pb.BatchedGenerationRequest, MAX_INPUTS)
+                _validate(convert.generate_call(batch, account, b"", None, None))
 
 
 def _validate(call: GenerateCall) -> None:

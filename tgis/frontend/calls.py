@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 
+from tgis.frontend.budget import Account
 from tgis.frontend.sampling_params import RawParams
 
 
@@ -22,6 +23,7 @@ class GenerateCall:
     texts: list[str]
     fields: list[str]  # longer than `texts` where an input is missing
     params: RawParams
+    account: Account
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
     correlation_id: str | None = None  # for logs
@@ -33,6 +35,8 @@ class TokenizeCall:
     """A call to tokenize."""
 
     texts: list[str]
+    num_bytes: int  # of the message
+    account: Account
     truncate_input_tokens: int  # keep the last so many; 0 keeps all
     return_tokens: bool
     return_offsets: bool

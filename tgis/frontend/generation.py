@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, RequestError, Unavailable
 from tgis.frontend.adapters import AdapterClient
+from tgis.frontend.budget import INPUT, OFFSETS_PER_BYTE, TOKENS_PER_BYTE, MemoryBudget, details_price
 from tgis.frontend.calls import GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
@@ -36,7 +37,10 @@ class ServerInfo:
     engine: EngineInfo
     limits: RequestLimits
     max_concurrent_inputs: int
+    max_client_inputs: int  # of the calls of one client
     max_tokenize_inputs: int  # of a call
+    max_memory: int  # bytes that all calls hold
+    max_client_memory: int  # bytes that the calls of one client hold, or one call
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     random_seed: int | None  # None: different seeds in every run
     log_text: bool
@@ -70,7 +74,8 @@ class Generator:
         self._metrics = metrics
         self.slicer = Slicer()  # of all long work on the loop
         self._seeds = random.Random(server_info.random_seed)
-        self._permits = Permits(server_info.max_concurrent_inputs)
+        self.memory = MemoryBudget(server_info.max_memory, server_info.max_client_memory)
+        self._permits = Permits(server_info.max_concurrent_inputs, server_info.max_client_inputs)
         self.num_inputs = 0  # of open calls
         self.num_cancelled = 0  # ever, by clients or by the end of the server
         self._accepting = True
@@ -116,6 +121,8 @@ class Generator:
         started, tokenizer = time.monotonic(), self._tokenizer
         self._metrics.tokenize_started(len(call.texts))
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
+        per_byte = TOKENS_PER_BYTE * call.return_tokens + OFFSETS_PER_BYTE * call.return_offsets
+        call.account.charge(INPUT * len(call.texts) + per_byte * call.num_bytes)
         async with self._adapters.acquire(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
@@ -158,8 +165,9 @@ class Generator:
         num_inputs = len(call.fields)
         if not self._accepting:
             raise Unavailable("the server is shutting down")
-        _check_num_inputs(num_inputs, self.server_info.max_concurrent_inputs)
-        permit = self._permits.take(num_inputs)
+        _check_num_inputs(num_inputs, self._permits.most_of_a_call(call.account.client))
+        call.account.charge(INPUT * num_inputs)
+        permit = self._permits.take(num_inputs, call.account.client)
         self.num_inputs += num_inputs
         try:
             yield permit
@@ -201,6 +209,7 @@ class Generator:
                 )
                 for field, encoding in some
             ]
+        call.account.charge(details_price(sum(len(one.tokens) for one in requests), params.given.logprob_options))
         self._check_queue(requests)
         log.validated(requests, params)
         return requests

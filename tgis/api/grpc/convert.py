@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from tgis.api.grpc import wire
+from tgis.frontend.budget import Account
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
@@ -33,7 +34,11 @@ HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.Batch
 
 
 def generate_call(
-    message: pb.BatchedGenerationRequest, identity: bytes, correlation_id: str | None, answer_deadline: float | None
+    message: pb.BatchedGenerationRequest,
+    account: Account,
+    identity: bytes,
+    correlation_id: str | None,
+    answer_deadline: float | None,
 ) -> GenerateCall:
     texts = [request.text for request in message.requests]
     return GenerateCall(
@@ -41,6 +46,7 @@ def generate_call(
         texts=texts,
         fields=[f"requests[{index}].text" for index in range(len(texts))],
         params=raw_params(message.params),
+        account=account,
         identity=identity,
         adapter=_adapter(message),
         correlation_id=correlation_id,
@@ -49,13 +55,14 @@ def generate_call(
 
 
 def generate_stream_call(
-    message: pb.SingleGenerationRequest, identity: bytes, correlation_id: str | None
+    message: pb.SingleGenerationRequest, account: Account, identity: bytes, correlation_id: str | None
 ) -> GenerateCall:
     return GenerateCall(
         kind=CallKind.STREAM,
         texts=[message.request.text] if message.HasField("request") else [],
         fields=["request.text"],
         params=raw_params(message.params),
+        account=account,
         identity=identity,
         adapter=_adapter(message),
         correlation_id=correlation_id,
@@ -119,9 +126,11 @@ async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
     return b"".join(parts)
 
 
-def tokenize_call(message: pb.BatchedTokenizeRequest) -> TokenizeCall:
+def tokenize_call(message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account) -> TokenizeCall:
     return TokenizeCall(
         texts=[request.text for request in message.requests],
+        num_bytes=num_bytes,
+        account=account,
         truncate_input_tokens=message.truncate_input_tokens,
         return_tokens=message.return_tokens,
         return_offsets=message.return_offsets,

@@ -1,7 +1,8 @@
 """fmaas.GenerationService: converts messages and delegates to the Generator."""
 
 import time
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from tgis.api.grpc.handlers import stream_handler, unary_handler
 from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 from tgis.api.grpc.status import Context
 from tgis.errors import Unavailable
+from tgis.frontend.budget import MESSAGE_BYTE, Account
 from tgis.frontend.generation import Generator
 from tgis.pb import generation_pb2 as pb
 from tgis.security.bearer import caller_identity
@@ -23,10 +25,18 @@ _BYTES_PER_SLICE_UNIT = 256  # of a message
 class GenerationServicer:
     """The four RPCs; UNAVAILABLE while `generator` is None."""
 
-    def __init__(self, calls: OpenCalls, *, bearer_auth: bool = False, deadline_partial: bool = False) -> None:
+    def __init__(
+        self,
+        calls: OpenCalls,
+        *,
+        bearer_auth: bool = False,
+        limit_by_address: bool = False,
+        deadline_partial: bool = False,
+    ) -> None:
         self.generator: Generator | None = None
         self._calls = calls
         self._bearer_auth = bearer_auth
+        self._limit_by_address = limit_by_address
         self._deadline_partial = deadline_partial
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
@@ -40,30 +50,42 @@ class GenerationServicer:
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
     async def _generate(self, data: bytes, context: Context) -> bytes:
-        generator = self._require_generator()
-        max_inputs = generator.server_info.max_concurrent_inputs
-        message = await _parse(data, pb.BatchedGenerationRequest, generator, max_inputs)
-        identity, deadline = self._identity(context), self._answer_deadline(context)
-        call = convert.generate_call(message, identity, logs.correlation_id(), deadline)
-        return await convert.generate_reply(await generator.generate(call), generator.slicer)
+        with self._admitted(data, context) as (generator, account):
+            max_inputs = generator.server_info.max_concurrent_inputs
+            message = await _parse(data, pb.BatchedGenerationRequest, generator, max_inputs)
+            identity, deadline = self._identity(context), self._answer_deadline(context)
+            call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline)
+            return await convert.generate_reply(await generator.generate(call), generator.slicer)
 
     async def _generate_stream(self, data: bytes, stream: OpenCall) -> None:
-        generator = self._require_generator()
-        message = await _parse(data, pb.SingleGenerationRequest, generator, max_inputs=1)
-        call = convert.generate_stream_call(message, self._identity(stream.context), logs.correlation_id())
-        async with aclosing(generator.stream(call)) as outputs:
-            async for output in outputs:
-                await stream.write(await convert.generation_response(output, generator.slicer))
+        with self._admitted(data, stream.context) as (generator, account):
+            message = await _parse(data, pb.SingleGenerationRequest, generator, max_inputs=1)
+            call = convert.generate_stream_call(message, account, self._identity(stream.context), logs.correlation_id())
+            async with aclosing(generator.stream(call)) as outputs:
+                async for output in outputs:
+                    await stream.write(await convert.generation_response(output, generator.slicer))
 
-    async def _tokenize(self, data: bytes, _context: Context) -> bytes:
-        generator = self._require_generator()
-        max_inputs = generator.server_info.max_tokenize_inputs
-        message = await _parse(data, pb.BatchedTokenizeRequest, generator, max_inputs)
-        return await convert.tokenize_reply(await generator.tokenize(convert.tokenize_call(message)), generator.slicer)
+    async def _tokenize(self, data: bytes, context: Context) -> bytes:
+        with self._admitted(data, context) as (generator, account):
+            max_inputs = generator.server_info.max_tokenize_inputs
+            message = await _parse(data, pb.BatchedTokenizeRequest, generator, max_inputs)
+            call = convert.tokenize_call(message, len(data), account)
+            return await convert.tokenize_reply(await generator.tokenize(call), generator.slicer)
 
     async def _model_info(self, data: bytes, _context: Context) -> bytes:
         wire.parse(data, pb.ModelInfoRequest)
         return convert.model_info_response(self._require_generator().server_info).SerializeToString()
+
+    @contextmanager
+    def _admitted(self, data: bytes, context: Context) -> Iterator[tuple[Generator, Account]]:
+        """A call that the server can take, with what it holds in memory; its message is in there already."""
+        generator = self._require_generator()
+        client = self._identity(context)
+        if not client and self._limit_by_address:
+            client = context.peer().rpartition(":")[0].encode()
+        with generator.memory.account(client) as account:
+            account.charge(MESSAGE_BYTE * len(data))
+            yield generator, account
 
     def _identity(self, context: Context) -> bytes:
         return caller_identity(context, bearer_auth=self._bearer_auth)
