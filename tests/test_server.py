@@ -1,6 +1,7 @@
-"""tgis.server: what ends a start that waits for an adapter of LORA_MODULES."""
+"""tgis.server: what ends a start that waits for an adapter of LORA_MODULES; how the engine is watched."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from harness import run_async
 from tgis.errors import StartError
 from tgis.frontend import engine_queries
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.engine_watchdog import EngineWatchdog
 from tgis.ipc.messages import EngineInfo, Ready
 from tgis.models.fake import make_fake_model
 from tgis.server import Server, prepare
@@ -66,3 +68,13 @@ async def test_the_end_of_the_engine_does_and_is_the_reason(server: Server) -> N
     client.died.set_result("the engine process was ended by signal 9")
     with pytest.raises(StartError, match="signal 9"):
         await start or server._exit_code(client, asyncio.get_running_loop().create_future())
+
+
+@run_async
+async def test_a_long_start_is_no_pause(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    client, loop = EngineClient(), asyncio.get_running_loop()
+    client._watchdog = EngineWatchdog(time.monotonic() - 100)
+    stop = loop.create_future()
+    loop.call_soon(stop.set_result, None)
+    await server._monitor(server._make_grpc_server(), client, stop)
+    assert not any("did not run" in message for message in caplog.messages)

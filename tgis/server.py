@@ -228,6 +228,7 @@ class Server:
     async def _monitor(self, grpc_server: GrpcServer, client: EngineClient, stop: asyncio.Future[None]) -> None:
         """Return on a signal or when the engine dies; kill it if it has work but finishes no step for too long."""
         limit = self._config.step_timeout_seconds
+        client.tick()  # nobody has, while the model was loading
         while not stop.done() and not client.died.done():
             if (late := client.tick()) > _LATE_SECONDS:
                 log.warning("this process did not run for %.1f s: it was paused, or busy with something else", late)
