@@ -49,7 +49,7 @@ class Figures:
     first_token_p50: float = 0.0
     first_token_p99: float = 0.0
     streams: int = 0
-    failed: dict[str, int] = field(default_factory=dict)  # honest streams, by status
+    failed: dict[str, int] = field(default_factory=dict)  # honest streams, by reason
     wrong: int = 0  # answers
     slowest_health: float = 0.0
     unhealthy: int = 0  # probes
@@ -91,7 +91,8 @@ async def _stream_until(server: Server, number: int, until: float, figures: Figu
                     got += message.text
                 figures.wrong += got != (text * _TOKENS)[:_TOKENS]
             except grpc.aio.AioRpcError as error:
-                figures.failed[error.code().name] = figures.failed.get(error.code().name, 0) + 1
+                reason = f"{error.code().name}: {error.details()}"
+                figures.failed[reason] = figures.failed.get(reason, 0) + 1
                 await asyncio.sleep(0.1)
 
 

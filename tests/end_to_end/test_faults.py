@@ -1,5 +1,6 @@
 """Faults around the service: dead and stuck engines, signals, lack of memory, and failing starts."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -18,9 +19,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Server, as_stream_request, running_server, server_environment, unary_request
+from harness import Server, as_stream_request, run_async, running_server, server_environment, unary_request
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message
 
+from benchmarks.chaos.attacks import channel
+from benchmarks.chaos.http2 import Target, connect, grpc_message
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
@@ -337,6 +340,24 @@ def test_temporary_files_are_in_the_cache_directory_until_the_server_ends(tmp_pa
         assert f"TMPDIR={used}".encode() in environ
         assert server.stop() == 0
     assert [path for path in temporary.iterdir() if path.is_dir()] == []
+
+
+@run_async
+async def test_a_burst_of_cancelled_calls_cancels_no_other(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(start(tmp_path))
+        target = Target(server.grpc_port, server.http_port)
+        stub: Any = pb_grpc.GenerationServiceStub(await stack.enter_async_context(channel(target)))
+        await stub.Generate(unary_request("abc", 3))
+        hostile = [await stack.enter_async_context(connect(target)) for _ in range(5)]
+        server.process.send_signal(signal.SIGSTOP)  # so that all arrive at once
+        message = grpc_message(as_stream_request(unary_request("abc", 5)).SerializeToString())
+        for connection in hostile * 1000:
+            await connection.reset(await connection.open_call("/fmaas.GenerationService/GenerateStream", message))
+        server.process.send_signal(signal.SIGCONT)
+        for _ in range(20):
+            answers = await asyncio.gather(*(stub.Generate(unary_request("abc", 3)) for _ in range(5)))
+            assert {answer.responses[0].text for answer in answers} == {"abc"}
 
 
 def test_nohup(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tgis.errors import StartError
 from tgis.security.tls import Certificates
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
+MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
 MIN_CLIENT_PING_MS = 5_000  # gRPC's default of five minutes disconnects clients with common keepalive settings
 
 
@@ -80,6 +81,8 @@ def _channel_arguments(config: Config) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", int(config.grpc_keepalive_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_CLIENT_PING_MS),
     ]
 
