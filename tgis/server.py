@@ -52,6 +52,7 @@ from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
 from tgis.utils import logs, stop_signals
+from tgis.utils.scratch_directory import scratch_directory
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,10 @@ def run(config: Config) -> int:
     """Serve until a signal, then return 0; StartError if the server cannot start or the engine fails."""
     server = prepare(config)
     server.convert_weights()  # not part of a check: it may take minutes
-    return asyncio.run(server.serve())
+    with scratch_directory(config.cache_dir / "tmp") as scratch:
+        if scratch:  # also of compilers: what they make becomes code, so nobody else may write there
+            os.environ["TMPDIR"] = str(scratch)
+        return asyncio.run(server.serve())
 
 
 def prepare(config: Config) -> "Server":

@@ -1,7 +1,6 @@
 """`tgis serve`: parse the options, set up logging and the environment, then run the server or only check it."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -11,7 +10,6 @@ from tgis.errors import OptionError, StartError
 from tgis.utils import logs
 from tgis.utils.file_limit import raise_file_limit
 from tgis.utils.options import Option, declared_options, format_value
-from tgis.utils.scratch_directory import scratch_directory
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +36,9 @@ def _serve(config: Config) -> int:
     try:
         raise_file_limit()
         prepare_environment(config)
-        with scratch_directory(config.cache_dir / "tmp") as scratch:
-            if scratch:  # compilers build there, too: what others can write to must not become code
-                os.environ["TMPDIR"] = str(scratch)
-            from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
+        from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
 
-            return server.run(config)
+        return server.run(config)
     except StartError as error:
         logs.write_termination_message(config.termination_log, str(error))
         if not config.json_output:

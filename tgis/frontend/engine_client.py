@@ -5,6 +5,8 @@ Knows no text and no gRPC. The engine's death is end-of-file on the socket: ever
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 import time
@@ -138,7 +140,7 @@ class EngineClient:
         assert self._process is not None
         self._death_cause = self._death_cause or cause
         if self._process.returncode is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # compilers that it has started as well
 
     async def stop(self) -> None:
         """Shut the engine process down and wait for its exit; kill it after a timeout."""

@@ -1,0 +1,27 @@
+"""tgis.frontend.engine_client: the engine process as a process. Its messages are tested with what they are about."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+from harness import run_async
+
+from tgis.frontend.engine_client import EngineClient
+
+ENGINE_WITH_COMPILER = "sleep 1000 & echo $!; wait"
+
+
+@run_async
+async def test_a_kill_ends_what_the_engine_process_has_started() -> None:
+    client = EngineClient()
+    client._process = process = await asyncio.create_subprocess_exec(
+        "sh", "-c", ENGINE_WITH_COMPILER, stdout=asyncio.subprocess.PIPE, process_group=0
+    )
+    assert process.stdout is not None
+    child = int(await process.stdout.readline())
+    client.kill("a test")
+    assert await process.wait() == -signal.SIGKILL
+    assert await process.stdout.read() == b""  # its writing end is closed: nobody runs who has it open
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+    client.kill("again")
