@@ -90,5 +90,6 @@ def test_bytes_that_are_no_message(data: bytes) -> None:
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 70_000, 3_000_000])
 def test_serialized_messages_become_fields(size: int) -> None:
     one = pb.TokenizeResponse(tokens=["x" * size])
-    field = wire.length_delimited(1, one.SerializeToString())
-    assert pb.BatchedTokenizeResponse.FromString(field * 2).responses[:] == [one, one]
+    field = wire.length_delimited(1, [one.SerializeToString(), one.SerializeToString()])
+    one.tokens.append(one.tokens[0])
+    assert pb.BatchedTokenizeResponse.FromString(b"".join(field * 2)).responses[:] == [one, one]

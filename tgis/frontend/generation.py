@@ -29,6 +29,8 @@ from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
 from tgis.utils.slices import Slicer
 
+_INPUT_COST = 16  # units of a slice
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -95,7 +97,7 @@ class Generator:
                 requests = await self._prepare(call, params, adapter, log)
                 eager = bool(params.given.stop_sequences)
                 with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
-                    outputs = log.track(self._output_builders(queues, call, params))
+                    outputs = log.track(await self._output_builders(queues, call, params))
                     await _all_or_first_error([self._collect(output, log) for output in outputs])
                     return [output.final() for output in outputs]
 
@@ -107,7 +109,7 @@ class Generator:
             async with self._adapters.acquire(call.adapter) as adapter:
                 requests = await self._prepare(call, params, adapter, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
-                    (output,) = log.track(self._output_builders(queues, call, params))
+                    (output,) = log.track(await self._output_builders(queues, call, params))
                     output.queue.on_end = lambda: permit.output_complete(output.unread_bytes)
                     yield output.first_chunk()
                     while not output.stop_reason:
@@ -142,13 +144,14 @@ class Generator:
             for encoding in encodings
         ]
 
-    def _output_builders(
+    async def _output_builders(
         self, queues: list[OutputQueue], call: GenerateCall, params: ResolvedParams
     ) -> list[OutputBuilder]:
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         return [
             OutputBuilder(queue, text, params, self._decoder, separator=separator)
-            for queue, text in zip(queues, call.texts, strict=True)
+            async for some in self.slicer.slices(zip(queues, call.texts, strict=True), cost=_INPUT_COST)
+            for queue, text in some
         ]
 
     async def _collect(self, output: OutputBuilder, log: RequestLog) -> None:
@@ -194,7 +197,7 @@ class Generator:
         encodings = await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, limit))
         log.inputs_tokenized([encoding.num_tokens for encoding in encodings])
         requests = []
-        async for some in self.slicer.slices(zip(call.fields, encodings, strict=True), cost=16):
+        async for some in self.slicer.slices(zip(call.fields, encodings, strict=True), cost=_INPUT_COST):
             requests += [
                 make_request(
                     self._client.next_id(),

@@ -138,8 +138,12 @@ class Tokenizer:
         else:
             parts.append(_unplaced(before))
             num_tokens += len(before)
-        ids = list(chain.from_iterable(part.ids for part in reversed(parts)))
-        offsets = list(chain.from_iterable(part.offsets for part in reversed(parts))) if wanted.offsets else []
+        ids: list[int] = []
+        offsets: Offsets = []
+        for part in reversed(parts):
+            ids += part.ids
+            offsets += part.offsets if wanted.offsets else []
+            await asyncio.sleep(0)  # there may be hundreds
         return _keep(ids, offsets, num_tokens, wanted.keep)
 
     def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> Encoding:
@@ -244,7 +248,9 @@ def _unplaced(ids: list[int]) -> Encoding:
 
 
 def _keep(ids: list[int], offsets: Offsets, num_tokens: int, keep: int | None) -> Encoding:
-    first = 0 if keep is None else max(len(ids) - keep, 0)
+    if keep is None or keep >= len(ids):
+        return Encoding(ids, offsets, num_tokens)
+    first = len(ids) - keep
     return Encoding(ids[first:], offsets[first:], num_tokens)
 
 

@@ -29,6 +29,7 @@ _FIELD_PATHS = {
 
 _RESPONSES = pb.BatchedGenerationResponse.RESPONSES_FIELD_NUMBER
 assert pb.BatchedTokenizeResponse.RESPONSES_FIELD_NUMBER == _RESPONSES
+_OUTPUT_COST = 8  # units of a slice, without tokens
 
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
@@ -100,13 +101,20 @@ def field_path(field: str) -> str:
 
 async def generate_reply(outputs: list[RequestOutput], slicer: Slicer) -> bytes:
     """A serialized BatchedGenerationResponse."""
-    return b"".join(
-        [wire.length_delimited(_RESPONSES, await generation_response(output, slicer)) for output in outputs]
-    )
+    parts = []
+    async for some in slicer.slices(outputs, cost=_OUTPUT_COST):
+        for output in some:
+            parts += wire.length_delimited(_RESPONSES, await _generation_response(output, slicer))
+    return b"".join(parts)
 
 
 async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
-    """A serialized GenerationResponse: concatenated messages are one with the fields of all."""
+    """A serialized GenerationResponse."""
+    return b"".join(await _generation_response(output, slicer))
+
+
+async def _generation_response(output: RequestOutput, slicer: Slicer) -> list[bytes]:
+    """Its parts: concatenated messages are one with the fields of all."""
     response = pb.GenerationResponse(
         text=output.text,
         input_token_count=output.input_token_count,
@@ -117,13 +125,13 @@ async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
     )
     if not output.input_tokens and len(output.tokens) <= 1:  # nearly all messages of streams
         response.tokens.extend(_token_infos(output.tokens))
-        return response.SerializeToString()
+        return [response.SerializeToString()]
     parts = [response.SerializeToString()]
     async for tokens in slicer.slices(output.tokens, cost=output.details_per_token):
         parts += [pb.GenerationResponse(tokens=_token_infos(tokens)).SerializeToString()]
     async for tokens in slicer.slices(output.input_tokens, cost=output.details_per_token):
         parts += [pb.GenerationResponse(input_tokens=_token_infos(tokens)).SerializeToString()]
-    return b"".join(parts)
+    return parts
 
 
 def tokenize_call(message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account) -> TokenizeCall:
@@ -142,18 +150,19 @@ async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer) -> byt
     """A serialized BatchedTokenizeResponse."""
     parts = []
     async for some in slicer.slices(tokenized):
-        parts += [wire.length_delimited(_RESPONSES, await _tokenize_response(one, slicer)) for one in some]
+        for one in some:
+            parts += wire.length_delimited(_RESPONSES, await _tokenize_response(one, slicer))
     return b"".join(parts)
 
 
-async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> bytes:
+async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> list[bytes]:
     parts = [pb.TokenizeResponse(token_count=result.token_count).SerializeToString()]
     async for tokens in slicer.slices(result.tokens):
         parts += [pb.TokenizeResponse(tokens=tokens).SerializeToString()]
     async for spans in slicer.slices(result.offsets):
         offsets = [pb.TokenizeResponse.Offset(start=start, end=end) for start, end in spans]
         parts += [pb.TokenizeResponse(offsets=offsets).SerializeToString()]
-    return b"".join(parts)
+    return parts
 
 
 def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:

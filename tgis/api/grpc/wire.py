@@ -29,9 +29,9 @@ def parse(data: bytes, message_type: type[M], max_inputs: int = 0) -> M:
         raise InvalidRequest("requests" if max_inputs else "", text) from None
 
 
-def length_delimited(number: int, content: bytes) -> bytes:
-    """A field whose content, a message for example, is serialized already."""
-    return _to_varint(number << 3 | 2) + _to_varint(len(content)) + content
+def length_delimited(number: int, parts: list[bytes]) -> list[bytes]:
+    """A field whose content, a message for example, is serialized already; to be concatenated once, at the end."""
+    return [_to_varint(number << 3 | 2) + _to_varint(sum(map(len, parts))), *parts]
 
 
 class _TooManyFields(Exception):
