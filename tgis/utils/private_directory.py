@@ -1,4 +1,4 @@
-"""Whether other users of the machine could replace what lies in a directory.
+"""Whether other users of the machine could replace a directory, or what lies in it.
 
 A volume (the root of a file system that root has mounted) may be open to everybody: containers get theirs that way, and
 whoever else mounts it is trusted.
@@ -18,7 +18,7 @@ _ROOT = 0  # both the user and the group
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A directory or link that leads to a directory."""
+    """A directory, link or file."""
 
     path: Path
     uid: int
@@ -59,9 +59,9 @@ def _protected(entry: Entry, entries: Sequence[Entry]) -> bool:
     return sticky or stat.S_ISLNK(entry.mode) or entry.volume
 
 
-def entries_of(directory: Path) -> list[Entry]:
-    """All directories and links that lead to an existing directory, from the root."""
-    return [_entry(path) for path in _paths(directory)]
+def entries_of(path: Path) -> list[Entry]:
+    """A directory or file that exists, after all directories and links that lead to it, from the root."""
+    return [_entry(each) for each in _paths(path)]
 
 
 def trust_of_this_process() -> Trust:
@@ -71,9 +71,9 @@ def trust_of_this_process() -> Trust:
     return Trust(frozenset(uids), any_user, _other_members)
 
 
-def _paths(directory: Path) -> Iterator[Path]:
+def _paths(path: Path) -> Iterator[Path]:
     """Every name that the kernel looks up, in order."""
-    *rest, _ = reversed(directory.absolute().parts)
+    *rest, _ = reversed(path.absolute().parts)
     yield (here := Path("/"))
     while rest:
         path = here / rest.pop()
@@ -88,7 +88,7 @@ def _paths(directory: Path) -> Iterator[Path]:
 
 def _entry(path: Path) -> Entry:
     status = path.lstat()
-    volume = path != Path("/") and status.st_uid == _ROOT and path.is_mount()
+    volume = path != Path("/") and path.is_mount() and status.st_uid in {_ROOT, *_outer_uids()}
     return Entry(path, status.st_uid, status.st_gid, status.st_mode, volume)
 
 

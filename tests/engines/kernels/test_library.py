@@ -120,7 +120,7 @@ def test_nothing_is_loaded_that_others_can_write(tmp_path: Path, caplog: pytest.
     path.chmod(0o777)
     load_kernels.cache_clear()
     assert load_kernels("generic", str(tmp_path)) is None
-    assert f"{path} can be written by others" in caplog.text
+    assert f"every user can write to {path}" in caplog.text
 
 
 @pytest.mark.parametrize(

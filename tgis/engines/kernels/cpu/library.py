@@ -9,7 +9,6 @@ import ctypes
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -24,6 +23,7 @@ import torch
 from tgis.engines.kernels.cpu import build
 from tgis.errors import StartError
 from tgis.utils.file_lock import locked
+from tgis.utils.private_directory import entries_of, trust_of_this_process
 
 log = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ def _compiled(isa: str, cache_dir: str) -> Path:
         raise FileNotFoundError(f"no library for {isa}, and nothing to compile one from")
     directory = Path(cache_dir, "kernels")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(directory)
+    _check_trusted(directory)
     path = directory / f"{isa}-{build.source_hash(isa)}.so"
     with locked(directory / "lock"):
         if not path.exists():
             _compile(isa, path)
         _remove_unused(directory, path)
-    _check_owner(path)
+    _check_trusted(path)
     return path
 
 
@@ -153,8 +153,7 @@ def _remove_unused(directory: Path, used: Path) -> None:
                 path.unlink()
 
 
-def _check_owner(path: Path) -> None:
-    """Code is loaded from there: nobody else may write it."""
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{path} can be written by others")
+def _check_trusted(path: Path) -> None:
+    """Code is loaded from there."""
+    if refusal := trust_of_this_process().refusal(entries_of(path)):
+        raise PermissionError(refusal)
