@@ -8,6 +8,7 @@ request that truncates the text needs only its end. Other long texts have a thre
 """
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,9 +83,10 @@ class Tokenizer:
     def load(cls, directory: Path, workers: int, *, add_special_tokens: bool = True) -> "Tokenizer":
         """Read `tokenizer.json` in a directory; StartError names a file that is missing or broken."""
         path = directory / "tokenizer.json"
-        description = read_json(path)
+        read_json(path)  # says more about what is wrong than the library
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
+            description = json.loads(backend.to_str())  # the file may leave types out
         except _NOT_OF_LIBRARY:
             raise
         except BaseException as error:
@@ -281,11 +283,8 @@ def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], lis
     return encoding.ids[:before], encoding.ids[len(encoding.ids) - after :]
 
 
-def _decoder_types(decoder: Any) -> Iterator[str]:
-    match decoder:  # the library accepts some without a type
-        case {"type": str(kind), "decoders": [*members]}:
-            yield kind
-            for member in members:
-                yield from _decoder_types(member)
-        case {"type": str(kind)}:
-            yield kind
+def _decoder_types(decoder: dict[str, Any] | None) -> Iterator[str]:
+    if decoder is not None:
+        yield decoder["type"]
+        for member in decoder.get("decoders", ()):
+            yield from _decoder_types(member)
