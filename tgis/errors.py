@@ -12,7 +12,7 @@ TgisError
     │   └── QueueFull        the queue is too long, not the calls too many
     ├── OutOfMemory          RESOURCE_EXHAUSTED, the request does not even fit alone
     ├── Unavailable          UNAVAILABLE, loading, draining or the engine has died
-    ├── MessageTimeout       DEADLINE_EXCEEDED, the client has not sent its message in time
+    ├── ClientTimeout        DEADLINE_EXCEEDED, the client has not sent its message in time, or does not read
     └── EngineFailure        INTERNAL, a bug or a failed step
 """
 
@@ -99,8 +99,8 @@ class Unavailable(RequestError):
     """The server cannot take or finish the call now."""
 
 
-class MessageTimeout(RequestError):
-    """The message of the call did not arrive in time."""
+class ClientTimeout(RequestError):
+    """The client has not sent its message in time, or does not read."""
 
 
 class EngineFailure(RequestError):

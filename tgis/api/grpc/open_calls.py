@@ -19,7 +19,7 @@ import grpc
 
 from tgis.api.grpc.status import Context, abort
 from tgis.config import Config
-from tgis.errors import InvalidRequest, MessageTimeout, Overloaded, RequestError
+from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 MAX_RECEIVING_BYTES = 512 << 20  # of messages that arrive slowly
 MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothing to say
 SLOW_SECONDS = 1.0
+CALLS_PER_SLICE = 16
 _SWEEP_SECONDS = 0.25
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
@@ -136,35 +137,40 @@ class OpenCalls:
         """End calls that wait for too long, and those that are too many."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            self._sweep(time.monotonic())
+            await self._sweep(time.monotonic())
 
-    def _sweep(self, now: float) -> None:
-        too_late = f"the message has not arrived within {self._message_seconds:g} s"
-        too_many = "too many calls whose messages arrive slowly"
-        self._refuse(
-            self.receiving, _waiting_since(self.receiving, now - self._message_seconds), MessageTimeout(too_late)
-        )
-        slow = _waiting_since(self.receiving, now - SLOW_SECONDS)
-        self._refuse(self.receiving, _too_many(slow, self._max_receiving), Overloaded(too_many))
-        self._refuse(self.idle, _too_many(list(self.idle), MAX_SLOW_CALLS), Overloaded("too many calls that watch"))
-        self._cancel(_waiting_since(self.reading, now - self._write_seconds), f"not read for {self._write_seconds:g} s")
-        slow = _waiting_since(self.reading, now - SLOW_SECONDS)
-        self._cancel(_too_many(slow, MAX_SLOW_CALLS), f"more than {MAX_SLOW_CALLS} that are not read")
+    async def _sweep(self, now: float) -> None:
+        late = ClientTimeout(f"the message has not arrived within {self._message_seconds:g} s")
+        await self._end(self.receiving, _waiting_since(self.receiving, now - self._message_seconds), late)
+        crowd = _too_many(_waiting_since(self.receiving, now - SLOW_SECONDS), self._max_receiving)
+        await self._end(self.receiving, crowd, Overloaded("too many messages arrive slowly"))
+        crowd = _too_many(list(self.idle), MAX_SLOW_CALLS)
+        await self._end(self.idle, crowd, Overloaded(f"more than {MAX_SLOW_CALLS} calls watch health"))
+        late = ClientTimeout(f"the client has not read for {self._write_seconds:g} s")
+        await self._end(self.reading, _waiting_since(self.reading, now - self._write_seconds), late)
+        crowd = _too_many(_waiting_since(self.reading, now - SLOW_SECONDS), MAX_SLOW_CALLS)
+        await self._end(self.reading, crowd, Overloaded(f"more than {MAX_SLOW_CALLS} calls are not read"))
 
-    def _refuse(self, waiting: dict[OpenCall, float], calls: list[OpenCall], error: RequestError) -> None:
-        _log_end(calls, error.detail)
+    async def _end(self, waiting: dict[OpenCall, float], calls: list[OpenCall], error: RequestError) -> None:
+        """An iteration of the event loop ends a few; those that have gone on meanwhile are not ended."""
+        num_ended = 0
         for call in calls:
-            del waiting[call]
-            task = asyncio.create_task(call.refuse(error))
-            self._refusals.add(task)
-            task.add_done_callback(self._refusals.discard)
+            if waiting.pop(call, None) is not None:
+                num_ended += 1
+                self.served.discard(call)
+                if waiting is self.reading:
+                    call.cancel()
+                else:
+                    self._refuse(call, error)
+                if num_ended % CALLS_PER_SLICE == 0:
+                    await asyncio.sleep(0)
+        if num_ended:
+            log.info("ended %d calls: %s", num_ended, error.detail)
 
-    def _cancel(self, calls: list[OpenCall], why: str) -> None:
-        _log_end(calls, why)
-        for call in calls:
-            del self.reading[call]
-            self.served.discard(call)
-            call.cancel()
+    def _refuse(self, call: OpenCall, error: RequestError) -> None:
+        task = asyncio.create_task(call.refuse(error))
+        self._refusals.add(task)
+        task.add_done_callback(self._refusals.discard)
 
 
 def remember_creators(loop: asyncio.AbstractEventLoop) -> None:
@@ -199,8 +205,3 @@ def _too_many(calls: list[OpenCall], limit: int) -> list[OpenCall]:
         counts[call.client] += 1
         rank[call] = counts[call.client]
     return sorted(calls, key=rank.__getitem__, reverse=True)[: max(len(calls) - limit, 0)]
-
-
-def _log_end(calls: list[OpenCall], why: str) -> None:
-    if calls:
-        log.info("ended %d calls: %s", len(calls), why)

@@ -11,9 +11,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 from tgis.api.grpc import convert
 from tgis.errors import (
+    ClientTimeout,
     EngineFailure,
     InvalidRequest,
-    MessageTimeout,
     OutOfMemory,
     Overloaded,
     QueueFull,
@@ -34,7 +34,7 @@ _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
-    MessageTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ClientTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     EngineFailure: grpc.StatusCode.INTERNAL,
 }
 
