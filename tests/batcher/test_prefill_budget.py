@@ -56,6 +56,23 @@ def test_chunked_prefill_does_not_stall_streams() -> None:
     assert longest_gap(chunked=False) > 20 * NORMAL_STEP  # without chunking
 
 
+def test_until_decodes_have_been_measured_prompts_fill_the_steps() -> None:
+    batcher = Batcher(limits(1 << 30, padded=False, block_size=16, prefill_tokens=800, max_slowdown=2.0), {EOS})
+
+    def prompt_tokens_of_step() -> int:
+        plan = batcher.plan(0.0)
+        count = sum(plan.num_prefill_tokens)
+        batcher.commit(plan, [[7]] * len(plan.sampled), 0.1)
+        return count
+
+    batcher.submit([request(1, 5, max_new=99)], 0.0)
+    assert prompt_tokens_of_step() == 5
+    batcher.submit([request(2, 2000, max_new=99)], 0.0)
+    assert [prompt_tokens_of_step() for _ in range(4)] == [799, 799, 402, 0]  # the last one is measured
+    batcher.submit([request(3, 2000, max_new=99)], 0.0)
+    assert prompt_tokens_of_step() == 100
+
+
 def test_a_prompt_past_its_deadline_finishes_its_prefill_and_gets_one_token() -> None:
     batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
     (seq,) = batcher.submit([request(1, 10, deadline=5.0)], 0.0)

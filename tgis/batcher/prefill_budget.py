@@ -75,10 +75,12 @@ class PrefillBudget:
         self._decode_times = DecodeTimes()
 
     def budget(self, seqs: list[Sequence], max_tokens: int) -> int:
-        """Tokens of prompts that the next step may compute; `max_tokens` if nothing decodes."""
+        """Tokens of prompts that the next step may compute: as many as fit if nothing decodes, or if no step of decodes
+        alone has been seen yet, as when a batch of requests starts together.
+        """
         decoding = sum(seq.decoding for seq in seqs)
-        if not decoding:
-            return max_tokens
+        if not decoding or self._decode_times.expected(decoding) is None:
+            return max(max_tokens - decoding, 1)
         return max(min(max_tokens - decoding, self._mixed_prefill_tokens), max_tokens // _MIN_PREFILL_SHARE, 1)
 
     def step_succeeded(self, plan: StepPlan, seconds: float) -> None:

@@ -1,0 +1,79 @@
+"""A model of step times on an H200, through the real batcher: `python -m benchmarks.gpu_model`.
+
+What `make bench-gpu` should measure for Llama 3.1 8B in bfloat16, beside vLLM 0.24 on the same machine: for finding
+where time goes, and what a policy is worth, without a GPU. The constants are counted bytes over measured bandwidth and
+estimated launches; nothing here has been measured on a device. The last line is JSON.
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.gpu import SHAPES, mixed_jobs
+from tgis.batcher.capacity import BatchLimits
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.simulate import Simulation, TraceRequest
+
+BYTES_PER_SECOND = 3.75e12  # of long reads
+KV_BYTES = 2 * 32 * 8 * 128 * 2  # of a token in all layers
+PROMPT_TOKENS_PER_SECOND = 42_500
+HOST_SECONDS = 5e-3  # of a pass with prompts, which no step before it hides: planning, the batch, sampling's launches
+VLLM = (203, 1454, 6612, 9714, 22_481, 10_478)  # tokens/s of the loads of `benchmarks.gpu`, the mixed one last
+LIMITS = BatchLimits(256, 900_000, 8192, block_size=16, lookahead=1, max_slowdown=8.0)  # the defaults on CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    """Seconds of a step."""
+
+    decode_rows: tuple[tuple[int, float], ...]  # batch size and what a captured decode step takes beside its KV cache
+    pass_seconds: float  # of any other pass, at least: its launches
+
+    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
+        return [[0]] * len(plan.sampled), self._seconds(plan)
+
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        """Nothing is kept."""
+
+    def _seconds(self, plan: StepPlan) -> float:
+        decodes = [seq for seq in plan.seqs if seq.decoding]
+        kv_seconds = sum(len(seq.tokens) for seq in decodes) * KV_BYTES / BYTES_PER_SECOND
+        if not plan.num_prefill_tokens:
+            return kv_seconds + self._interpolate(len(decodes))
+        tokens = sum(plan.num_prefill_tokens) + len(decodes)
+        return HOST_SECONDS + kv_seconds + max(self.pass_seconds, tokens / PROMPT_TOKENS_PER_SECOND)
+
+    def _interpolate(self, rows: int) -> float:
+        for (low, early), (high, late) in pairwise(self.decode_rows):
+            if rows <= high:
+                return early + (late - early) * (rows - low) / (high - low)
+        raise ValueError(f"more than {self.decode_rows[-1][0]} rows")
+
+
+MODELS = {
+    "captured": GpuModel(((1, 6.7e-3), (64, 7.4e-3), (256, 11.7e-3)), 30e-3),
+    "captured and compiled": GpuModel(((1, 4.68e-3), (64, 5.1e-3), (256, 8.7e-3)), 9.5e-3),
+}
+
+
+def ratios(model: GpuModel, limits: BatchLimits = LIMITS) -> list[float]:
+    """Tokens/s over vLLM's, by load."""
+    shape = SHAPES["llama-3.1-8b"]
+    loads = [[TraceRequest(0.0, new, out)] * rows for rows, new, out in shape.alone]
+    loads.append(list(mixed_jobs(shape)))
+    speeds = [Simulation(limits, model, jobs, len(jobs)).run().summary()["tokens_per_second"] for jobs in loads]
+    return [round(speed / peer, 2) for speed, peer in zip(speeds, VLLM, strict=True)]
+
+
+def main() -> int:
+    figures = {name: ratios(model) for name, model in MODELS.items()}
+    for name, row in figures.items():
+        print(f"{name:<24}", *(f"{ratio:>6.2f}" for ratio in row))
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
