@@ -115,7 +115,8 @@ class Config:
             "ds_inference": "auto", "ibm_fms": "auto"})
     flash_attention: bool = option(MODEL, BOOLEAN, "same as DEPLOYMENT_FRAMEWORK=tgis_native", False)
     paged_attention: bool = option(MODEL, BOOLEAN, "same as FLASH_ATTENTION", False)
-    pt2_compile: bool = option(MODEL, BOOLEAN, "use torch.compile in tgis_native on a GPU", False)
+    pt2_compile: bool | None = option(
+        MODEL, BOOLEAN, "use torch.compile in tgis_native", None, shown_default="on a GPU")
     num_shard: int = option(
         MODEL, integer(1, 64), "tensor-parallel ranks of tgis_native, one GPU each", 1,
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")

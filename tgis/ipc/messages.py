@@ -38,7 +38,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     adapter_store: AdapterStoreOptions | None = None
     max_prefill_tokens: int | None = None  # of a step; None: as many as the engine likes
     max_top_n_tokens: int = 10  # of a request
-    compile: bool = False  # use torch.compile
+    compile: bool | None = None  # use torch.compile; None: on CUDA
     strict: bool = False  # StartError instead of a warning if an option is ignored or replaced
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # of CPU kernels that are not prebuilt

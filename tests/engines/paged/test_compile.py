@@ -18,6 +18,7 @@ from repository import REPOSITORY
 from tiny_models import generate_all, make_model
 from transformers import AutoModelForCausalLM
 
+from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import EngineOptions
@@ -148,6 +149,28 @@ def test_compiled_layers_must_agree_with_eager_ones(
     (request,) = requests(1)
     found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
     assert found == [expected(model, request)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "expected"),
+    [
+        (None, "cpu", []),
+        (None, "cuda", ["compile", "capture"]),
+        (False, "cuda", ["capture"]),
+        (True, "cpu", ["compile"]),
+    ],
+)
+def test_gpus_compile_by_default(
+    wanted: bool | None, device: str, expected: list[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(engine_module, "cuda_capture", lambda: None)
+    monkeypatch.setattr(PagedEngine, "_compile", lambda *_: called.append("compile"))
+    monkeypatch.setattr(PagedEngine, "_capture_graphs", lambda *_: called.append("capture"))
+    engine = PagedEngine(msgspec.structs.replace(options(model), compile=wanted, kv_cache_bytes=1 << 20))
+    engine._device = torch.device(device)
+    engine.warm_up()
+    assert called == expected
 
 
 def test_nothing_is_compiled_where_cpu_kernels_run(model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -118,9 +118,11 @@ class PagedEngine:
         started = time.monotonic()
         eager_logits = self._dummy_logits()
         log.info("warm after %.1f s", time.monotonic() - started)
-        if self._options.compile and self._options.num_shards == 1:
+        on_cuda = self._device.type == "cuda"
+        wanted = self._options.compile
+        if (on_cuda if wanted is None else wanted) and self._options.num_shards == 1:
             self._compile(eager_logits)
-        if self._device.type == "cuda" and self._options.num_shards == 1:
+        if on_cuda and self._options.num_shards == 1:
             self._capture_graphs(cuda_capture(), eager_logits)
 
     def _dummy_logits(self) -> torch.Tensor:
@@ -146,7 +148,11 @@ class PagedEngine:
         except (RuntimeError, Unsupported) as error:
             if self._compiled:
                 self._compiled.disable()
-            warn(self._options, f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}")
+            text = f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}"
+            if self._options.compile:
+                warn(self._options, text)
+            else:
+                log.warning("%s", text)
             return
         self._compiled.freeze()
         log.info("compiled in %.1f s", time.monotonic() - started)
