@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
 
 _NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -49,10 +48,10 @@ def undoing() -> Iterator[None]:
             handle(_exit)
 
 
-def _exit(_number: int, _frame: FrameType | None) -> NoReturn:
+def _exit(_number: int, _frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def _raise(_number: int, _frame: FrameType | None) -> NoReturn:
+def _raise(_number: int, _frame: FrameType | None) -> None:
     ignore()
     raise SystemExit(0)
