@@ -2,9 +2,11 @@
 
 import io
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from prompt_files import pt
 
 from tgis.errors import AdapterError
 from tgis.prompts import torch_file
+from tgis.prompts.files import AdapterDirectory
+from tgis.prompts.tensor_file import load_tensors
 from tgis.prompts.torch_file import load_torch_file
 
 LIMIT = 1 << 20
@@ -79,8 +83,13 @@ def test_numbers_of_another_byte_order() -> None:
     assert_same(load_torch_file("it", buffer.getvalue(), LIMIT), torch.arange(5.0))
 
 
-def test_descriptions_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of their bytes takes about a microsecond."""
-    monkeypatch.setattr(torch_file, "_MAX_PICKLE_BYTES", 1000)
-    with pytest.raises(AdapterError, match=r"^it describes its tensors in \d{4} bytes, at most 1000 may$"):
-        load_torch_file("it", pt(list(range(1000))), LIMIT)
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_descriptions_are_limited(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million empty tensors, for example, which have no other bytes."""
+    monkeypatch.setattr(torch_file, "MAX_DESCRIPTION_BYTES", 1000)
+    tensors = {f"tensor {number}": torch.empty(0) for number in range(50)}
+    (tmp_path / name).write_bytes(safetensors.torch.save(tensors) if name.endswith("safetensors") else pt(tensors))
+    with pytest.raises(
+        AdapterError, match=rf"^{name} describes its tensors in \d{{4}} bytes, at most 1000 are allowed$"
+    ):
+        load_tensors(AdapterDirectory.trusted(str(tmp_path)), name, LIMIT)

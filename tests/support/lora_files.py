@@ -88,6 +88,10 @@ BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and the error message
     "cut short": ({**lora(), SAFETENSORS: lora()[SAFETENSORS][:900]}, "adapter_model.safetensors is damaged"),
     "a tensor alone": (lora_bin(torch.zeros(3, 3)), "adapter_model.bin holds no tensors by name"),
     "nothing": (lora_bin({}), "adapter_model.bin holds no tensors by name"),
+    "one matrix for many layers": (
+        lora_bin(dict.fromkeys((key(Q, "A"), key(UP, "A")), torch.zeros(4, 10_000))),
+        "adapter_model.bin holds matrices of 320000 bytes, at most 262144 are allowed",
+    ),
     "a name that is none": (lora_bin({3: torch.zeros(3, 3)}), "adapter_model.bin holds 3, which is no matrix of LoRA"),
     "text": (lora_bin({key(Q, "A"): "text"}), f"adapter_model.bin: {Q}.lora_A holds a str, not a tensor"),
     "DoRA's magnitudes": (

@@ -137,6 +137,8 @@ def read_lora(directory: AdapterDirectory, limit: int) -> RawLora:
             raise AdapterError(f"{name} holds {repr(key)[:100]}, which is no matrix of LoRA for a linear layer")
         layer, side = match.groups()
         layers.setdefault(layer, {})[side] = check_tensor(FileTensor(f"{name}: {layer}.lora_{side}", tensor))
+    if (size := sum(tensor.nbytes for pair in layers.values() for tensor in pair.values())) > limit:
+        raise AdapterError(f"{name} holds matrices of {size} bytes, at most {limit} are allowed")  # some share theirs
     for layer, pair in sorted(layers.items()):
         _check_ranks(f"{name}: {layer}", pair, _pattern_value(config.rank_pattern, layer, config.r))
         if isinstance(config.target_modules, list) and not any(_ends_with(layer, one) for one in config.target_modules):

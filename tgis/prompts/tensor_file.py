@@ -10,7 +10,7 @@ import torch
 
 from tgis.errors import AdapterError
 from tgis.prompts.files import CONFIG, PICKLE, SAFETENSORS, AdapterDirectory
-from tgis.prompts.torch_file import NotTensorsError, load_torch_file
+from tgis.prompts.torch_file import NotTensorsError, check_description, load_torch_file
 
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_CONFIG_BYTES = 1 << 20
@@ -61,6 +61,7 @@ def load_tensors(directory: AdapterDirectory, name: str, limit: int) -> Any:
     data = directory.read(name, limit)
     try:
         if name == SAFETENSORS:
+            check_description(name, min(int.from_bytes(data[:8], "little"), len(data)))
             return safetensors.torch.load(data)
         return load_torch_file(name, data, limit)
     except AdapterError:

@@ -16,7 +16,7 @@ import torch
 
 from tgis.errors import AdapterError
 
-_MAX_PICKLE_BYTES = 1 << 22  # of names, shapes and strides; an adapter of a thousand matrices has about 1 << 18
+MAX_DESCRIPTION_BYTES = 1 << 22  # of names and shapes; an adapter of a thousand matrices has about 1 << 18
 _DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -68,6 +68,12 @@ def load_torch_file(name: str, data: bytes, limit: int) -> Any:
         return _Interpreter(name, archive).run()
 
 
+def check_description(name: str, size: int) -> None:
+    """AdapterError if it has more bytes than are needed: each may be a tensor, or a microsecond of the interpreter."""
+    if size > MAX_DESCRIPTION_BYTES:
+        raise AdapterError(f"{name} describes its tensors in {size} bytes, at most {MAX_DESCRIPTION_BYTES} are allowed")
+
+
 class _Interpreter:
     """Executes the few opcodes of pickle that torch.save writes."""
 
@@ -102,8 +108,7 @@ class _Interpreter:
 
     def run(self) -> Any:
         size = self._archive.getinfo(f"{self._folder}/data.pkl").file_size
-        if size > _MAX_PICKLE_BYTES:
-            raise AdapterError(f"{self._name} describes its tensors in {size} bytes, at most {_MAX_PICKLE_BYTES} may")
+        check_description(self._name, size)
         for opcode, argument, _ in pickletools.genops(self._read("data.pkl")):
             self._execute(opcode.name, argument)
         (content,) = self._stack
