@@ -93,7 +93,7 @@ def test_no_field_holds_the_event_loop_or_takes_much_memory(measured: MeasuredSe
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_combination_of_fields_does(measured: MeasuredServer) -> None:
-    """Prints what docs/security.md shows."""
+    """Prints what docs/limits.md shows the worst of."""
     costs = {case: measured.cost(case) for case in CASES}
     print(table(costs))
     check(costs)
