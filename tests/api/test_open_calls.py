@@ -122,6 +122,17 @@ async def test_a_call_that_nobody_reads_ends(method: str) -> None:
 
 
 @run_async
+async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (service, port):
+        calls = [call_frames(b"/test.Service/Stream", bytes(1000), 2 * index + 1) for index in range(64)]
+        async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
+            await until(lambda: len(service.calls.reading) == len(calls))
+        await until(lambda: not service.calls.served)
+        assert await works(port)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@run_async
 async def test_a_slow_reader_keeps_its_stream() -> None:
     window = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]  # the server sends what is asked for
     async with (

@@ -1,5 +1,6 @@
 """How a call ends: exceptions as status codes."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -57,6 +58,7 @@ async def error_boundary(context: Context) -> AsyncIterator[None]:
         raise
     except grpc.aio.InternalError:  # the call was cancelled while its response was sent
         log.info("the client disconnected before the response was sent")
+        raise asyncio.CancelledError from None  # gRPC is about to raise it, and would first try to send a status
     except Exception as error:
         log.exception("internal error in a call")
         await abort(context, EngineFailure(f"internal error: {type(error).__name__}"))
