@@ -31,7 +31,7 @@ def test_samples(families: Families, family: str) -> None:
     plain, placed = encode(tokenizer, *zoo.SAMPLES), encode(tokenizer, *zoo.SAMPLES, offsets=True)
     assert [one.ids for one in plain] == [backend.encode(text).ids for text in zoo.SAMPLES]
     assert [one.ids for one in placed] == [one.ids for one in plain]
-    assert [one.offsets for one in placed] == [naive_offsets(backend, text) for text in zoo.SAMPLES]
+    assert [list(one.offsets) for one in placed] == [naive_offsets(backend, text) for text in zoo.SAMPLES]
 
 
 @pytest.mark.parametrize("family", [*zoo.TRAINED, "mistral"])
@@ -40,20 +40,21 @@ def test_any_text(families: Families, family: str, text: str) -> None:
     backend, tokenizer = families(family)
     (plain,), (placed,) = encode(tokenizer, text), encode(tokenizer, text, offsets=True)
     assert plain.ids == placed.ids == backend.encode(text).ids
-    assert placed.offsets == naive_offsets(backend, text)
+    assert list(placed.offsets) == naive_offsets(backend, text)
 
 
 def test_offsets_are_bytes_of_the_text(families: Families) -> None:
     _, tokenizer = families("gpt2")
     text = "naïve 👩🏽‍🚒 世界 end"
     (encoded,) = encode(tokenizer, text, offsets=True)
-    assert text.encode()[slice(*encoded.offsets[-1])] == b" end"
+    assert text.encode()[slice(*list(encoded.offsets)[-1])] == b" end"
 
 
 def test_added_special_tokens_have_empty_offsets(families: Families) -> None:
     _, tokenizer = families("word_piece")
     (encoded,) = encode(tokenizer, "The first", offsets=True)
-    assert encoded.offsets[0] == encoded.offsets[-1] == (0, 0)
+    offsets = list(encoded.offsets)
+    assert offsets[0] == offsets[-1] == (0, 0)
     assert tokenizer.token_text(encoded.ids[0]) == "[CLS]"
 
 
@@ -130,7 +131,8 @@ def test_special_tokens_can_be_left_out(families: Families, family: str, cache_d
 
 def test_truncation_for_tokenize_is_slicing(families: Families) -> None:
     encoded = encode(families("byte_fallback")[1], "The first", offsets=True)[0]
-    assert encoded.keep_last(2) == Encoding(encoded.ids[-2:], encoded.offsets[-2:], 2)
+    last = encoded.keep_last(2)
+    assert (last.ids, list(last.offsets), last.num_tokens) == (encoded.ids[-2:], list(encoded.offsets)[-2:], 2)
     assert encoded.keep_last(0) == encoded.keep_last(1000) == encoded
 
 

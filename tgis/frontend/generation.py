@@ -54,7 +54,7 @@ class TokenizeResult:
 
     token_count: int
     tokens: Iterable[str]  # to be read once
-    offsets: list[tuple[int, int]]
+    offsets: Iterable[tuple[int, int]]  # likewise
 
 
 class Generator:
@@ -138,7 +138,7 @@ class Generator:
         return [
             TokenizeResult(
                 token_count=encoding.num_tokens,
-                tokens=map(tokenizer.token_text, encoding.ids if call.return_tokens else ()),
+                tokens=map(tokenizer.token_text, encoding.id_array if call.return_tokens else ()),
                 offsets=encoding.offsets,
             )
             for encoding in encodings

@@ -9,6 +9,7 @@ request that truncates the text needs only its end. Other long texts have a thre
 
 import asyncio
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,22 +30,35 @@ _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 PART = 1 << 14  # characters, for some milliseconds of a thread
 LONG = 4 * PART
 
-Offsets = list[tuple[int, int]]  # UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens
+_U32 = "I"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One tokenized text, added special tokens included; `offsets` is empty unless requested."""
+    """One tokenized text, added special tokens included.
 
-    ids: list[int]  # the last ones, if not all were wanted
-    offsets: Offsets  # of `ids`
+    In arrays, since there may be millions of tokens: as objects, these would keep the garbage collector busy.
+    """
+
+    id_array: "array[int]"  # the last ones, if not all were wanted
+    offset_array: "array[int]"  # begin and end of each of these tokens; empty unless requested
     num_tokens: int  # of the whole text, or more than enough
+
+    @property
+    def ids(self) -> list[int]:
+        return self.id_array.tolist()
+
+    @property
+    def offsets(self) -> Iterator[tuple[int, int]]:
+        """In UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens."""
+        numbers = iter(self.offset_array)
+        return zip(numbers, numbers, strict=True)
 
     def keep_last(self, limit: int) -> "Encoding":
         """Truncate by plain slicing, as the Tokenize RPC does; 0 keeps all."""
         if not limit:
             return self
-        return Encoding(self.ids[-limit:], self.offsets[-limit:], min(self.num_tokens, limit))
+        return Encoding(self.id_array[-limit:], self.offset_array[-2 * limit :], min(self.num_tokens, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +154,20 @@ class Tokenizer:
         else:
             parts.append(_unplaced(before))
             num_tokens += len(before)
-        ids: list[int] = []
-        offsets: Offsets = []
+        ids, offsets = array(_U32), array(_U32)
         for part in reversed(parts):
-            ids += part.ids
-            offsets += part.offsets if wanted.offsets else []
-            await asyncio.sleep(0)  # there may be hundreds
+            ids += part.id_array
+            offsets += part.offset_array if wanted.offsets else array(_U32)
         return _keep(ids, offsets, num_tokens, wanted.keep)
 
     def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> Encoding:
         part = text[start + (rule.drops_space and start > 0) : end]
         (encoding,) = self._encode([part], wanted, add_special_tokens=False)
-        if not start or not encoding.offsets:
+        if not start or not encoding.offset_array:
             return encoding
         base = start if text.isascii() else len(text[:start].encode())
-        offsets = [(first + base, last + base) for first, last in encoding.offsets]
-        return Encoding(encoding.ids, offsets, encoding.num_tokens)
+        offsets = array(_U32, [offset + base for offset in encoding.offset_array])
+        return Encoding(encoding.id_array, offsets, encoding.num_tokens)
 
     def _encode(
         self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool | None = None
@@ -169,8 +181,8 @@ class Tokenizer:
             raise InvalidRequest("text", f"tokenizer error {error}") from error
         made = []
         for text, encoding in zip(texts, encodings, strict=True):
-            ids = encoding.ids if wanted.keep != 0 else []
-            offsets = _byte_offsets(text, encoding) if wanted.offsets and wanted.keep != 0 else []
+            ids = array(_U32, encoding.ids if wanted.keep != 0 else ())
+            offsets = array(_U32, _byte_offsets(text, encoding) if wanted.offsets and wanted.keep != 0 else ())
             made.append(_keep(ids, offsets, len(encoding), wanted.keep))
         return made
 
@@ -246,26 +258,26 @@ def _is_ascii_alnum(char: str) -> bool:
 
 
 def _unplaced(ids: list[int]) -> Encoding:
-    return Encoding(ids, [(0, 0)] * len(ids), len(ids))
+    return Encoding(array(_U32, ids), array(_U32, [0, 0] * len(ids)), len(ids))
 
 
-def _keep(ids: list[int], offsets: Offsets, num_tokens: int, keep: int | None) -> Encoding:
+def _keep(ids: "array[int]", offsets: "array[int]", num_tokens: int, keep: int | None) -> Encoding:
     if keep is None or keep >= len(ids):
         return Encoding(ids, offsets, num_tokens)
     first = len(ids) - keep
-    return Encoding(ids[first:], offsets[first:], num_tokens)
+    return Encoding(ids[first:], offsets[2 * first :], num_tokens)
 
 
-def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> list[tuple[int, int]]:
+def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> Iterator[int]:
     """Spans in UTF-8 bytes; those of the Python binding are in characters."""
     # One by one: `encoding.offsets` holds the GIL while it makes the whole list.
     spans = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
     if text.isascii():
-        return list(spans)
+        return chain.from_iterable(spans)
     data = text.encode()
     starts = [index for index, byte in enumerate(data) if byte & 0xC0 != 0x80]  # of each character
     starts.append(len(data))
-    return [(starts[start], starts[end]) for start, end in spans]
+    return (starts[offset] for span in spans for offset in span)
 
 
 def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:

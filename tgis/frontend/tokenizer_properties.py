@@ -2,8 +2,8 @@
 
 A text can be cut before a single space between two ASCII letters or digits, and the parts tokenized one by one, if
 every step treats the two sides alone: no added token matches across the cut, each normalizer looks at characters or
-grapheme clusters, a pre-tokenizer splits there whatever is around, and the model looks at one word at a time. Without
-a pre-tokenizer no token of the vocabulary must have a space after a letter or digit.
+grapheme clusters, a pre-tokenizer splits there whatever is around, and the model looks at one word at a time. Where
+no pre-tokenizer splits there, no token of the vocabulary must have a space after a letter or digit.
 
 A token stands for a bounded number of bytes if no step drops or shortens text and the model knows every byte.
 """
@@ -56,7 +56,10 @@ def cut_rule(description: dict[str, Any]) -> CutRule | None:
         return None  # in the whole text, the space before it would be alone
     if not drops_space and not all(map(_is_local, normalizers)):
         return None
-    if not _splits(_members(description.get("pre_tokenizer")), _vocabulary(model), drops_space=drops_space):
+    pre_tokenizers = _members(description.get("pre_tokenizer"))
+    if not all(map(_is_known, pre_tokenizers)) or (pre_tokenizers and drops_space):
+        return None
+    if not any(map(_splits_at_spaces, pre_tokenizers)) and not _never_joins(model, _space(normalizers, pre_tokenizers)):
         return None
     return CutRule(drops_space, keeps_offsets=not drops_space and not _trims_first_space(description))
 
@@ -108,12 +111,20 @@ def _is_local(normalizer: dict[str, Any]) -> bool:
             return other in _LOCAL_NORMALIZERS
 
 
-def _splits(pre_tokenizers: list[dict[str, Any]], vocabulary: set[str], *, drops_space: bool) -> bool:
-    """Whether there is a boundary of words at every cut, and words on both sides do not depend on each other."""
-    if not pre_tokenizers:
-        return _SPACE in vocabulary and not any(re.search(f"[A-Za-z0-9]{_SPACE}", token) for token in vocabulary)
-    known = all(map(_is_known, pre_tokenizers))
-    return known and not drops_space and any(map(_splits_at_spaces, pre_tokenizers))
+def _space(normalizers: list[dict[str, Any]], pre_tokenizers: list[dict[str, Any]]) -> str:
+    """What the model sees of a space."""
+    if any(one["type"] == "ByteLevel" for one in pre_tokenizers):
+        return "Ġ"
+    return _SPACE if any(one.get("content") == _SPACE for one in normalizers) else " "
+
+
+def _never_joins(model: dict[str, Any], space: str) -> bool:
+    """Whether the tokens before a space after a letter or digit never depend on what follows, and the other way."""
+    looks_at_words = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+    if model["type"] not in ("BPE", "Unigram") or any(map(model.get, looks_at_words)):
+        return False
+    vocabulary = _vocabulary(model)
+    return space in vocabulary and not any(re.search(f"[A-Za-z0-9]{space}", token) for token in vocabulary)
 
 
 def _is_known(pre_tokenizer: dict[str, Any]) -> bool:
