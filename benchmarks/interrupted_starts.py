@@ -36,7 +36,7 @@ class Start:
     handled: bool  # whether the first line had run
     code: int
     duration: float  # from the signal to the exit
-    cpu_seconds: float  # of the front end in that time
+    cpu_seconds: float  # of the front end in that time, and of an engine from its start on
     left_behind: float  # from the exit until all its processes had ended
     output: str
 

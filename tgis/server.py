@@ -69,7 +69,8 @@ def run(config: Config) -> int:
     with scratch_directory(config.cache_dir / "tmp") as scratch:
         if scratch:  # also of compilers: what they make becomes code, so nobody else may write there
             os.environ["TMPDIR"] = str(scratch)
-        return asyncio.run(server.serve())
+        gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
+    return asyncio.run(server.serve())
 
 
 def prepare(config: Config) -> "Server":
