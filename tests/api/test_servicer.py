@@ -37,7 +37,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def partial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("partial")
     model = make_fake_model(directory / "model", step_seconds=1.0)
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", DEADLINE_PARTIAL="true") as running:
+    options: dict[str, Any] = {"DEADLINE_PARTIAL": "true", "LIMIT_BY_ADDRESS": "true"}
+    options["MAX_CONCURRENT_REQUESTS_PER_CLIENT"] = 2
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 
 
@@ -444,6 +446,23 @@ def test_streams_that_nobody_reads_keep_no_permits(server: Server, stub: Stub) -
         full = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")] * MAX_INPUTS)
         texts = [response.text for response in stub.Generate(full, timeout=30).responses]
     assert texts == ["abcabcabcabcabcabcab"] * MAX_INPUTS
+
+
+def test_an_address_may_have_so_many_inputs(partial_server: Server) -> None:
+    three = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="ab")] * 3)
+    with partial_server.stub() as stub:
+        error = failure(lambda: stub.Generate(three))
+        assert error.details() == "requests has 3 inputs, at most 2 allowed"
+        streams = [stub.GenerateStream(as_stream_request(unary_request("ab", 500))) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        error = failure(lambda: stub.Generate(unary_request("ab", 1)))
+        for stream in streams:
+            stream.cancel()
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    quota = error_details_pb2.QuotaFailure()
+    assert rpc_status.from_call(error).details[1].Unpack(quota)
+    assert "2 inputs of this client in flight, at most 2 allowed" in quota.violations[0].description
 
 
 def test_a_call_that_takes_too_much_memory(stub: Stub) -> None:

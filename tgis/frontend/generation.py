@@ -30,6 +30,7 @@ from tgis.ipc.request import Request
 from tgis.utils.slices import Slicer
 
 _INPUT_COST = 16  # units of a slice
+_TOKENS_PER_UNIT = 128  # of a slice, to send them to the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ class Generator:
         call.account.charge(details_price(sum(len(one.tokens) for one in requests), params.given.logprob_options))
         self._check_queue(requests)
         log.validated(requests, params)
+        await self.slicer.turn(sum(len(one.tokens) // _TOKENS_PER_UNIT + _INPUT_COST for one in requests))
         return requests
 
     def _check_queue(self, requests: list[Request]) -> None:

@@ -30,6 +30,7 @@ _FIELD_PATHS = {
 _RESPONSES = pb.BatchedGenerationResponse.RESPONSES_FIELD_NUMBER
 assert pb.BatchedTokenizeResponse.RESPONSES_FIELD_NUMBER == _RESPONSES
 _OUTPUT_COST = 8  # units of a slice, without tokens
+_BYTES_PER_SLICE_UNIT = 4096  # to copy
 
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
@@ -105,12 +106,12 @@ async def generate_reply(outputs: list[RequestOutput], slicer: Slicer) -> bytes:
     async for some in slicer.slices(outputs, cost=_OUTPUT_COST):
         for output in some:
             parts += wire.length_delimited(_RESPONSES, await _generation_response(output, slicer))
-    return b"".join(parts)
+    return await _joined(parts, slicer)
 
 
 async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
     """A serialized GenerationResponse."""
-    return b"".join(await _generation_response(output, slicer))
+    return await _joined(await _generation_response(output, slicer), slicer)
 
 
 async def _generation_response(output: RequestOutput, slicer: Slicer) -> list[bytes]:
@@ -134,6 +135,17 @@ async def _generation_response(output: RequestOutput, slicer: Slicer) -> list[by
     return parts
 
 
+async def _joined(parts: list[bytes], slicer: Slicer) -> bytes:
+    """A large message is copied here and by gRPC, not both in one iteration of the loop."""
+    units = sum(map(len, parts)) // _BYTES_PER_SLICE_UNIT
+    if not units:
+        return b"".join(parts)
+    await slicer.turn(units)
+    message = b"".join(parts)
+    await slicer.turn(units)
+    return message
+
+
 def tokenize_call(message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account) -> TokenizeCall:
     return TokenizeCall(
         texts=[request.text for request in message.requests],
@@ -152,7 +164,7 @@ async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer) -> byt
     async for some in slicer.slices(tokenized):
         for one in some:
             parts += wire.length_delimited(_RESPONSES, await _tokenize_response(one, slicer))
-    return b"".join(parts)
+    return await _joined(parts, slicer)
 
 
 async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> list[bytes]:
