@@ -29,6 +29,7 @@ _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 
 PART = 1 << 14  # characters, for some milliseconds of a thread
 LONG = 4 * PART
+_CUT_TRIES = 256
 
 _U32 = "I"
 
@@ -115,6 +116,8 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], wanted: Wanted = EVERYTHING) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized."""
         size, groups = sum(map(len, texts)), list(_groups(texts))
+        if len(groups) == 1:
+            return await self._encode_group(groups[0], size, wanted)
         encodings: list[list[Encoding]] = [[] for _ in groups]
         remaining = iter(enumerate(groups))
 
@@ -242,15 +245,20 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 def _parts_from_end(text: str) -> Iterator[tuple[int, int]]:
     """Begin and end of each part, cut where tokenizer_properties.py says; the first part is as long as it must be."""
     end = len(text)
-    while end > 2 * PART:
-        cut = text.rfind(" ", end - 2 * PART, end - PART)
-        while cut > 0 and not (_is_ascii_alnum(text[cut - 1]) and _is_ascii_alnum(text[cut + 1])):
-            cut = text.rfind(" ", end - 2 * PART, cut)
-        if cut <= 0:
-            break
+    while end > 2 * PART and (cut := _last_cut(text, end - 2 * PART, end - PART)):
         yield cut, end
         end = cut
     yield 0, end
+
+
+def _last_cut(text: str, start: int, end: int) -> int | None:
+    """Where a text can be cut; nobody looks for it very long."""
+    for _ in range(_CUT_TRIES):
+        if (end := text.rfind(" ", start, end)) <= 0:
+            return None
+        if _is_ascii_alnum(text[end - 1]) and _is_ascii_alnum(text[end + 1]):
+            return end
+    return None
 
 
 def _is_ascii_alnum(char: str) -> bool:

@@ -21,23 +21,33 @@ class TokenizerPool:
 
     async def run(self, call_size: int, job: Callable[[], T]) -> T:
         """Run the job in a thread; `call_size` is that of the whole call."""
-        if not self._idle:
-            turn = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (call_size, next(self._arrivals), turn))
-            await turn
-        self._idle -= 1
+        await self._take_thread(call_size)
         result = asyncio.get_running_loop().run_in_executor(self._threads, job)
-        result.add_done_callback(lambda _: self._next())
+        result.add_done_callback(lambda _: self._release_thread())
         return await asyncio.shield(result)  # a thread is busy until its job ends, whether or not somebody waits
 
     def close(self) -> None:
         """Stop the threads; what waits for one is dropped."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _next(self) -> None:
-        self._idle += 1
+    async def _take_thread(self, call_size: int) -> None:
+        if self._idle:
+            self._idle -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (call_size, next(self._arrivals), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it has got the thread already
+                self._release_thread()
+            raise
+
+    def _release_thread(self) -> None:
+        """Hand it to the next one that still waits."""
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():  # otherwise its call was cancelled
+            if not turn.done():
                 turn.set_result(None)
                 return
+        self._idle += 1
