@@ -25,7 +25,7 @@ from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.supervisor import Supervisor
 from tgis.models.demo.fetch import ensure
 
-MAX_CONCURRENT_REQUESTS = 128
+MAX_CONCURRENT_REQUESTS = 128  # of the honest clients, and as many of the hostile ones
 _MIB = 1 << 20
 
 
@@ -39,7 +39,8 @@ def _server_options(
         "dtype": "float32",
         "max-batch-size": 8,  # fewer than the calls in flight, so that some queue
         "kv-cache-size-mb": 4,  # too few blocks for that batch size, so that sequences are preempted
-        "max-concurrent-requests": MAX_CONCURRENT_REQUESTS,
+        "max-concurrent-requests": 2 * MAX_CONCURRENT_REQUESTS,
+        "max-concurrent-requests-per-client": MAX_CONCURRENT_REQUESTS,
         "shutdown-grace-seconds": 5,
         "prefix-store-path": adapters.store,
         "tls-cert-path": credentials.cert,

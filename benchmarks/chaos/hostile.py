@@ -34,6 +34,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 CLIENTS, PROCESSES, STREAMS = 64, 4, 8
 _TOKENS = 50
 _STEP_SECONDS = 0.01
+_MAX_INPUTS_PER_CLIENT = 256  # half of them all
 _LAG = "tgi_event_loop_lag_duration_bucket"
 _SAMPLE_SECONDS = 0.1
 _HEALTH_SECONDS = 5.0
@@ -85,7 +86,10 @@ async def _stream_until(server: Server, number: int, until: float, figures: Figu
         while time.monotonic() < until:
             started, got = time.monotonic(), ""
             try:
-                async for message in GenerationServiceStub(made).GenerateStream(stream_request(text, params)):
+                stream = GenerationServiceStub(made).GenerateStream(
+                    stream_request(text, params), metadata=(("authorization", "Bearer honest"),)
+                )
+                async for message in stream:
                     if message.text and not got:
                         first_tokens.append(time.monotonic() - started)
                     got += message.text
@@ -133,7 +137,7 @@ def _lag_quantile(before: MetricValues, after: MetricValues, share: float) -> fl
 @contextlib.contextmanager
 def attacks_on(server: Server, seconds: float, names: list[str]) -> Iterator[None]:
     """64 hostile clients in a few processes, which yield to everything else: they stand for other machines."""
-    target = Target(int(server.target.rpartition(":")[2]), server.http_port)
+    target = Target(int(server.target.rpartition(":")[2]), server.http_port, token="hostile")  # noqa: S106 - no secret
     clients = list(islice(cycle(names), CLIENTS))
     processes = [start_attacker(target, seconds, n, clients[n::PROCESSES], niceness=19) for n in range(PROCESSES)]
     try:
@@ -146,7 +150,10 @@ def attacks_on(server: Server, seconds: float, names: list[str]) -> Iterator[Non
 
 async def _run(directory: Path, seconds: float, names: list[str], *, attacked: bool, options: list[str]) -> Figures:
     model, cache = make_fake_model(directory / "model", step_seconds=_STEP_SECONDS, block_size=16), directory / "cache"
-    options = ["--deployment-framework", "fake", "--log-level", "warning", *options]
+    tokens = directory / "tokens"
+    tokens.write_text("honest\nhostile\n")
+    options = ["--deployment-framework", "fake", "--auth-token-path", str(tokens), *options]
+    options += ["--max-concurrent-requests-per-client", str(_MAX_INPUTS_PER_CLIENT)]
     with (
         running_server(model, cache, *options, log=directory / "log") as honest,
         running_server(model, cache, *options, log=directory / "other") as other,
