@@ -205,10 +205,10 @@ _HEALTH, _NEW = frozenset({Notice.HEALTH}), frozenset({Notice.HEALTH, Notice.CON
 _ADAPTERS, _EVERYBODY = frozenset({Notice.ADAPTERS}), frozenset(Notice)
 _DAY = 86400
 
-FAULTS: dict[str, Fault] = {
-    "front end stopped": Fault(partial(_stopped, lambda arena: [arena.front_end]), _HEALTH),
+FAULTS: dict[str, Fault] = {  # a connection must be made within 5 s: no stopped front end does
+    "front end stopped": Fault(partial(_stopped, lambda arena: [arena.front_end]), _NEW),
     "engine stopped": Fault(partial(_stopped, lambda arena: [arena.engine]), _HEALTH | _ADAPTERS),
-    "both stopped": Fault(partial(_stopped, lambda arena: [arena.engine, arena.front_end]), _HEALTH),
+    "both stopped": Fault(partial(_stopped, lambda arena: [arena.engine, arena.front_end]), _NEW),
     "clock stepped": Fault(partial(_controlled, Control.CLOCK_OFFSET, (-_DAY // 2, -5, 5, 3600, _DAY // 2))),
     "disk slow": Fault(partial(_controlled, Control.OPEN_DELAY_MS, (50, 500, 2000)), _ADAPTERS),
     "disk of the log full": Fault(partial(_controlled, Control.LOG_FULL, (1,))),

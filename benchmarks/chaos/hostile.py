@@ -70,8 +70,8 @@ async def measure(server: Server, seconds: float) -> Figures:
     after = parse_metrics(await asyncio.to_thread(server.metrics))
     figures.lag_p999, figures.lag_max = (1000 * _lag_quantile(before, after, share) for share in (0.999, 1))
     figures.waited = round((_seconds_without_cpu(server.pid) - waited) / seconds, 3)
-    first_tokens.sort()
     figures.streams = len(first_tokens)
+    first_tokens = sorted(first_tokens) or [seconds]  # none at all
     figures.first_token_p50, figures.first_token_p99 = (
         round(1000 * first_tokens[int(share * (len(first_tokens) - 1))], 1) for share in (0.5, 0.99)
     )
