@@ -70,7 +70,7 @@ def run(config: Config) -> int:
         if scratch:  # also of compilers: what they make becomes code, so nobody else may write there
             os.environ["TMPDIR"] = str(scratch)
         gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
-    return asyncio.run(server.serve())
+        return asyncio.run(server.serve())
 
 
 def prepare(config: Config) -> "Server":
