@@ -22,7 +22,7 @@ from tgis.frontend.output_queue import OutputQueue
 from tgis.frontend.permits import Permit, Permits
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import ResolvedParams
-from tgis.frontend.tokenizer import Wanted
+from tgis.frontend.tokenizer import Encoding, Wanted
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo
@@ -121,7 +121,7 @@ class Generator:
         """Tokenize texts, special tokens included; it does not count as an input in flight, and an adapter must exist,
         but changes nothing.
         """
-        started, tokenizer = time.monotonic(), self._tokenizer
+        started = time.monotonic()
         self._metrics.tokenize_started(len(call.texts))
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
         per_byte = TOKENS_PER_BYTE * call.return_tokens + OFFSETS_PER_BYTE * call.return_offsets
@@ -129,21 +129,21 @@ class Generator:
         async with self._adapters.acquire(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
-            wanted = Wanted(call.return_offsets, keep, enough=limit)
-            encodings = [
-                encoding.keep_last(call.truncate_input_tokens)
-                for encoding in await tokenizer.encode(call.texts, wanted)
-            ]
-        num_tokens = sum(encoding.num_tokens for encoding in encodings)
+            encodings = await self._tokenizer.encode(call.texts, Wanted(call.return_offsets, keep, enough=limit))
+        results: list[TokenizeResult] = []
+        async for some in self.slicer.slices(encodings):
+            kept = [encoding.keep_last(call.truncate_input_tokens) for encoding in some]
+            results += [self._tokenize_result(encoding, call) for encoding in kept]
+        num_tokens = sum(result.token_count for result in results)
         self._metrics.tokenize_succeeded(num_tokens, time.monotonic() - started)
-        return [
-            TokenizeResult(
-                token_count=encoding.num_tokens,
-                tokens=map(tokenizer.token_text, encoding.id_array if call.return_tokens else ()),
-                offsets=encoding.offsets,
-            )
-            for encoding in encodings
-        ]
+        return results
+
+    def _tokenize_result(self, encoding: Encoding, call: TokenizeCall) -> TokenizeResult:
+        return TokenizeResult(
+            token_count=encoding.num_tokens,
+            tokens=map(self._tokenizer.token_text, encoding.id_array if call.return_tokens else ()),
+            offsets=encoding.offsets,
+        )
 
     async def _output_builders(
         self, queues: list[OutputQueue], call: GenerateCall, params: ResolvedParams
