@@ -2,7 +2,9 @@
 
 import asyncio
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness import run_async
 
@@ -25,3 +27,12 @@ async def test_a_kill_ends_what_the_engine_process_has_started() -> None:
     status = Path(f"/proc/{child}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
     client.kill("again")
+
+
+@run_async
+async def test_a_kill_may_come_after_the_end_that_asyncio_has_not_noticed_yet() -> None:
+    client = EngineClient()
+    with subprocess.Popen(["true"], process_group=0) as process:
+        process.wait()
+    client._process = SimpleNamespace(pid=process.pid, returncode=None)  # type: ignore[assignment]
+    client.kill("a test")

@@ -140,7 +140,8 @@ class EngineClient:
         assert self._process is not None
         self._death_cause = self._death_cause or cause
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # compilers that it has started as well
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and asyncio is about to say so
+                os.killpg(self._process.pid, signal.SIGKILL)  # compilers that it has started as well
 
     async def stop(self) -> None:
         """Shut the engine process down and wait for its exit; kill it after a timeout."""
