@@ -22,9 +22,8 @@ class BackgroundWriter:
         self._dropped_line = dropped_line
         self._num_reported = 0  # of those dropped
         self._full = False  # until all that did fit is written, so that one line reports all that did not
-        self._lock = (
-            threading.RLock()
-        )  # a finalizer may log while its thread holds the lock; the queue allows that, too
+        # A finalizer may log while its thread holds the lock; the queue allows that, too.
+        self._lock = threading.RLock()
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"writer of fd {fd}")
         self._thread.start()
