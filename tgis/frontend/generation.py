@@ -98,7 +98,7 @@ class Generator:
                 requests = await self._prepare(call, params, adapter, log)
                 eager = bool(params.given.stop_sequences)
                 with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
-                    outputs = log.track(await self._output_builders(queues, call, params))
+                    outputs = log.track(self._output_builders(queues, call, params))
                     await _all_or_first_error([self._collect(output, log) for output in outputs])
                     return [output.final() for output in outputs]
 
@@ -110,7 +110,7 @@ class Generator:
             async with self._adapters.acquire(call.adapter) as adapter:
                 requests = await self._prepare(call, params, adapter, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
-                    (output,) = log.track(await self._output_builders(queues, call, params))
+                    (output,) = log.track(self._output_builders(queues, call, params))
                     output.queue.on_end = lambda: permit.output_complete(output.unread_bytes)
                     yield output.first_chunk()
                     while not output.stop_reason:
@@ -118,9 +118,7 @@ class Generator:
                             yield chunk
 
     async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
-        """Tokenize texts, special tokens included; it does not count as an input in flight, and an adapter must exist,
-        but changes nothing.
-        """
+        """Tokenize texts, special tokens included. An adapter must exist, but changes nothing. Takes no permit."""
         started = time.monotonic()
         self._metrics.tokenize_started(len(call.texts))
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
@@ -145,14 +143,14 @@ class Generator:
             offsets=encoding.offsets,
         )
 
-    async def _output_builders(
+    def _output_builders(
         self, queues: list[OutputQueue], call: GenerateCall, params: ResolvedParams
     ) -> list[OutputBuilder]:
+        """At once, so that nothing ends before somebody takes note of it."""
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         return [
             OutputBuilder(queue, text, params, self._decoder, separator=separator)
-            async for some in self.slicer.slices(zip(queues, call.texts, strict=True), cost=_INPUT_COST)
-            for queue, text in some
+            for queue, text in zip(queues, call.texts, strict=True)
         ]
 
     async def _collect(self, output: OutputBuilder, log: RequestLog) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from tgis.api.grpc.status import Context, abort
+from tgis.api.grpc.status import Context, abort, client_address
 from tgis.config import Config
 from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
 
@@ -43,7 +43,7 @@ class OpenCall:
         task, creator = asyncio.current_task(), _creator.get()
         assert task is not None
         self.context = context
-        self.client = context.peer().rpartition(":")[0]  # its address without the port
+        self.client = client_address(context)
         self.task = task
         self._creator = creator() if creator else None
         self._calls = calls

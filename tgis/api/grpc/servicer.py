@@ -10,7 +10,7 @@ import grpc
 from tgis.api.grpc import convert, wire
 from tgis.api.grpc.handlers import stream_handler, unary_handler
 from tgis.api.grpc.open_calls import OpenCall, OpenCalls
-from tgis.api.grpc.status import Context
+from tgis.api.grpc.status import Context, client_address
 from tgis.errors import Unavailable
 from tgis.frontend.budget import MESSAGE_BYTE, Account
 from tgis.frontend.generation import Generator
@@ -82,7 +82,7 @@ class GenerationServicer:
         generator = self._require_generator()
         client = self._identity(context)
         if not client and self._limit_by_address:
-            client = context.peer().rpartition(":")[0].encode()
+            client = client_address(context).encode()
         with generator.memory.account(client) as account:
             account.charge(MESSAGE_BYTE * len(data))
             yield generator, account
