@@ -45,4 +45,4 @@ def test_a_few_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_few_interrupted_starts(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupted_starts, "EXIT_SECONDS", 15.0)
-    assert interrupted_starts.main(["--starts", "16", "--cache", str(cache_dir)]) == 0
+    assert interrupted_starts.main(["--starts", "8", "--cache", str(cache_dir)]) == 0
