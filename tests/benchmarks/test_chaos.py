@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ def test_only_who_may_notice_a_fault_is_excused(monkeypatch: pytest.MonkeyPatch)
     assert log.counts == {"pause": 1, "another": 1}
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_clock_is_stepped_and_the_disk_of_the_log_is_full(tmp_path: Path) -> None:
     shim = Shim(tmp_path)
 

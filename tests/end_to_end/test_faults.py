@@ -129,8 +129,8 @@ def test_health_is_off_while_an_idle_engine_is_stopped(tmp_path: Path) -> None:
         os.kill(server.engine_pid(), signal.SIGSTOP)
         stopped = time.monotonic()
         reason = server.wait_for_health(503)
-        assert time.monotonic() - stopped < 5
-        assert re.search(r"no heartbeat of the engine process for \d s", reason)
+        assert time.monotonic() - stopped < 15  # 5, but on a busy machine; test_engine_watchdog.py knows the time
+        assert re.search(r"no heartbeat of the engine process for \d+ s", reason)
         assert health(server) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert "tgi_engine_up 0.0" in server.get("/metrics")[1]
         os.kill(server.engine_pid(), signal.SIGCONT)
@@ -141,16 +141,16 @@ def test_health_is_off_while_an_idle_engine_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_pause_of_both_processes_kills_no_engine(tmp_path: Path) -> None:
-    with start(tmp_path, {"step_seconds": 0.5}, STEP_TIMEOUT_SECONDS=2) as server, server.stub() as stub:
-        call = stub.Generate.future(unary_request("abc", 3))
+    with start(tmp_path, {"step_seconds": 0.1}, STEP_TIMEOUT_SECONDS=3) as server, server.stub() as stub:
+        call = stub.Generate.future(unary_request("abc", 30))
         server.wait_for_metric("tgi_batch_current_size 1.0")
         paused = server.process.pid, server.engine_pid()
         for pid in paused:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(4)
         for pid in paused:
             os.kill(pid, signal.SIGCONT)
-        assert call.result().responses[0].text == "abc"
+        assert call.result().responses[0].text == "abc" * 10
         assert server.stop() == 0
     assert "this process did not run for " in server.log.read_text()
 
