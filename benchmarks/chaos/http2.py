@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 ACK = END_STREAM = 1
 END_HEADERS = 4
-INITIAL_WINDOW_SIZE = 4
+_INITIAL_WINDOW_SIZE = 4
 MAX_WINDOW = (1 << 31) - 1
 _CANCEL = 8
 
@@ -46,6 +46,11 @@ class Target:
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def window_setting(size: int) -> bytes:
+    """How many bytes the server may send on a stream before the client has read some."""
+    return _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + size.to_bytes(4, "big")
 
 
 def header_block(path: str, *more: tuple[str, str]) -> bytes:
@@ -116,8 +121,7 @@ async def connect(target: Target, window: int = MAX_WINDOW) -> AsyncIterator[Con
     metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
     connection = Connection(reader, writer, metadata)
     try:
-        settings = INITIAL_WINDOW_SIZE.to_bytes(2, "big") + window.to_bytes(4, "big")
-        await connection.send(PREFACE, frame(SETTINGS, 0, 0, settings))
+        await connection.send(PREFACE, frame(SETTINGS, 0, 0, window_setting(window)))
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(connection.serve())
             yield connection

@@ -15,20 +15,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
-from raw_http2 import (
-    GOAWAY,
-    HEADERS,
-    HELLO,
-    PING,
-    PREFACE,
-    SETTINGS,
-    Raw,
-    call_frames,
-    frame,
-    next_frame,
-    raw_client,
-)
+from raw_http2 import HELLO, Raw, call_frames, next_frame, raw_client
 
+from benchmarks.chaos.http2 import GOAWAY, HEADERS, PING, PREFACE, SETTINGS, frame
 from tgis.api.grpc import server as server_module
 from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
@@ -191,7 +180,7 @@ async def test_max_concurrent_streams_is_announced() -> None:
 
 @run_async
 async def test_a_long_silent_call_gets_keepalive_pings() -> None:
-    hanging = call_frames(b"/test.Service/Hang")
+    hanging = call_frames("/test.Service/Hang")
     async with (
         serving(replace(CONFIG, grpc_keepalive_seconds=0.05)) as (_, port),  # type: ignore[arg-type]  # an option is whole seconds
         raw_client(port, HELLO, hanging) as client,
@@ -374,7 +363,7 @@ async def test_a_server_that_stops_never_serves_again() -> None:
 async def test_a_watcher_that_stops_reading_blocks_nobody() -> None:
     async with serving() as (server, port), health_of(port) as health:
         no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))  # the server may not send us any data
-        watch = call_frames(b"/grpc.health.v1.Health/Watch")
+        watch = call_frames("/grpc.health.v1.Health/Watch")
         async with raw_client(port, PREFACE, no_window, watch) as (reader, _):
             while (await next_frame(reader))[0] != HEADERS:  # until the response has started
                 pass

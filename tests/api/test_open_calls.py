@@ -13,20 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from harness import run_async
-from raw_http2 import (
-    END_HEADERS,
-    END_STREAM,
-    HEADERS,
-    HELLO,
-    HELLO_WITHOUT_WINDOW,
-    RST_STREAM,
-    call_frames,
-    call_headers,
-    half_a_message,
-    next_frame_of,
-    raw_client,
-)
+from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
 
+from benchmarks.chaos.http2 import END_HEADERS, END_STREAM, HEADERS, RST_STREAM
 from tgis.api.grpc import open_calls
 from tgis.api.grpc import server as server_module
 from tgis.api.grpc.handlers import stream_handler, unary_handler
@@ -111,7 +100,7 @@ async def test_a_call_that_nobody_reads_ends(method: str) -> None:
     async with serving(stream_write_timeout_seconds=SHORT) as (service, port):
         assert await works(port)  # gRPC itself holds the first call
         await until(lambda: not service.calls.reading)
-        call = call_frames(f"/test.Service/{method}".encode(), bytes(1000))
+        call = call_frames(f"/test.Service/{method}", bytes(1000))
         async with raw_client(port, HELLO_WITHOUT_WINDOW, call) as (reader, _):
             await until(lambda: service.calls.reading)
             assert await works(port)  # and the last one
@@ -124,7 +113,7 @@ async def test_a_call_that_nobody_reads_ends(method: str) -> None:
 @run_async
 async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as (service, port):
-        calls = [call_frames(b"/test.Service/Stream", bytes(1000), 2 * index + 1) for index in range(64)]
+        calls = [call_frames("/test.Service/Stream", bytes(1000), 2 * index + 1) for index in range(64)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
             await until(lambda: len(service.calls.reading) == len(calls))
         await until(lambda: not service.calls.served)
@@ -151,7 +140,7 @@ async def test_too_many_calls_that_nobody_reads(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(open_calls, "MAX_SLOW_CALLS", 2)
     monkeypatch.setattr(open_calls, "SLOW_SECONDS", 0.0)
     async with serving() as (service, port):
-        calls = [call_frames(b"/test.Service/Unary", bytes(1000), stream) for stream in (1, 3, 5, 7, 9)]
+        calls = [call_frames("/test.Service/Unary", bytes(1000), stream) for stream in (1, 3, 5, 7, 9)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
             await until(lambda: service.num_calls == 5)
             await until(lambda: len(service.calls.reading) == 2)
@@ -166,7 +155,7 @@ async def test_too_many_calls_that_nobody_reads(monkeypatch: pytest.MonkeyPatch)
 @run_async
 async def test_a_message_must_arrive_in_time(method: str, sent: bytes) -> None:
     async with serving(grpc_message_timeout_seconds=SHORT) as (service, port):
-        async with raw_client(port, HELLO, call_headers(method.encode()), sent) as (reader, _):
+        async with raw_client(port, HELLO, call_headers(method), sent) as (reader, _):
             _, block = await next_frame_of(reader, HEADERS)
             assert MESSAGE_TIMEOUT.encode() in block
             await next_frame_of(reader, RST_STREAM)
@@ -293,7 +282,7 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
 async def test_a_call_that_ends_at_once() -> None:
     """Its headers end its stream."""
     async with serving() as (_, port):
-        ended = call_headers(b"/test.Service/Unary", flags=END_HEADERS | END_STREAM)
+        ended = call_headers("/test.Service/Unary", flags=END_HEADERS | END_STREAM)
         async with raw_client(port, HELLO, ended) as (reader, _):
             _, block = await next_frame_of(reader, HEADERS)
             assert b"the call has no message" in block

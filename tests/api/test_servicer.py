@@ -437,7 +437,7 @@ def test_a_text_that_is_too_long_is_refused_by_its_tokens_or_its_bytes(stub: Stu
 
 def test_streams_that_nobody_reads_keep_no_permits(server: Server, stub: Stub) -> None:
     request = as_stream_request(unary_request("abc", 5)).SerializeToString()
-    method = b"/fmaas.GenerationService/GenerateStream"
+    method = "/fmaas.GenerationService/GenerateStream"
     streams = [call_frames(method, request, 2 * index + 1) for index in range(MAX_INPUTS)]
     before = gauge(server, "tgi_batch_generated_tokens_total")
     with socket.create_connection(("localhost", server.grpc_port)) as connection:
