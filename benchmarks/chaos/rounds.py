@@ -32,7 +32,6 @@ class ChaosReport:
     refused: Counter[str] = field(default_factory=Counter)
     compared: int = 0
     uncertain: int = 0
-    unhealthy: int = 0
     problems: list[str] = field(default_factory=list)  # of calls: lost or wrong
     leaks: list[str] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
