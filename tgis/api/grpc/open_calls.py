@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MAX_RECEIVING_BYTES = 512 << 20  # of messages that arrive slowly
+MAX_RECEIVING_BYTES = 256 << 20  # of messages that arrive slowly
 MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothing to say
-SLOW_SECONDS = 1.0
+SLOW_SECONDS = 0.5
 CALLS_PER_SLICE = 16
-_SWEEP_SECONDS = 0.25
+_SWEEP_SECONDS = 0.1
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 
