@@ -11,7 +11,7 @@ import atheris
 from repository import REPOSITORY, TEST_CACHE
 
 CORPUS = REPOSITORY / "tests" / "fuzz_corpus"
-NAMES = ("frames", "requests", "adapters", "models", "tokenizers", "options")
+NAMES = sorted(path.name for path in CORPUS.iterdir())  # of the targets
 MAX_BYTES, MAX_MEMORY_MB, MAX_SECONDS = 1 << 14, 2048, 10  # of an input
 
 
