@@ -65,13 +65,14 @@ bench: venv ## measure this machine; ARGS goes to benchmarks.suite
 # With WHEELS=directory a machine without a network uses its own Python: its torch, and what `make wheels` fetched.
 WHEELS ?=
 OFFLINE = $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target .cache/wheels \
-	$(WHEELS)/*.whl && PYTHONPATH=.cache/wheels $(PYTHON)
+	$(WHEELS)/*.whl && \
+	PYTHONPATH=$(CURDIR)/.cache/wheels:$(CURDIR) $(PYTHON)
 
 bench-gpu: $(if $(WHEELS),,venv) ## measure tgis_native on this machine's GPU; ARGS goes to benchmarks.gpu
 	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m benchmarks.gpu $(ARGS)
 
 test-gpu: $(if $(WHEELS),,venv) ## run the tests that need a GPU; ARGS goes to pytest
-	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m pytest -m gpu tests/engines $(ARGS)
+	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m pytest tests/engines/*/test_*_gpu.py $(ARGS)
 
 wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside torch and transformers
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt \
