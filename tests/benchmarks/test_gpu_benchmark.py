@@ -59,6 +59,7 @@ def test_a_failed_part_does_not_stop_the_others_but_a_failed_smoke_test_does(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_all_parts_on_a_tiny_model(tmp_path: Path) -> None:
     """Twice: the second time with the model of the first."""
     model = tmp_path / "model"

@@ -61,6 +61,7 @@ def expected(model: Path, request: Request) -> list[int]:
 
 
 @pytest.mark.slow  # a compiler runs for some seconds
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -86,6 +87,7 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
 
 
 @pytest.mark.slow  # the first start compiles
+@pytest.mark.timeout(900)
 def test_the_second_start_compiles_nothing(model: Path, tmp_path: Path) -> None:
     variables = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),

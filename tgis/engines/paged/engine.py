@@ -25,7 +25,7 @@ from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.engines.paged.prompt_logprobs import PromptLogprobs
-from tgis.engines.paged.self_check import dummy_sequence, verify_attention, verify_logits
+from tgis.engines.paged.self_check import dummy_sequence, verify_attention, verify_steps
 from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.sampler import SampledTokens
 from tgis.errors import StartError, Unsupported
@@ -144,7 +144,7 @@ class PagedEngine:
         try:
             self._compiled = CompiledLayers(self._model, self._attention)
             self._compiled.enable()
-            self._verify("compiled", eager_logits)
+            verify_steps("compiled", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
             if self._compiled:
                 self._compiled.disable()
@@ -165,15 +165,10 @@ class PagedEngine:
         try:
             with torch.inference_mode():
                 self._graphs.capture(capture, self._device)
-            self._verify("captured", eager_logits)
+            verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
             self._graphs = None
             log.warning("decode steps run without CUDA graphs: %s", str(error).strip().splitlines()[0])
-
-    def _verify(self, kind: str, eager_logits: torch.Tensor) -> None:
-        """Steps as they are now computed must agree with eager ones."""
-        failure = f"{kind} steps do not give the logits of eager ones"
-        verify_logits(self._dummy_logits(), eager_logits, self._model.dtype, failure)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the scheduled tokens, or what is left to compute of them."""

@@ -47,13 +47,16 @@ def verify_attention(
     for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
         failure = f"paged attention does not give the model's own attention in layer {index}"
         _compare(output, call.output, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE), failure)
-    verify_logits(logits, expected, model.dtype, "paged attention does not give the model's own logits")
+    tolerance = _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE)
+    _compare(logits, expected, tolerance, "paged attention does not give the model's own logits")
     _verify_windows(model, attention, max_sequence_length)
 
 
-def verify_logits(found: Tensor, expected: Tensor, dtype: torch.dtype, failure: str) -> None:
-    """Unsupported unless two ways to compute the logits of a model of that dtype agree."""
-    _compare(found, expected, _TOLERANCE.get(dtype, _HALF_LOGITS_TOLERANCE), failure)
+def verify_steps(kind: str, found: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
+    """Unsupported unless the logits of steps that are computed in another way agree with those of eager ones."""
+    full_precision = dtype in _TOLERANCE  # in which parts of the models are computed in float32 nevertheless
+    tolerance = _TOLERANCE[torch.float32] if full_precision else _HALF_LOGITS_TOLERANCE
+    _compare(found, eager, tolerance, f"{kind} steps do not give the logits of eager ones")
 
 
 def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool = False) -> Sequence:
