@@ -151,9 +151,9 @@ class Config:
     max_call_memory_mb: int = option(
         LIMITS, integer(1), "MiB that the messages and token details of all calls may take", 512)
     max_call_memory_mb_per_client: int = option(
-        LIMITS, integer(1), "likewise, those of one client; a call that needs more is refused for good", 256)
+        LIMITS, integer(1), "the same for one client; a call that needs more is always refused", 256)
     limit_by_address: bool = option(
-        LIMITS, BOOLEAN, "a client without token or certificate is its address; not behind proxies", False)
+        LIMITS, BOOLEAN, "tell clients without credentials apart by address; not behind proxies", False)
     max_tokenize_inputs: int = option(LIMITS, integer(1), "maximum number of texts of a call to Tokenize", 10_000)
     max_queued_tokens: int = option(
         LIMITS, integer(0), "maximum number of queued input tokens; 0 is no limit", 0)
