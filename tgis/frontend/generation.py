@@ -212,9 +212,9 @@ class Generator:
                 for field, encoding in some
             ]
         call.account.charge(details_price(sum(len(one.tokens) for one in requests), params.given.logprob_options))
-        self._check_queue(requests)
-        log.validated(requests, params)
         await self.slicer.turn(sum(len(one.tokens) // _TOKENS_PER_UNIT + _INPUT_COST for one in requests))
+        self._check_queue(requests)  # from here on nobody else can queue until the caller has
+        log.validated(requests, params)
         return requests
 
     def _check_queue(self, requests: list[Request]) -> None:
