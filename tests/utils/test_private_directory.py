@@ -9,8 +9,9 @@ import pytest
 from tgis.utils.private_directory import Entry, Trust, entries_of, trust_of_this_process
 
 US, STRANGER, FS_GROUP, STAFF = 1000, 2000, 1000660000, 50
-USER = Trust(frozenset({0, US}), any_user=False, members=lambda gid: ["mallory"] if gid == STAFF else [])
-ANY_USER = Trust(frozenset({0, US}), any_user=True, members=USER.members)
+CODE = frozenset({Path("/"), Path("/ci"), Path("/ci/tgis")})
+USER = Trust(frozenset({0, US}), CODE, any_user=False, members=lambda gid: ["mallory"] if gid == STAFF else [])
+ANY_USER = Trust(frozenset({0, US}), CODE, any_user=True, members=USER.members)
 
 SLASH = ("/", 0, 0, 0o755)
 TMP = ("/tmp", 0, 0, 0o1777)
@@ -33,6 +34,8 @@ def entries(*places: tuple[object, ...]) -> list[Entry]:
     [
         (USER, [SLASH, TMP, ("/tmp/tgis-1000", US, US, 0o700)]),
         (USER, [SLASH, ("/home", 0, 0, 0o755), ("/home/us", US, US, 0o775), ("/home/us/cache", US, US, 0o775)]),
+        # a checkout that others can change: they need no cache for that
+        (USER, [SLASH, ("/ci", STRANGER, 0, 0o777), ("/ci/tgis", US, US, 0o755), ("/ci/tgis/c", US, US, 0o700)]),
         (USER, [SLASH, TMP, ("/tmp/link", US, US, 0o777, "link"), ("/data", US, US, 0o755)]),
         # the deployment: an emptyDir at /tmp, under OpenShift with a random user id
         (ANY_USER, [SLASH, EMPTY_DIR, ("/tmp/tgis", US, FS_GROUP, 0o2700)]),

@@ -32,12 +32,15 @@ class Trust:
     """Whom to trust with a directory."""
 
     uids: frozenset[int]
+    code: frozenset[Path]  # the directories above this code: whoever can replace files there runs the server anyway
     any_user: bool  # a container made for any user id, whose files belong to whatever user and to group 0
     members: Callable[[int], list[str]]  # of a group
 
     def refusal(self, entries: Sequence[Entry]) -> str | None:
         """Why others can replace what is in the last of `entries`, which lead there from the root."""
         for entry in entries:
+            if entry.path in self.code:
+                continue
             if entry.uid not in self.uids and not (self.any_user and entry.gid == _ROOT):
                 return f"{entry.path} belongs to user {entry.uid}, who could replace what is in it"
             if entry.mode & stat.S_IWOTH and not _protected(entry, entries):
@@ -46,7 +49,8 @@ class Trust:
 
     def doubts(self, entries: Sequence[Entry]) -> list[str]:
         """What is wrong only if members of a group are not trusted."""
-        open_to_group = [entry for entry in entries if entry.mode & stat.S_IWGRP and not _protected(entry, entries)]
+        others = [entry for entry in entries if entry.path not in self.code]
+        open_to_group = [entry for entry in others if entry.mode & stat.S_IWGRP and not _protected(entry, entries)]
         members = [(entry, self.members(entry.gid)) for entry in open_to_group]
         return [
             f"group {entry.gid} ({', '.join(names)}) can write to {entry.path}" for entry, names in members if names
@@ -68,7 +72,7 @@ def trust_of_this_process() -> Trust:
     """Itself, root, and whoever owns this code; in a user namespace also those outside of it."""
     uids = {os.getuid(), _ROOT, Path(__file__).stat().st_uid, *_outer_uids()}
     any_user = os.getuid() != _ROOT and _ROOT in (os.getgid(), *os.getgroups())
-    return Trust(frozenset(uids), any_user, _other_members)
+    return Trust(frozenset(uids), frozenset(Path(__file__).resolve().parents), any_user, _other_members)
 
 
 def _paths(path: Path) -> Iterator[Path]:

@@ -30,6 +30,7 @@ MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothin
 SLOW_SECONDS = 0.5
 CALLS_PER_SLICE = 16
 _SWEEP_SECONDS = 0.1
+_PAUSE_SECONDS = 1.0  # a sweep that is later than this one follows a pause
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 
@@ -136,8 +137,19 @@ class OpenCalls:
     async def sweep_forever(self) -> None:
         """End calls that wait for too long, and those that are too many."""
         while True:
+            due = time.monotonic() + _SWEEP_SECONDS
             await asyncio.sleep(_SWEEP_SECONDS)
-            await self._sweep(time.monotonic())
+            if time.monotonic() - due > _PAUSE_SECONDS:
+                self._restart_waits(time.monotonic())
+            try:
+                await self._sweep(time.monotonic())
+            except Exception:  # the next one may succeed
+                log.exception("calls that wait for their clients could not be ended")
+
+    def _restart_waits(self, now: float) -> None:
+        """After a pause of this process, in which no client could go on."""
+        for waiting in (self.receiving, self.reading, self.idle):
+            waiting.update(dict.fromkeys(waiting, now))
 
     async def _sweep(self, now: float) -> None:
         late = ClientTimeout(f"the message has not arrived within {self._message_seconds:g} s")
