@@ -225,7 +225,6 @@ def test_a_hung_engine_is_503_without_delay(server: Server) -> None:
     os.kill(server.engine_pid(), signal.SIGSTOP)
     try:
         assert "or it hangs" in until(server, lambda seen: "error" in seen)["error"]
-        assert server.get("/health") == (200, "")
     finally:
         os.kill(server.engine_pid(), signal.SIGCONT)
     until(server, lambda seen: seen.get("num_running") == 0)

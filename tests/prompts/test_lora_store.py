@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from lora_files import BROKEN_LORA, LINEARS, RANK, UP, Q, config, key, lora, lora_bin, matrices
+from lora_files import BROKEN_LORA, LINEARS, RANK, TOO_LARGE_LORA, UP, Q, config, key, lora, lora_bin, matrices
 from prompt_files import CONFIG, SAFETENSORS, matrix, tgis, write
 
 from tgis.errors import AdapterError
@@ -89,9 +89,9 @@ def test_layers_may_differ_in_rank_and_files_in_format_and_dtype(store: AdapterS
     assert torch.equal(tensor, half[key(UP, "A")].float())
 
 
-@pytest.mark.parametrize("case", BROKEN_LORA)
+@pytest.mark.parametrize("case", [*BROKEN_LORA, *TOO_LARGE_LORA])
 def test_a_broken_adapter_has_a_clear_error_and_affects_no_other(store: AdapterStore, root: Path, case: str) -> None:
-    files, text = BROKEN_LORA[case]
+    files, text = (BROKEN_LORA | TOO_LARGE_LORA)[case]
     good = store.find("good").adapter
     write(root / "broken", files)
     for _ in range(2):

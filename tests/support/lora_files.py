@@ -88,10 +88,6 @@ BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and the error message
     "cut short": ({**lora(), SAFETENSORS: lora()[SAFETENSORS][:900]}, "adapter_model.safetensors is damaged"),
     "a tensor alone": (lora_bin(torch.zeros(3, 3)), "adapter_model.bin holds no tensors by name"),
     "nothing": (lora_bin({}), "adapter_model.bin holds no tensors by name"),
-    "one matrix for many layers": (
-        lora_bin(dict.fromkeys((key(Q, "A"), key(UP, "A")), torch.zeros(4, 10_000))),
-        "adapter_model.bin holds matrices of 320000 bytes, at most 262144 are allowed",
-    ),
     "a name that is none": (lora_bin({3: torch.zeros(3, 3)}), "adapter_model.bin holds 3, which is no matrix of LoRA"),
     "text": (lora_bin({key(Q, "A"): "text"}), f"adapter_model.bin: {Q}.lora_A holds a str, not a tensor"),
     "DoRA's magnitudes": (
@@ -132,5 +128,11 @@ BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and the error message
     "too large for the type": (
         with_tensor(Q, "B", torch.full((24, 4), 2e38)),
         f"{FILE}.lora_B has numbers that are not finite when converted from torch.float32 to torch.float32",
+    ),
+}
+TOO_LARGE_LORA: dict[str, tuple[Files, str]] = {  # for a store of 256 KiB
+    "one matrix for many layers": (
+        lora_bin(dict.fromkeys((key(Q, "A"), key(UP, "A")), torch.zeros(4, 10_000))),
+        "adapter_model.bin holds matrices of 320000 bytes, at most 262144 are allowed",
     ),
 }
