@@ -1,5 +1,8 @@
 """Bearer tokens: which calls are accepted, reloading of the file, and the caller's identity."""
 
+import errno
+import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,6 +87,28 @@ def test_a_changed_file_is_reloaded_and_an_unusable_one_is_ignored(tmp_path: Pat
     path.write_text("# nothing any more, by mistake\n")
     time.sleep(CHECK_INTERVAL_SECONDS * 1.1)
     assert tokens.accepts("newer")
+
+
+def test_a_change_that_could_not_be_read_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_descriptors(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    path = tmp_path / "tokens"
+    path.write_text("old")
+    tokens = TokenFile(path)
+    path.write_text("newer")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", without_descriptors)
+        for _ in range(2):
+            time.sleep(CHECK_INTERVAL_SECONDS * 1.1)
+            assert tokens.accepts("old")
+    time.sleep(CHECK_INTERVAL_SECONDS * 1.1)
+    assert tokens.accepts("newer")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "Too many open files" in warnings[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe", b"x" * (1 << 21)])

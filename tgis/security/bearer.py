@@ -40,7 +40,8 @@ class TokenFile:
             self._digests = _read_digests(self._path)
             log.info("reloaded the token file: %d tokens", len(self._digests))
         except OptionError as error:
-            log.warning("the changed token file is unusable, keeping the previous tokens: %s", error)
+            if self._watch.failed(error):
+                log.warning("the changed token file is unusable, keeping the previous tokens: %s", error)
 
 
 class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs make it generic

@@ -59,7 +59,8 @@ class Certificates:
         try:
             configuration, self.expiry = _load(self._files)
         except OptionError as error:
-            _log.warning("the changed TLS files are unusable, keeping the previous ones: %s", error)
+            if self._watch.failed(error):
+                _log.warning("the changed TLS files are unusable, keeping the previous ones: %s", error)
             return None
         self._warn_if_expired()
         _log.info("reloaded the TLS files for new connections")

@@ -31,13 +31,24 @@ class FileWatch:
         self._clock = clock
         self._checked_at = clock()
         self._signature = file_signature(paths)
+        self._failed = False
+        self._error: tuple[Signature, str] | None = None
 
     def changed(self) -> bool:
-        """Whether any file has changed since the previous check."""
+        """Whether any file has changed since the previous check, or what had changed then could not be read."""
         now = self._clock()
         if now - self._checked_at < CHECK_INTERVAL_SECONDS:
             return False
         self._checked_at = now
         # Taken before the caller reads the files, so that a change while it reads is noticed next time.
         before, self._signature = self._signature, file_signature(self._paths)
-        return before != self._signature
+        changed, self._failed = self._failed or before != self._signature, False
+        return changed
+
+    def failed(self, error: Exception) -> bool:
+        """The files cannot be used, perhaps only for now: for want of a descriptor, for example. The next check reports
+        them again; return whether the error is a new one.
+        """
+        self._failed = True
+        before, self._error = self._error, (self._signature, str(error))
+        return before != self._error
