@@ -94,6 +94,7 @@ def _to_json(report: ChaosReport, faults: Counter[str]) -> dict[str, object]:
         "lost_or_wrong": len(report.problems),
         "leaked": len(report.leaks),
         "memory_mib_per_minute": {name: round(slope / _MIB, 3) for name, slope in slopes.items()},
+        "memory": [life.memory for life in report.lives],  # minutes and bytes whenever the server was idle
         "problems": report.problems[:100],
         "leaks": report.leaks[:100],
     }
