@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from benchmarks.serving import Server
 from benchmarks.soak.memory import resident_bytes
@@ -73,5 +74,7 @@ class Life:
 
 
 def _slope(samples: list[tuple[float, int]]) -> float:
+    """The median of the slopes between any two of the last samples: some come right after a flood."""
     last = [sample for sample in samples if sample[0] >= samples[-1][0] - _JUDGED_SECONDS / 60]
-    return statistics.linear_regression(*zip(*last, strict=True)).slope if len(last) > 1 else 0.0
+    slopes = [(end[1] - start[1]) / (end[0] - start[0]) for start, end in combinations(last, 2)]
+    return statistics.median(slopes) if slopes else 0.0
