@@ -225,9 +225,11 @@ def test_a_hung_engine_is_503_without_delay(server: Server) -> None:
     os.kill(server.engine_pid(), signal.SIGSTOP)
     try:
         assert "or it hangs" in until(server, lambda seen: "error" in seen)["error"]
+        assert "no heartbeat of the engine process" in server.wait_for_health(503)
     finally:
         os.kill(server.engine_pid(), signal.SIGCONT)
     until(server, lambda seen: seen.get("num_running") == 0)
+    server.wait_for_health(200)
 
 
 def test_it_is_off_by_default(tmp_path: Path) -> None:

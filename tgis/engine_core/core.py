@@ -121,6 +121,8 @@ class EngineCore:
 
     def _send_prompt_logprobs(self, seqs: list[Sequence], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> None:
         """In messages of a bounded size: the front end handles one at a time."""
+        if not prompt_logprobs:
+            return
         for seq in seqs:
             size = max(_DETAILS_PER_MESSAGE // seq.request.logprob_options.details_per_token, 1)
             logprobs = prompt_logprobs.get(seq.id, [])
