@@ -13,7 +13,7 @@ from tgis import __main__, config
 from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import IGNORED, WITHOUT_EFFECT
-from tgis.utils.options import declared_options, flag_name
+from tgis.utils.options import Secret, declared_options, flag_name
 
 TGIS = Path(config.__file__).parent
 
@@ -66,6 +66,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "bind_address": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
     "grpc_port": (("0", 0), ("65535", 65535)),
     "port": (("0", 0), ("8080", 8080)),
+    "metrics_port": (("0", 0), ("9000", 9000)),
     "debug_batch": (("true", True), ("1", True)),
     "tls_cert_path": (("cert", Path("cert")), ("cert2", Path("cert2"))),
     "tls_key_path": (("key", Path("key")), ("key2", Path("key2"))),
@@ -79,6 +80,15 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "grpc_keepalive_seconds": (("1", 1), ("300", 300)),
     "grpc_max_connection_age_seconds": (("1", 1), ("300", 300)),
     "grpc_max_connection_age_grace_seconds": (("1", 1), ("300", 300)),
+    "http_api": (("false", False), ("0", False)),
+    "http_api_port": (("0", 0), ("8443", 8443)),
+    "api_key": (("a", Secret("a")), ("b c", Secret("b c"))),
+    "cors_allow_origin": (("*", ("*",)), ("https://a, https://b", ("https://a", "https://b"))),
+    "payload_limit": (("1024", 1024), ("16777216", 16777216)),
+    "http_max_header_bytes": (("1024", 1024), ("8192", 8192)),
+    "http_request_timeout_seconds": (("0.5", 0.5), ("10", 10.0)),
+    "http_keepalive_seconds": (("0.5", 0.5), ("10", 10.0)),
+    "http_max_connections": (("8", 8), ("256", 256)),
     "strict_options": (("true", True), ("1", True)),
     "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
     "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),

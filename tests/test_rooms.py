@@ -25,7 +25,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "frontend": "errors ipc models utils",
     "api": "",
     "api/grpc": "config errors frontend ipc pb security utils",
-    "api/http": "errors ipc",
+    "api/http": "config errors frontend ipc security utils",
     "startup_log": "config ipc utils",
     "server": "api/grpc api/http config errors frontend ipc models security startup_log utils",
     # the engine process

@@ -23,10 +23,10 @@ INFO = EngineInfo(
 )
 
 
-def lines(reason: str = "", **options: Any) -> dict[str, str]:
+def lines(reason: str = "", api_port: int | None = 3000, **options: Any) -> dict[str, str]:
     """The text of each line by its name."""
     config = Config(model_name="m", **options)
-    shown = startup_lines(config, INFO, reason, (2048, 1024), (8033, 3000))
+    shown = startup_lines(config, INFO, reason, (2048, 1024), (8033, 3000, api_port))
     assert {line[9] for line in shown} == {" "}
     assert not [line for line in shown if line[10] == " "]  # aligned
     return {line.split()[0]: line[10:] for line in shown}
@@ -69,4 +69,9 @@ def test_what_may_wait(inputs: int, waiting: str) -> None:
 )
 def test_ports(names: tuple[str, ...], access: str) -> None:
     options: dict[str, Any] = {name: Path("file") for name in names}
-    assert lines(**options)["ports"] == f"gRPC 8033 ({access}), health and metrics 3000"
+    assert lines(**options)["ports"] == f"gRPC 8033 ({access}), health and metrics 3000, HTTP APIs 3000"
+
+
+def test_apis_on_a_port_of_their_own_or_off() -> None:
+    assert lines(api_port=3001)["ports"].endswith("health and metrics 3000, HTTP APIs 3001")
+    assert lines(api_port=None)["ports"].endswith("health and metrics 3000, HTTP APIs off")

@@ -11,6 +11,7 @@ import os
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ from tgis.utils.options import (
     FIRST_WORD,
     NAMED_PATHS,
     PATH,
+    SECRET,
     TEXT,
+    WORDS,
     Option,
     Parser,
     RawValue,
+    Secret,
     build_parser,
     choice,
     closest,
@@ -49,7 +53,7 @@ from tgis.utils.private_directory import entries_of, trust_of_this_process
 log = logging.getLogger(__name__)
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
-ADAPTERS, NETWORK, PROCESS, LOGS = "Adapters", "Network", "Process", "Logging"
+ADAPTERS, NETWORK, HTTP, PROCESS, LOGS = "Adapters", "Network", "HTTP", "Process", "Logging"
 
 ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake")
 DTYPE = choice(
@@ -216,9 +220,12 @@ class Config:
         NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0",  # noqa: S104 - a server
         vllm_names=("host",))
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")
-    port: int = option(NETWORK, PORT, "HTTP port for /health and /metrics; 0 picks a free one", 3000, short="-p")
+    port: int = option(
+        NETWORK, PORT, "HTTP port for /health, /metrics and the HTTP APIs; 0 picks a free one", 3000, short="-p")
+    metrics_port: int | None = option(
+        NETWORK, PORT, "port for /health and /metrics instead of PORT", None, shown_default="PORT")
     debug_batch: bool = option(
-        NETWORK, BOOLEAN, "serve /debug/batch on the HTTP port: the batch and the queue", False)
+        NETWORK, BOOLEAN, "serve /debug/batch beside /metrics: the batch and the queue", False)
     tls_cert_path: Path | None = option(
         NETWORK, PATH, "PEM certificate of the gRPC port", None,
         vllm_names=("ssl_certfile",))
@@ -247,6 +254,23 @@ class Config:
     grpc_max_connection_age_grace_seconds: int | None = option(
         NETWORK, integer(1, 31536000), "seconds for calls on a connection of that age to finish", None,
         shown_default="no limit")
+
+    http_api: bool = option(HTTP, BOOLEAN, "serve the HTTP APIs of TGI and OpenAI", True)
+    http_api_port: int | None = option(
+        HTTP, PORT, "port for the HTTP APIs, with the TLS of the gRPC port", None, shown_default="PORT, without TLS")
+    api_key: Secret | None = option(
+        HTTP, SECRET, "bearer token of the HTTP APIs, beside those of AUTH_TOKEN_PATH", None)
+    cors_allow_origin: tuple[str, ...] = option(
+        HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
+    payload_limit: int = option(HTTP, integer(1024), "maximum size of the body of a request in bytes", 2_000_000)
+    http_max_header_bytes: int = option(
+        HTTP, integer(1024, 1 << 20), "maximum size of the headers of a request in bytes", 1 << 15)
+    http_request_timeout_seconds: float = option(
+        HTTP, SECONDS, "seconds for the headers of a request to arrive, and for its body", 30.0)
+    http_keepalive_seconds: float = option(
+        HTTP, SECONDS, "seconds without a request after which a connection is closed", 75.0)
+    http_max_connections: int = option(
+        HTTP, integer(8, 1_000_000), "maximum connections of an HTTP port; one more closes the oldest that waits", 4096)
 
     strict_options: bool = option(
         PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
@@ -442,8 +466,12 @@ def _indented(names: Iterable[str]) -> str:
 
 
 def _validate(config: Config) -> None:
-    if config.port == config.grpc_port != 0:
-        raise OptionError(f"PORT and GRPC_PORT are both {config.port}")
+    ports = {name: getattr(config, name) for name in ("port", "grpc_port", "metrics_port", "http_api_port")}
+    for (first, one), (second, other) in combinations(ports.items(), 2):
+        if one == other and one:
+            raise OptionError(f"{first.upper()} and {second.upper()} are both {one}")
+    if config.api_key is not None and not (config.api_key.text.isascii() and config.api_key.text.isprintable()):
+        raise OptionError("API_KEY must be printable ASCII text")
     if config.num_shard > 1 and config.engine != "tgis_native":
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
     tls = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path

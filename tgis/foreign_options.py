@@ -95,7 +95,7 @@ _SWITCHES = """
 _NEGATED_SWITCHES = " ".join(f"no_{name}" for name in (*_SWITCHES.split(), "enable_lora", "enable_chunked_prefill"))
 VLLM_IGNORED = _options(f"""{_SWITCHES} {_NEGATED_SWITCHES}
     additional_config all2all_backend allowed_headers allowed_local_media_path allowed_media_domains allowed_methods
-    allowed_origins api_key api_server_count block_size chat_template chat_template_content_format code_revision
+    allowed_origins api_server_count block_size chat_template chat_template_content_format code_revision
     collect_detailed_traces compilation_config config_format cp_kv_cache_interleave_size cpu_offload_gb
     cuda_graph_sizes cudagraph_capture_sizes data_parallel_address data_parallel_backend data_parallel_rank
     data_parallel_rpc_port data_parallel_size data_parallel_size_local data_parallel_start_rank

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from tgis import __version__
 from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
-from tgis.api.http.probes import ProbeServer
+from tgis.api.http.auth import HttpAuth
+from tgis.api.http.calls import HttpApi
+from tgis.api.http.ports import HttpPorts
+from tgis.api.http.probes import Probes
 from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError, Unavailable
 from tgis.frontend import request_log
@@ -128,6 +132,9 @@ class Server:
         self._unhealthy_reason: str | None = "the model is still loading"
         self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
         self._metrics: Metrics | None = None  # created when the engine reports its limits
+        api_key = config.api_key.text if config.api_key else None
+        self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failed)
+        self._http_api = HttpApi(config, self._http_auth)
 
     def convert_weights(self) -> None:
         """Make safetensors if the model has older weights; StartError if that fails."""
@@ -141,10 +148,10 @@ class Server:
         stop, hurry = _stop_signals()
         grpc_server = self._make_grpc_server()
         client = EngineClient()
-        probes = self._probes(client)
+        http_ports = self._make_http_ports(client)
         loop_lag = asyncio.create_task(watch_event_loop(self._service_metrics.event_loop_late))
         try:
-            ports = grpc_server.bind(), await probes.start()
+            ports = grpc_server.bind(), *await http_ports.start()
             await grpc_server.start()
             self._service_metrics.engine_started(await client.start(self._engine_options()))
             if info := await self._wait_until_ready(client, stop):
@@ -155,7 +162,7 @@ class Server:
         finally:
             await grpc_server.stop(0)
             await client.stop()
-            await probes.stop()
+            await http_ports.stop()
             loop_lag.cancel()
             self._tokenizer.close()
             stop_signals.ignore()
@@ -190,7 +197,7 @@ class Server:
                     raise StartError(f"LORA_MODULES: {name}: {found.reason}")
 
     def _start_serving(
-        self, grpc_server: GrpcServer, client: EngineClient, info: EngineInfo, ports: tuple[int, int]
+        self, grpc_server: GrpcServer, client: EngineClient, info: EngineInfo, ports: tuple[int, int, int | None]
     ) -> None:
         config = self._config
         server_info = ServerInfo(
@@ -215,7 +222,8 @@ class Server:
         self._metrics = self._make_metrics(info)
         client.metrics = self._metrics
         adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
-        self._servicer.generator = Generator(server_info, client, self._decoder, adapters, self._metrics)
+        generator = Generator(server_info, client, self._decoder, adapters, self._metrics)
+        self._servicer.generator = self._http_api.generator = generator
         self._service_metrics.engine_ready(info, time.monotonic() - self._started)
         self._service_metrics.set_state(ServiceState.SERVING)
         self._unhealthy_reason = None
@@ -269,17 +277,19 @@ class Server:
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
-        ends = [asyncio.create_task(end) for end in (grpc_server.stop(grace), self._calls.wait_until_idle())]
-        await _wait_first([*ends, hurry])
+        grpc_ends = [asyncio.create_task(end) for end in (grpc_server.stop(grace), self._calls.wait_until_idle())]
+        ends = asyncio.gather(_wait_first(grpc_ends), self._http_api.wait_until_idle())
+        await _wait_first([ends, hurry], timeout=grace)
+        self._http_api.cancel_calls()
         await grpc_server.stop(0)
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
 
-    def _probes(self, client: EngineClient) -> ProbeServer:
-        config = self._config
-        snapshot = client.snapshot if config.debug_batch else None
+    def _make_http_ports(self, client: EngineClient) -> HttpPorts:
+        snapshot = client.snapshot if self._config.debug_batch else None
         scrape = functools.partial(self._scrape, client)
-        return ProbeServer(config.bind_address, config.port, lambda: self._unhealthy_reason, scrape, snapshot)
+        probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, snapshot)
+        return HttpPorts(self._config, probes, [], self._certificates)
 
     def _placeholder_id(self, vocab_size: int) -> int:
         """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""
@@ -335,7 +345,7 @@ class Server:
         return EngineOptions(**same, **given)
 
 
-async def _wait_first(events: list[asyncio.Future[Any]], timeout: float | None = None) -> None:
+async def _wait_first(events: Sequence[asyncio.Future[Any]], timeout: float | None = None) -> None:
     await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 

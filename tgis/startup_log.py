@@ -12,9 +12,11 @@ _LIBRARIES = ("torch", "transformers", "grpcio")
 
 
 def startup_lines(
-    config: Config, info: EngineInfo, fallback_reason: str, lengths: tuple[int, int], ports: tuple[int, int]
+    config: Config, info: EngineInfo, fallback_reason: str, lengths: tuple[int, int], ports: tuple[int, int, int | None]
 ) -> list[str]:
-    """`fallback_reason`: why it is not the engine asked for; `lengths`: most tokens, and new tokens, of a sequence."""
+    """`fallback_reason`: why it is not the engine asked for; `lengths`: most tokens, and new tokens, of a sequence.
+    `ports`: of gRPC, of probes, of the HTTP APIs.
+    """
     lines = {
         "versions": _versions(),
         "engine": f"{info.engine} runs {info.model_class}: {fallback_reason or _why(config)}",
@@ -50,7 +52,7 @@ def _limits(config: Config, info: EngineInfo, sequence_length: int, new_tokens: 
     return f"{sequence_length} tokens, {new_tokens} new; batch of {info.max_batch_size}, {waiting or 'none'} may wait"
 
 
-def _ports(config: Config, grpc_port: int, http_port: int) -> str:
+def _ports(config: Config, grpc_port: int, probe_port: int, api_port: int | None) -> str:
     tls = "mutual TLS" if config.tls_client_ca_cert_path else "TLS" if config.tls_cert_path else "no TLS"
     tokens = "bearer tokens" if config.auth_token_path else "no tokens"
-    return f"gRPC {grpc_port} ({tls}, {tokens}), health and metrics {http_port}"
+    return f"gRPC {grpc_port} ({tls}, {tokens}), health and metrics {probe_port}, HTTP APIs {api_port or 'off'}"

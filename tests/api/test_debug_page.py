@@ -18,8 +18,10 @@ import pytest
 from batches import EOS, limits
 from harness import Server, as_stream_request, run_async, running_server, unary_request
 
+from tgis.api.http.auth import HttpAuth
 from tgis.api.http.debug_page import render_error, render_html, render_json
-from tgis.api.http.probes import ProbeServer
+from tgis.api.http.probes import Probes
+from tgis.api.http.server import HttpServer
 from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
@@ -170,8 +172,9 @@ async def test_browsers_get_html_and_others_json() -> None:
             raise Unavailable("it is gone")
         return news
 
-    probes = ProbeServer("127.0.0.1", 0, lambda: None, lambda: b"", inspect)
-    port = await probes.start()
+    probes = Probes(lambda: None, lambda: b"", HttpAuth(None, None, lambda: None), inspect)
+    server = HttpServer(Config(model_name="m", bind_address="127.0.0.1"), 0, probes.routes())
+    port = await server.start()
     for news, status in ((BUSY, 200), (None, 503)):
         for accept, kind in ((BROWSER, "text/html"), ("*/*", "application/json"), ("", "application/json")):
             code, headers, body = await asyncio.to_thread(view, port, accept)
@@ -179,7 +182,7 @@ async def test_browsers_get_html_and_others_json() -> None:
             assert headers["Cache-Control"] == "no-store"
             assert headers["Content-Security-Policy"].startswith("default-src 'none'; ")
             assert ("34" in body, "it is gone" in body) == (news is not None, news is None)
-    await probes.stop()
+    await server.stop()
 
 
 SECRET = "password"

@@ -1,17 +1,23 @@
 """The HTTP port: probes, metrics, and hostile clients."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from harness import run_async
 
+from tgis.api.http import connections
 from tgis.api.http import probes as probes_module
-from tgis.api.http.probes import ProbeServer
+from tgis.api.http.auth import HttpAuth
+from tgis.api.http.probes import Probes
+from tgis.api.http.server import HttpServer
+from tgis.config import Config
 from tgis.errors import StartError
 
 
@@ -19,16 +25,26 @@ def well() -> None:
     return None
 
 
+def make_server(
+    healthy: Callable[[], str | None] = well,
+    scrape: Callable[[], bytes] = lambda: b"x 1\n",
+    port: int = 0,
+    **options: Any,
+) -> HttpServer:
+    probes = Probes(healthy, scrape, HttpAuth(None, None, lambda: None))
+    return HttpServer(Config(model_name="m", bind_address="127.0.0.1", **options), port, probes.routes())
+
+
 @asynccontextmanager
 async def serving(
-    healthy: Callable[[], str | None] = well, scrape: Callable[[], bytes] = lambda: b"x 1\n"
+    healthy: Callable[[], str | None] = well, scrape: Callable[[], bytes] = lambda: b"x 1\n", **options: Any
 ) -> AsyncIterator[int]:
-    probes = ProbeServer("127.0.0.1", 0, healthy, scrape)
-    port = await probes.start()
+    server = make_server(healthy, scrape, **options)
+    port = await server.start()
     try:
         yield port
     finally:
-        await probes.stop()
+        await server.stop()
 
 
 async def exchange(port: int, sent: bytes) -> bytes:
@@ -57,12 +73,13 @@ async def test_health_is_200_and_empty_or_503_with_the_reason() -> None:
     async with serving(healthy=lambda: reasons[0]) as port:
         while reasons:
             status, headers, body = await request(port, "/health")
+            assert (await request(port, "/ping"))[::2] == (status, body)
             if reasons[0] is None:
                 assert (status, body) == (200, b"")
             else:
                 assert status == 503
                 assert headers["Content-Type"].startswith("application/json")
-                assert json.loads(body) == {"error": reasons[0]}
+                assert json.loads(body) == {"error": reasons[0], "error_type": "healthcheck"}
             reasons.pop(0)
 
 
@@ -129,7 +146,7 @@ async def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
-            await ProbeServer("127.0.0.1", port, well, lambda: b"").start()
+            await make_server(port=port).start()
     assert "cannot listen for HTTP" in str(caught.value)
     assert f"{port}" in str(caught.value)
     assert "address already in use" in str(caught.value)
@@ -138,13 +155,13 @@ async def test_a_taken_port_is_a_clear_error() -> None:
 
 @run_async
 async def test_after_stop_the_port_is_free_and_open_connections_are_closed() -> None:
-    probes = ProbeServer("127.0.0.1", 0, well, lambda: b"")
-    port = await probes.start()
+    server = make_server()
+    port = await server.start()
     idle, writer = await asyncio.open_connection("127.0.0.1", port)
-    await probes.stop()
+    await server.stop()
     assert await idle.read() == b""
     writer.close()
-    again = ProbeServer("127.0.0.1", port, well, lambda: b"")
+    again = make_server(port=port)
     assert await again.start() == port
     await again.stop()
 
@@ -172,7 +189,7 @@ HOSTILE = {
 async def test_hostile_input_closes_its_connection_and_is_not_logged(
     sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(probes_module, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.1)
     async with serving() as port:
         await exchange(port, sent)  # returns once the server has closed the connection
         assert (await request(port, "/health"))[0] == 200
@@ -180,10 +197,31 @@ async def test_hostile_input_closes_its_connection_and_is_not_logged(
 
 
 @run_async
-async def test_an_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes_module, "KEEPALIVE_SECONDS", 0.1)
-    async with serving() as port:
+async def test_an_incomplete_request_times_out() -> None:
+    async with serving(http_request_timeout_seconds=0.1) as port:
         assert await exchange(port, b"GET /health HTT") == b""
+
+
+@run_async
+async def test_a_connection_that_has_been_idle_for_too_long_is_closed() -> None:
+    async with serving(http_keepalive_seconds=0.1) as port:
+        assert (await exchange(port, b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@run_async
+async def test_the_headers_of_a_request_are_bounded_as_a_whole() -> None:
+    async with serving(http_max_header_bytes=2000) as port:
+        few, many = (LINE + (b"X: %040d\r\n" % 0) * count for count in (30, 60))
+        assert b" 200 " in await exchange(port, few + b"Connection: close\r\n\r\n")
+        assert b" 200 " not in await exchange(port, many + b"Connection: close\r\n\r\n")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for part in (LINE, *[b"X: %0100d\r\n" % 0] * 40):  # and never the end
+            writer.write(part)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
 
 
 @run_async
@@ -198,10 +236,8 @@ async def test_slow_clients_block_nobody() -> None:
 
 
 @run_async
-async def test_a_probe_gets_through_whoever_holds_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes_module, "MAX_CONNECTIONS", 8)
-    monkeypatch.setattr(probes_module, "KEEPALIVE_SECONDS", 1000.0)
-    async with serving() as port:
+async def test_a_probe_gets_through_whoever_holds_the_connections() -> None:
+    async with serving(http_max_connections=8, http_request_timeout_seconds=1000.0) as port:
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         for reader, _ in connections[:4]:
             assert await reader.read() == b""  # closed

@@ -22,7 +22,7 @@ from repository import TEST_CACHE
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
-_PORTS = re.compile(r"gRPC (\d+) \([\w ,]+\), health and metrics (\d+)")
+_PORTS = re.compile(r"gRPC (\d+) \([\w ,]+\), health and metrics (\d+), HTTP APIs (\d+|off)")
 
 P = ParamSpec("P")
 
@@ -43,7 +43,8 @@ class Server:
 
     process: subprocess.Popen[bytes]
     grpc_port: int
-    http_port: int
+    http_port: int  # of probes
+    api_port: int | None
     log: Path
 
     @property
@@ -124,11 +125,11 @@ def running_module(arguments: list[str], directory: Path, timeout: float = 120, 
             process.wait()
 
 
-def _wait_for_ports(process: subprocess.Popen[bytes], log: Path, timeout: float) -> tuple[int, int]:
+def _wait_for_ports(process: subprocess.Popen[bytes], log: Path, timeout: float) -> tuple[int, int, int | None]:
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         if found := _PORTS.search(log.read_text()):
-            return int(found[1]), int(found[2])
+            return int(found[1]), int(found[2]), None if found[3] == "off" else int(found[3])
         if process.poll() is not None:
             break
         time.sleep(0.02)

@@ -11,6 +11,7 @@ from tgis.errors import InvalidRequest, Overloaded
 from tgis.ipc.request import LogprobOptions
 
 MESSAGE_BYTE = 2  # received, and in a string
+JSON_VALUE = 64  # what stands between two commas or brackets of a body over HTTP
 INPUT = 2048  # its message, request, queue and output, without the text
 DETAIL = 32  # an input token or a candidate for it: as the engine sends it, and in the reply
 TOKENS_PER_BYTE = 16  # ids and strings for a byte of a text in Tokenize; the last in the reply, too

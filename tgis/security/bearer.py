@@ -66,7 +66,12 @@ def caller_identity(context: Any, *, bearer_auth: bool) -> bytes:
     Empty for an anonymous caller. KV blocks are shared only between calls of the same identity.
     """
     token = _token_of(context.invocation_metadata()) if bearer_auth else ""  # an unchecked token proves nothing
-    proofs = [token.encode(), *(context.peer_identities() or ())]
+    return identity_of(token, context.peer_identities() or ())
+
+
+def identity_of(token: str, certificate_names: Iterable[bytes]) -> bytes:
+    """A digest of a checked token and of the names in a client certificate; empty if there are none."""
+    proofs = [token.encode(), *certificate_names]
     if not any(proofs):
         return b""
     digests = b"".join(hashlib.sha256(proof).digest() for proof in proofs)
@@ -80,9 +85,14 @@ async def _reject(_requests: Any, context: Any) -> None:
 def _token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """The bearer token of a call, "" if it has none."""
     for key, value in metadata or ():
-        if key == "authorization" and isinstance(value, str) and value.lower().startswith(_SCHEME):
-            return value[len(_SCHEME) :].strip()
+        if key == "authorization" and isinstance(value, str) and (token := bearer_token(value)):
+            return token
     return ""
+
+
+def bearer_token(authorization: str) -> str:
+    """The token in the value of the header, "" if it has none."""
+    return authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else ""
 
 
 def _read_digests(path: Path) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The certificates of the gRPC port: read, checked, and reloaded when their files change.
+"""The certificates of the gRPC port and of HTTP_API_PORT: read, checked, and reloaded when their files change.
 
 Unusable files are an OptionError at startup. Later they are logged once, and the last good ones stay in use.
 """
@@ -30,41 +30,72 @@ class TlsFiles:
     client_ca: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The files as gRPC and the HTTP ports take them, and when they expire."""
+
+    configuration: grpc.ServerCertificateConfiguration
+    context: ssl.SSLContext
+    expiry: dict[str, float]
+
+
 class Certificates:
-    """Server credentials that follow changes of their files; `expiry` is of those in use."""
+    """Credentials of the server that follow changes of their files."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Read and check the files; OptionError names the option and the path. `clock` is in seconds."""
         self._files = files
         self._lock = threading.Lock()
         self._watch = FileWatch([path for path in (files.cert, files.key, files.client_ca) if path], clock)
-        self._initial, self.expiry = _load(files)
+        self._loaded = self._fetched = _load(files)
         self._warn_if_expired()
+
+    @property
+    def expiry(self) -> dict[str, float]:
+        """When those in use expire, in seconds since 1970."""
+        return self._loaded.expiry
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials that call `fetch` for every new connection."""
         mutual = self._files.client_ca is not None
-        return grpc.dynamic_ssl_server_credentials(self._initial, self.fetch, mutual)  # type: ignore[arg-type]  # the stubs do not know that None means no change
+        initial = self._fetched.configuration
+        return grpc.dynamic_ssl_server_credentials(initial, self.fetch, mutual)  # type: ignore[arg-type]  # the stubs do not know that None means no change
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """The certificates if they have changed, else None; gRPC calls it on its own threads before each handshake."""
+        self._reload_if_changed()
+        before, self._fetched = self._fetched, self._loaded
+        return None if self._fetched is before else self._fetched.configuration
+
+    def server_context(self) -> ssl.SSLContext:
+        """A context of the ssl module whose handshakes use the certificates of that time."""
+        context = _server_context(self._files)
+
+        def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            self._reload_if_changed()
+            connection.context = self._loaded.context
+
+        context.sni_callback = use_current  # called whether or not the client names a server
+        return context
+
+    def _reload_if_changed(self) -> None:
         if not self._lock.acquire(blocking=False):
-            return None
+            return
         try:
-            return self._reload() if self._watch.changed() else None
+            if self._watch.changed():
+                self._reload()
         finally:
             self._lock.release()
 
-    def _reload(self) -> grpc.ServerCertificateConfiguration | None:
+    def _reload(self) -> None:
         try:
-            configuration, self.expiry = _load(self._files)
+            self._loaded = _load(self._files)
         except OptionError as error:
             if self._watch.failed(error):
                 _log.warning("the changed TLS files are unusable, keeping the previous ones: %s", error)
-            return None
+            return
         self._warn_if_expired()
         _log.info("reloaded the TLS files for new connections")
-        return configuration
 
     def _warn_if_expired(self) -> None:
         for name, path in {"server": self._files.cert, "client_ca": self._files.client_ca}.items():
@@ -73,18 +104,19 @@ class Certificates:
                 _log.warning("%s has a certificate that expired on %s", path, since.strftime("%Y-%m-%d at %H:%M UTC"))
 
 
-def _load(files: TlsFiles) -> tuple[grpc.ServerCertificateConfiguration, dict[str, float]]:
-    """The files in gRPC's form, and when they expire; OptionError if one is unusable or the key is another's."""
+def _load(files: TlsFiles) -> _Loaded:
+    """OptionError if a file is unusable or the key is another's."""
     cert = _read("--tls-cert-path", files.cert)
     key = _read("--tls-key-path", files.key)
     _check_certificates("--tls-cert-path", files.cert)
-    _check_key(files)
     if files.client_ca is None:
-        return grpc.ssl_server_certificate_configuration([(key, cert)]), {"server": _expiry(cert)}
+        configuration = grpc.ssl_server_certificate_configuration([(key, cert)])
+        return _Loaded(configuration, _server_context(files), {"server": _expiry(cert)})
     client_ca = _read("--tls-client-ca-cert-path", files.client_ca)
     _check_certificates("--tls-client-ca-cert-path", files.client_ca)
+    configuration = grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
     expiry = {"server": _expiry(cert), "client_ca": _expiry(client_ca)}
-    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca), expiry
+    return _Loaded(configuration, _server_context(files), expiry)
 
 
 def _expiry(pem: bytes) -> float:
@@ -111,10 +143,16 @@ def _check_certificates(option: str, path: str) -> None:
         raise OptionError(f"{option} {path}: not PEM certificates") from error
 
 
-def _check_key(files: TlsFiles) -> None:
+def _server_context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         # Without a password OpenSSL would prompt on the terminal for that of an encrypted key.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.cert, files.key, password="")
+        context.load_cert_chain(files.cert, files.key, password="")
     except OSError as error:  # SSLError is one
         reason = f"not the unencrypted PEM private key of --tls-cert-path {files.cert}"
         raise OptionError(f"--tls-key-path {files.key}: {reason}") from error
+    if files.client_ca is not None:
+        context.load_verify_locations(files.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

@@ -189,7 +189,19 @@ def _named_paths(text: str) -> dict[str, str]:
     return {each.name: each.path for each in named}
 
 
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A text that is shown nowhere."""
+
+    text: str = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return "(not shown)"
+
+
 TEXT = ValueType("TEXT", _text)
+SECRET = ValueType("TEXT", Secret)
+WORDS = ValueType("WORD", lambda text: tuple(_text(text).replace(",", " ").split()), many=True)
 FIRST_WORD = ValueType("NAME", lambda text: _text(text).split()[0], many=True)
 NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # or JSON, as vLLM takes LoRA modules
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values

@@ -1,1 +1,1 @@
-"""The HTTP port: probes, metrics and the debug page."""
+"""The HTTP ports: probes, metrics, the debug page, and what HTTP APIs share."""

@@ -1,0 +1,291 @@
+"""What the routes of all HTTP APIs share: tokens, bodies, errors, streams, origins, TLS, and clients that misbehave."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from harness import run_async
+
+from tgis.api.http import connections, event_stream
+from tgis.api.http.auth import HttpAuth
+from tgis.api.http.body import receive
+from tgis.api.http.calls import HttpApi, HttpCall
+from tgis.api.http.errors import HttpError, error_response
+from tgis.api.http.event_stream import EventStream
+from tgis.api.http.operations import Operation
+from tgis.api.http.server import HttpServer
+from tgis.config import Config
+from tgis.errors import Overloaded, RequestError, Unavailable
+from tgis.security.bearer import TokenFile
+
+
+class PlainFace:
+    """Errors as their text."""
+
+    error = str
+    last_event = b"[DONE]"
+
+    def status(self, error: RequestError) -> int:
+        return error.status if isinstance(error, HttpError) else 503
+
+    def error_body(self, error: RequestError) -> bytes:
+        return json.dumps(str(error)).encode()
+
+
+FACE = PlainFace()
+
+
+@asynccontextmanager
+async def serving(routes: list[web.RouteDef], **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of a server with these routes."""
+    config = Config(model_name="m", bind_address="127.0.0.1", **options)
+    server = HttpServer(config, 0, routes)
+    port = await server.start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await server.stop()
+
+
+def body_route(max_bytes: int = 100, seconds: float = 30.0) -> web.RouteDef:
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            return web.Response(body=await receive(request, max_bytes, seconds))
+        except RequestError as error:
+            return error_response(error, FACE)
+
+    return web.post("/body", handle)
+
+
+@run_async
+async def test_a_body_of_the_largest_size_is_read() -> None:
+    async with serving([body_route()]) as client:
+        for content in (b"", b"x" * 100):
+            async with client.post("/body", data=content, headers={"Content-Type": "application/json"}) as answer:
+                assert (answer.status, await answer.read()) == (200, content)
+
+
+async def parts(*contents: bytes, pause: float = 0.0) -> AsyncIterator[bytes]:
+    for content in contents:
+        yield content
+        await asyncio.sleep(pause)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@run_async
+async def test_a_larger_one_is_413(chunked: bool) -> None:
+    async with serving([body_route()]) as client:
+        data: Any = parts(b"x" * 60, b"x" * 41) if chunked else b"x" * 101
+        async with client.post("/body", data=data, headers={"Content-Type": "application/json"}) as answer:
+            assert answer.status == 413
+            assert "PAYLOAD_LIMIT" in await answer.json()
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ("application/vnd.x+json", 200),
+        ("text/plain", 415),
+        ("application/jsonl", 415),
+        ("multipart/form-data", 415),
+    ],
+)
+@run_async
+async def test_only_json_is_read(content_type: str, status: int) -> None:
+    headers = {"Content-Type": content_type}
+    async with serving([body_route()]) as client, client.post("/body", data=b"{}", headers=headers) as answer:
+        assert answer.status == status
+
+
+JSON_HEAD = b"POST /body HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+
+
+async def connect(client: aiohttp.ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    assert client._base_url is not None
+    return await asyncio.open_connection(client._base_url.host, client._base_url.port)
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+@run_async
+async def test_a_body_that_does_not_arrive_ends_the_call() -> None:
+    async with serving([body_route(seconds=0.1)]) as client:
+        reader, writer = await connect(client)
+        writer.write(JSON_HEAD + b"Content-Length: 10\r\n\r\nhalf")
+        answer = await reader.read()
+        assert b"has not arrived within 0.1 s" in answer
+        assert answer.startswith(b"HTTP/1.1 503 ")  # this face's status for it
+        writer.close()
+
+
+@run_async
+async def test_a_body_that_is_framed_wrongly_is_400() -> None:
+    async with serving([body_route()]) as client:
+        reader, writer = await connect(client)
+        writer.write(JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
+        assert (await reader.read()).split()[1] == b"400"
+        writer.close()
+
+
+@run_async
+async def test_of_too_many_half_bodies_the_oldest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_RECEIVING_BYTES", 100)
+    async with serving([body_route()]) as client:
+        slow = []
+        for number in range(4):
+            slow.append(await connect(client))
+            slow[-1][1].write(JSON_HEAD + b"Content-Length: 50\r\n\r\n" + b"x" * 40)
+            if number >= 2:  # two fit
+                assert await read_to_end(slow[number - 2][0]) == b""
+        for reader, writer in slow[2:]:
+            writer.write(b"x" * 10)
+            assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        for _, writer in slow:
+            writer.close()
+
+
+def events_route(
+    number: int = 3, content: bytes = b"{}", pause: float = 0.0, ended: "asyncio.Future[int] | None" = None
+) -> web.RouteDef:
+    """A stream; `ended` gets how many events could be sent."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        events, sent = EventStream(request, {"x-extra": "1"}), 0
+        try:
+            while sent < number:
+                await events.send(content)
+                sent += 1
+                await asyncio.sleep(pause)
+        finally:
+            events.close()
+            if ended is not None:
+                ended.set_result(sent)
+        return events.response
+
+    return web.get("/events", handle)
+
+
+@run_async
+async def test_events() -> None:
+    async with serving([events_route()]) as client, client.get("/events") as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert {answer.headers[name] for name in ("cache-control", "x-accel-buffering", "x-extra")} == {
+            "no-cache", "no", "1"
+        }  # fmt: skip
+        assert await answer.read() == b"data: {}\n\n" * 3
+
+
+@run_async
+async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.02)
+    async with serving([events_route(number=1, pause=0.2)]) as client, client.get("/events") as answer:
+        content = await answer.read()
+    assert content.startswith(b"data: {}\n\n:\n\n:\n\n")
+    assert content.count(b":\n\n") <= 10
+
+
+@run_async
+async def test_a_reader_that_vanishes_ends_its_call() -> None:
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async with serving([events_route(number=10**6, pause=0.001, ended=ended)]) as client:
+        async with client.get("/events") as answer:
+            await answer.content.readline()
+        assert await ended < 10**6
+
+
+@run_async
+async def test_a_reader_that_does_not_read_holds_little_and_ends_its_call() -> None:
+    """What the sockets take is the kernel's."""
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    content = b"x" * 1000
+    async with serving([events_route(10**6, content, 0.0, ended)], stream_write_timeout_seconds=0.1) as client:
+        reader, writer = await connect(client)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: t\r\n\r\n")
+        await reader.readline()
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        assert await ended * len(content) < 32 << 20
+        writer.close()
+
+
+def api_route(**options: Any) -> web.RouteDef:
+    """Of an API that has no model yet."""
+    tokens = TokenFile(options["auth_token_path"]) if "auth_token_path" in options else None
+
+    async def handle(_call: HttpCall) -> web.StreamResponse:
+        raise AssertionError
+
+    api = HttpApi(Config(model_name="m"), HttpAuth(tokens, options.get("api_key"), lambda: None))
+    return Operation("GET", "/thing", handle, FACE, "thing", "A thing").route(api)
+
+
+@run_async
+async def test_without_a_model_calls_fail_and_have_an_id() -> None:
+    async with serving([api_route()]) as client:
+        async with client.get("/thing", headers={"X-Request-Id": "my id"}) as answer:
+            assert (answer.status, await answer.json()) == (503, "the model is still loading")
+            assert answer.headers["x-request-id"] == "my id"
+        async with client.get("/thing", headers={"X-Correlation-Id": "other"}) as answer:
+            assert answer.headers["x-request-id"] == "other"
+        async with client.get("/thing") as one, client.get("/thing") as other:
+            assert len({one.headers["x-request-id"], other.headers["x-request-id"], ""}) == 3
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        ("Bearer of-file", 503),
+        ("bearer of-file", 503),
+        ("Bearer key", 503),
+        ("Bearer Key", 401),
+        ("Bearer ", 401),
+        ("key", 401),
+        ("Bearer k\u00e9y", 401),
+        (None, 401),
+    ],
+)
+@run_async
+async def test_tokens(authorization: str | None, status: int, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("of-file\n")
+    route = api_route(auth_token_path=tmp_path / "tokens", api_key="key")
+    headers = {} if authorization is None else {"Authorization": authorization}
+    async with serving([route]) as client, client.get("/thing", headers=headers) as answer:
+        assert answer.status == status
+        assert answer.headers.get("WWW-Authenticate") == ("Bearer" if status == 401 else None)
+
+
+def test_overloaded_says_when_to_try_again() -> None:
+    assert error_response(Overloaded("full", retry_after=1.5), FACE).headers["Retry-After"] == "2"
+    assert "Retry-After" not in error_response(Unavailable("no"), FACE).headers
+
+
+PREFLIGHT = {"Origin": "https://a", "Access-Control-Request-Method": "POST"}
+
+
+@pytest.mark.parametrize(
+    ("origins", "allowed"),
+    [((), None), (("https://a", "https://b"), "https://a"), (("https://b",), None), (("*",), "*")],
+)
+@run_async
+async def test_origins(origins: tuple[str, ...], allowed: str | None) -> None:
+    async with serving([api_route(), events_route()], cors_allow_origin=origins) as client:
+        async with client.options("/thing", headers=PREFLIGHT) as answer:
+            assert answer.status == (200 if origins else 405)
+            assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+            assert ("authorization" in answer.headers.get("Access-Control-Allow-Headers", "")) == bool(origins)
+        for path in ("/thing", "/events"):
+            async with client.get(path, headers={"Origin": "https://a"}) as answer:
+                assert answer.headers.get("Access-Control-Allow-Origin") == allowed

@@ -1,0 +1,151 @@
+"""What the routes of all faces share: who calls, what a call holds in memory, and how it ends."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from tgis.api.http.auth import HttpAuth, client_address
+from tgis.api.http.body import read_json, receive
+from tgis.api.http.connections import Connection
+from tgis.api.http.errors import Face, HttpError, error_response
+from tgis.api.http.event_stream import EventStream
+from tgis.config import Config
+from tgis.errors import RequestError, Unavailable
+from tgis.frontend.budget import Account
+from tgis.frontend.generation import Generator
+from tgis.utils import logs
+
+_STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
+_QUIET_SECONDS = 0.25  # after the last call: another may be on its way
+_ID_HEADERS = ("x-request-id", "x-correlation-id")
+
+B = TypeVar("B")
+
+log = logging.getLogger(__name__)
+
+
+class HttpCall:
+    """A request to an API as its route sees it: authenticated, and with a generator that takes calls."""
+
+    def __init__(
+        self, request: web.Request, config: Config, generator: Generator, account: Account, identity: bytes
+    ) -> None:
+        self.request = request
+        self.generator = generator
+        self.account = account
+        self.identity = identity
+        self.correlation_id = logs.correlation_id()
+        self.events: EventStream | None = None
+        self._config = config
+
+    async def body(self, type_: type[B]) -> B:
+        """The request's JSON; HttpError if it is anything else, or not what the type says."""
+        data = await receive(self.request, self._config.payload_limit, self._config.http_request_timeout_seconds)
+        return await read_json(data, type_, self.account, self.generator.slicer)
+
+    def event_stream(self, headers: Mapping[str, str] | None = None) -> EventStream:
+        """The answer, which begins with its first event: errors before that have a status."""
+        self.events = EventStream(self.request, {"x-request-id": self.correlation_id or "", **(headers or {})})
+        return self.events
+
+
+Handle = Callable[[HttpCall], Awaitable[web.StreamResponse]]
+
+
+class HttpApi:
+    """Runs the calls of all faces; Unavailable while `generator` is None."""
+
+    def __init__(self, config: Config, auth: HttpAuth) -> None:
+        self.generator: Generator | None = None
+        self._config = config
+        self._auth = auth
+        self._open: dict[asyncio.Task[object], Connection] = {}  # calls
+        self._last_end = 0.0
+
+    def handler(self, handle: Handle, face: Face) -> Handler:
+        """A handler for a route; whatever `handle` raises, the call ends as the face says."""
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            request_id = _request_id(request)
+            with logs.correlation_scope(request_id), self._counted(request):
+                response = await self._respond(request, handle, face)
+            if not response.prepared:
+                response.headers["x-request-id"] = request_id
+            return response
+
+        return respond
+
+    async def wait_until_idle(self) -> None:
+        """Return when all calls have ended but those whose clients do not read."""
+        while self._is_active(time.monotonic()):
+            await asyncio.sleep(0.02)
+
+    def cancel_calls(self) -> None:
+        """End those that are open, and their connections."""
+        for task in list(self._open):
+            task.cancel()
+
+    def _is_active(self, now: float) -> bool:
+        active = any(not connection.is_stalled(_STALL_SECONDS) for connection in self._open.values())
+        return active or now - self._last_end < _QUIET_SECONDS
+
+    @contextmanager
+    def _counted(self, request: web.Request) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = Connection.of(request)
+        try:
+            yield
+        finally:
+            del self._open[task]
+            self._last_end = time.monotonic()
+
+    async def _respond(self, request: web.Request, handle: Handle, face: Face) -> web.StreamResponse:
+        events: EventStream | None = None
+        try:
+            self._auth.check(request)
+            with self._admitted(request) as call:
+                try:
+                    return await _handle(handle, call)
+                finally:
+                    events = call.events
+        except RequestError as error:
+            if events is None or not events.has_begun:
+                return error_response(error, face)
+            return await events.fail(face.error_body(error), face.last_event)
+        finally:
+            if events is not None:
+                events.close()
+
+    @contextmanager
+    def _admitted(self, request: web.Request) -> Iterator[HttpCall]:
+        if self.generator is None:
+            raise Unavailable("the model is still loading")
+        client = identity = self._auth.identity(request)
+        if not client and self._config.limit_by_address:
+            client = client_address(request)
+        with self.generator.memory.account(client) as account:
+            yield HttpCall(request, self._config, self.generator, account, identity)
+
+
+async def _handle(handle: Handle, call: HttpCall) -> web.StreamResponse:
+    try:
+        return await handle(call)
+    except (RequestError, ConnectionError):  # the latter if the client has gone
+        raise
+    except Exception as error:
+        log.exception("internal error in a call")
+        raise HttpError(500, f"internal error: {type(error).__name__}") from error
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's, or a new one."""
+    given = next((request.headers[name] for name in _ID_HEADERS if name in request.headers), "")
+    return given if given.isascii() and given.isprintable() and given else uuid.uuid4().hex

@@ -1,0 +1,28 @@
+"""What a face serves: each operation with the types of its bodies, of which the routes and the document are made."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from tgis.api.http.calls import Handle, HttpApi
+from tgis.api.http.errors import Face
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A method of a path; `request`, `response` and `event` are types that msgspec encodes, None for no body."""
+
+    method: str
+    path: str
+    handle: Handle
+    face: Face
+    id: str
+    summary: str
+    request: Any = None
+    response: Any = None
+    event: Any = None  # of the stream that the answer may be
+
+    def route(self, api: HttpApi) -> web.RouteDef:
+        add = {"GET": web.get, "POST": web.post}[self.method]  # with HEAD where there is GET
+        return add(self.path, api.handler(self.handle, self.face))

@@ -1,0 +1,95 @@
+"""An HTTP port: limits and TLS around the routes that it is given."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+from tgis.api.http import connections
+from tgis.api.http.connections import Connection, Connections
+from tgis.api.http.cors import allow_origins
+from tgis.config import Config
+from tgis.errors import StartError
+from tgis.security.tls import Certificates
+
+HANDSHAKE_SECONDS = 5.0  # of TLS
+SHUTDOWN_SECONDS = 1.0
+BACKLOG = 128  # connections that wait to be accepted
+
+
+class HttpServer:
+    """Owns one port; create it inside the event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        port: int,
+        routes: Iterable[web.AbstractRouteDef],
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._host, self._port = config.bind_address, port
+        self._certificates = certificates
+        self.connections = Connections(config)
+        self._max_head_bytes = config.http_max_header_bytes
+        application = web.Application(middlewares=[self._watch])
+        application.add_routes(routes)
+        allow_origins(application, config.cors_allow_origin)
+        connections.log.addFilter(_is_server_error)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._listener: asyncio.Server | None = None
+        self._sweep: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Serve, and return the port; StartError if it is taken."""
+        await self._runner.setup()
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, self._port), family=family)
+            await self._listen(listener)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise StartError(f"cannot listen for HTTP: {str(error.strerror).lower()}") from error
+        self._sweep = asyncio.create_task(self.connections.sweep_forever())
+        port: int = listener.getsockname()[1]
+        return port
+
+    async def _listen(self, listener: socket.socket) -> None:
+        server = self._runner.server
+        assert server is not None
+        context = self._certificates.server_context() if self._certificates else None
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: self.connections.connect(server),
+            sock=listener,
+            backlog=1,  # with BACKLOG, asyncio would try to accept as many at a time
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS if context else None,
+            ssl_shutdown_timeout=SHUTDOWN_SECONDS if context else None,
+        )
+        listener.listen(BACKLOG)
+
+    async def stop(self) -> None:
+        """Close the port and every connection."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse too large a head; say when the connection waits for the next request."""
+        try:
+            if sum(len(name) + len(value) for name, value in request.raw_headers) > self._max_head_bytes:
+                return web.Response(status=431)
+            return await handler(request)
+        finally:
+            self.connections.answered(Connection.of(request))
+
+
+def _is_server_error(record: logging.LogRecord) -> bool:
+    """Whether to log a record: malformed requests are not our errors, and their bytes must stay out of the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
