@@ -62,6 +62,8 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "output_special_tokens": (("true", True), ("1", True)),
     "add_special_tokens": (("false", False), ("0", False)),
     "random_seed": (("0", 0), ("7", 7)),
+    "watermark_gamma": (("0.25", 0.25), ("1", 1.0)),
+    "watermark_delta": (("0", 0.0), ("4.5", 4.5)),
     "tokenization_workers": (("9", 9), ("10", 10)),
     "bind_address": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
     "grpc_port": (("0", 0), ("65535", 65535)),

@@ -213,6 +213,10 @@ class Config:
     random_seed: int | None = option(
         TEXTS, integer(0, 2**64 - 1), "makes the seeds of requests without one reproducible", None,
         vllm_names=("seed",), shown_default="different in every run")
+    watermark_gamma: float = option(
+        TEXTS, FRACTION, "share of the vocabulary that a watermark prefers", 0.5)
+    watermark_delta: float = option(
+        TEXTS, decimal(0, 100), "what a watermark adds to the logits of that share", 2.0)
     tokenization_workers: int = computed_option(
         TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, shown_default="usable CPUs - 1, 1 to 8")
 

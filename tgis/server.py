@@ -208,6 +208,7 @@ class Server:
                 max_request_tokens=info.max_request_tokens,
                 max_positions=info.max_positions,
                 input_vocab_size=info.input_vocab_size,
+                vocab_size=info.vocab_size,
             ),
             max_concurrent_inputs=config.max_concurrent_requests,
             max_client_inputs=config.max_concurrent_requests_per_client or config.max_concurrent_requests,
@@ -377,7 +378,12 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
         new_tokens = length - 1
         log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
     return RequestLimits(
-        length, new_tokens, config.default_include_stop_seqs, default, max_top_n_tokens=config.max_top_n_tokens
+        length,
+        new_tokens,
+        config.default_include_stop_seqs,
+        default,
+        max_top_n_tokens=config.max_top_n_tokens,
+        watermark=(config.watermark_gamma, config.watermark_delta),
     )
 
 

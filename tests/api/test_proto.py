@@ -47,7 +47,12 @@ FIELDS = {
         (5, "regex", "|string"),
         (6, "choice", "|DecodingParameters.StringChoices"),
         (7, "grammar", "|string"),
+        (101, "frequency_penalty", "float"),
+        (102, "presence_penalty", "float"),
+        (103, "logit_bias", "*DecodingParameters.LogitBiasEntry"),
+        (104, "watermark", "bool"),
     ],
+    "DecodingParameters.LogitBiasEntry": [(1, "key", "uint32"), (2, "value", "float")],
     "DecodingParameters.LengthPenalty": [(1, "start_index", "uint32"), (2, "decay_factor", "float")],
     "DecodingParameters.StringChoices": [(1, "choices", "*string")],
     "SamplingParameters": [
@@ -63,6 +68,7 @@ FIELDS = {
         (3, "time_limit_millis", "uint32"),
         (4, "stop_sequences", "*string"),
         (5, "include_stop_sequence", "?bool"),
+        (101, "ignore_eos", "bool"),
     ],
     "ResponseOptions": [
         (1, "input_text", "bool"),
@@ -287,7 +293,7 @@ def test_json_carries_an_undefined_logprob() -> None:
 
 
 DECLARATION = re.compile(r"\s*(message|enum|oneof|service|rpc)\b")
-MEMBER = re.compile(r"\s*(?:(?:repeated|optional) )?(?:[\w.]+ )?(\w+) = (\d+);")
+MEMBER = re.compile(r"\s*(?:(?:repeated|optional) )?(?:[\w.]+ |map<\w+, \w+> )?(\w+) = (\d+);")
 
 
 def test_everything_in_the_proto_has_a_comment() -> None:
@@ -299,6 +305,7 @@ def test_everything_in_the_proto_has_a_comment() -> None:
 
 def test_stubs_have_the_fields_of_the_proto() -> None:
     written = sorted(match.groups() for line in PROTO.read_text().splitlines() if (match := MEMBER.match(line)))
-    fields = [(name, str(number)) for rows in FIELDS.values() for number, name, _ in rows]
+    in_proto = [rows for message, rows in FIELDS.items() if not message.endswith("Entry")]  # of a map
+    fields = [(name, str(number)) for rows in in_proto for number, name, _ in rows]
     values = [(name, str(number)) for names in ENUMS.values() for number, name in enumerate(names)]
     assert written == sorted(fields + values)

@@ -13,7 +13,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import BatcherCounters
-from tgis.ipc.request import Request, StopReason
+from tgis.ipc.request import Request, SamplingParams, StopReason
 from tgis.ipc.snapshot import WaitReason
 
 
@@ -72,6 +72,12 @@ def test_the_adapters_of_a_batch_have_a_limited_sum_of_ranks(kind: dict[str, Any
 def test_eos_before_min_new_tokens_does_not_end() -> None:
     seq = generated(Batcher(limits(), {EOS}), request(1, min_new=3), [EOS, EOS, EOS])
     assert (seq.num_generated_tokens, seq.stop_reason) == (3, StopReason.EOS_TOKEN)
+
+
+def test_ignore_eos_leaves_the_other_reasons() -> None:
+    one = msgspec.structs.replace(request(1, max_new=3), sampling_params=SamplingParams(ignore_eos=True))
+    seq = generated(Batcher(limits(), {EOS}), one, [EOS, EOS, EOS])
+    assert (seq.num_generated_tokens, seq.stop_reason) == (3, StopReason.MAX_TOKENS)
 
 
 def test_the_time_limit_beats_everything_and_keeps_the_token() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgis.frontend.detokenizer import TokenDecoder
-from tgis.frontend.output import OutputBuilder, RequestOutput
+from tgis.frontend.output import OutputBuilder, RequestOutput, TokenInfo, best_first
 from tgis.frontend.output_queue import NewTokens, OutputQueue
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Tokenizer
@@ -140,6 +141,14 @@ def test_the_stop_reason_of_a_step_is_that_of_its_last_token(
     decoder: TokenDecoder, text: str, reason: StopReason
 ) -> None:
     assert unary(decoder, params(["b"], tokens=False), [ids(decoder, text)]).stop_reason is reason
+
+
+def test_the_best_has_the_highest_mean_logprob() -> None:
+    def output(index: int, *logprobs: float) -> RequestOutput:
+        return RequestOutput(index, tokens=[TokenInfo(5, "a", logprob, 0, []) for logprob in logprobs])
+
+    outputs = [output(0, -4.0), output(1, math.nan), output(2, -1.0, -2.0), output(3, -1.5), output(4), output(5, -3.0)]
+    assert [one.index for one in best_first(outputs)] == [2, 3, 5, 0, 1, 4]
 
 
 def test_a_request_that_expires_in_the_queue_has_only_a_stop_reason(decoder: TokenDecoder) -> None:

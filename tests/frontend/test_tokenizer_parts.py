@@ -88,16 +88,18 @@ def test_parts_give_the_tokens_of_the_whole(made: Any, family: str, text: str) -
     whole = backend.encode(text)
     spans = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in whole.offsets]
     wants = [Wanted(), Wanted(offsets=True), Wanted(keep=0), Wanted(keep=3), Wanted(keep=5, enough=4)]
+    wants.append(Wanted(special_tokens=False))
 
     async def run() -> list[list[module.Encoding]]:
         return [await tokenizer.encode([text, "b"], wanted) for wanted in wants]
 
-    (all_ids, _), (placed, _), (counted, _), (kept, _), (last, _) = asyncio.run(run())
+    (all_ids, _), (placed, _), (counted, _), (kept, _), (last, _), (plain, _) = asyncio.run(run())
     assert (all_ids.ids, all_ids.num_tokens, list(all_ids.offsets)) == (whole.ids, len(whole.ids), [])
     assert (placed.ids, list(placed.offsets)) == (whole.ids, spans)
     assert (counted.ids, counted.num_tokens) == ([], len(whole.ids))
     assert (kept.ids, kept.num_tokens) == (whole.ids[-3:], len(whole.ids))
     assert last.ids == whole.ids[-5:]
+    assert plain.ids == backend.encode(text, add_special_tokens=False).ids
     assert last.num_tokens == len(whole.ids) or len(whole.ids) > last.num_tokens > 4
     assert tokenizer.truncate(last.ids, 4) == tokenizer.truncate(whole.ids, 4)
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from tgis.api.grpc.convert import field_path
 from tgis.errors import InvalidRequest, Unimplemented
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.sampling_params import FaceRules, RawParams
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.request import LogprobOptions
@@ -164,6 +165,47 @@ def test_without_max_new_tokens_the_least_is_still_checked() -> None:
     params = validate(RawParams(min_new_tokens=11), context)
     with pytest.raises(InvalidRequest, match=r"input and new tokens \(111\) are more than fit into memory \(110\)"):
         make_request(1, [5] * 100, None, params, context, "x")
+
+
+def test_a_face_may_want_all_that_fits() -> None:
+    params = validate(RawParams(fill_context=True), LIMITS)
+    assert make_request(1, [5] * 100, None, params, LIMITS, "x").max_new_tokens == 100
+    assert validate(RawParams(fill_context=True, max_new_tokens=7), LIMITS).given.max_new_tokens == 7
+
+
+def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
+    rules = FaceRules(min_room=60)
+    for asked, fits in ((100, False), (60, False), (50, True)):
+        params = validate(RawParams(max_new_tokens=asked, rules=rules), LIMITS)
+        if fits:
+            assert make_request(1, [5] * 150, None, params, LIMITS, "x").max_new_tokens == asked
+            continue
+        with pytest.raises(InvalidRequest, match=rf"plus max_new_tokens \({asked}\) must be <= 200"):
+            make_request(1, [5] * 150, None, params, LIMITS, "x")
+    params = validate(RawParams(max_new_tokens=100, rules=rules), LIMITS)
+    assert make_request(1, [5] * 130, None, params, LIMITS, "x").max_new_tokens == 70
+
+
+def test_a_face_may_have_bounds_of_its_own() -> None:
+    rules = FaceRules(min_temperature=0.0, max_stop_sequences=7, max_stop_sequence_bytes=300, max_top_n_tokens=20)
+    options = LogprobOptions(generated_tokens=True, top_n_tokens=20)
+    raw = RawParams(do_sample=True, temperature=0.01, stop_sequences=("x" * 300,) * 7, logprob_options=options)
+    assert validate(replace(raw, rules=rules), LIMITS).sampling_params.temperature == 0.01
+    for refused, said in (
+        (replace(raw, temperature=-0.01), "temperature must be >= 0"),
+        (replace(raw, stop_sequences=("x",) * 8), "at most 7 non-empty stop sequences, each not more than 300 UTF8"),
+        (replace(raw, logprob_options=replace_struct(options, top_n_tokens=21)), "top_n_tokens must be <= 20"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            validate(replace(refused, rules=rules), LIMITS)
+
+
+def test_outputs_of_one_input_count_up_from_its_seed() -> None:
+    given = validate(RawParams(do_sample=True, seed=2**64 - 2), LIMITS)
+    assert [given.seeded(5, number).sampling_params.seed for number in range(3)] == [2**64 - 2, 2**64 - 1, 0]
+    drawn = validate(RawParams(do_sample=True), LIMITS)
+    assert [drawn.seeded(seed, number).sampling_params.seed for number, seed in enumerate((7, 9))] == [7, 9]
+    assert validate(RawParams(seed=4), LIMITS).seeded(5, 1).sampling_params.seed == 0  # greedy
 
 
 def test_another_default_of_max_new_tokens() -> None:

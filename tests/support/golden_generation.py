@@ -11,13 +11,16 @@ import torch
 from golden_model import ForwardPasses, OracleModel, SoftPrompt
 from transformers import (
     ExponentialDecayLengthPenalty,
+    LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
 )
 
 from tgis.pb import generation_pb2 as pb
@@ -26,11 +29,25 @@ T = TypeVar("T", bound=Hashable)
 REPLACEMENT = "\ufffd"
 NOISE = 1e-4  # more than the order of a float32 summation changes a logit
 TRIALS = 8
+GAMMA, DELTA = 0.5, 2.0  # of a watermark
 UNLIKELY = 1e-4  # what all other tokens together may have where a seed draws; the draws of a seed are always the same
 
 
 class AmbiguousError(Exception):
     """The answer depends on rounding or on a random draw."""
+
+
+class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
+    """Frequency and presence penalty as OpenAI's documentation defines them."""
+
+    def __init__(self, frequency: float, presence: float, begin: int) -> None:
+        self.frequency, self.presence, self.begin = frequency, presence, begin
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for row, output in zip(scores, input_ids[:, self.begin :].tolist(), strict=True):
+            for token in set(output):
+                row[token] -= output.count(token) * self.frequency + self.presence
+        return scores
 
 
 class OutputText:
@@ -108,6 +125,7 @@ class OracleRun:
         )
         output = OutputText(self.model, list(stopping.stop_sequences), include)
         logits = self.decoding.logits(self.decoding.soft_prompt + self.context)  # [T, V]
+        self.vocab_size = logits.shape[-1]
         if options.input_tokens:
             self.response.input_tokens.extend(self._input_infos(logits[-1:] if self.model.encoder_decoder else logits))
         while not self.response.stop_reason:
@@ -132,7 +150,7 @@ class OracleRun:
         count = self.response.generated_token_count
         if count < stopping.min_new_tokens:
             return
-        if token in self.model.eos_ids:
+        if token in self.model.eos_ids and not stopping.ignore_eos:
             self.response.stop_reason = pb.EOS_TOKEN
         elif count >= min(asked, room):
             self.response.stop_reason = pb.TOKEN_LIMIT if asked > room else pb.MAX_TOKENS
@@ -162,12 +180,17 @@ class OracleRun:
         generated = self.response.generated_token_count
         penalty = params.decoding.length_penalty
         found: list[Any] = []
+        if params.decoding.watermark:
+            found.append(WatermarkLogitsProcessor(self.vocab_size, "cpu", GAMMA, DELTA))
+        if biases := dict(params.decoding.logit_bias):
+            found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in biases.items()}))
         if generated < params.stopping.min_new_tokens:
             found.append(MinNewTokensLengthLogitsProcessor(begin, params.stopping.min_new_tokens, eos))
         elif params.decoding.HasField("length_penalty"):
             found.append(ExponentialDecayLengthPenalty((penalty.start_index, penalty.decay_factor), eos, begin))
         if repetition := params.decoding.repetition_penalty:
             found.append(RepetitionPenaltyLogitsProcessor(repetition))
+        found.append(OutputPenalty(params.decoding.frequency_penalty, params.decoding.presence_penalty, begin))
         if self.samples:
             found += self._warpers(params.sampling)
         return LogitsProcessorList(found)

@@ -3,16 +3,19 @@
 `ambiguous` says that rounding may decide differently: the tests do without such rows.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from transformers import WatermarkLogitsProcessor
 
-from tgis.batcher.sequence import Sequence
+from tgis.batcher.sequence import Sequence as Row
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 Scores = NDArray[np.float64]
@@ -26,11 +29,12 @@ def make_row(
     details: LogprobOptions | None = None,
     generated: int = 0,
     prompt: Collection[int] = (1, 2),
-) -> Sequence:
+    output: list[int] | None = None,
+) -> Row:
     """A row that has generated so many tokens."""
     request = Request(next(_ids), list(prompt), 10_000, False, sampling, details or LogprobOptions())
-    row = Sequence(request, arrival_time=0.0)
-    row.tokens += [0] * generated
+    row = Row(request, arrival_time=0.0)
+    row.tokens += [0] * generated if output is None else output
     return row
 
 
@@ -84,15 +88,28 @@ class ProcessedScores:
 
 
 def process(
-    logits: Collection[float], sampling: SamplingParams, generated: int, eos: Collection[int], context: Collection[int]
+    logits: Collection[float],
+    sampling: SamplingParams,
+    generated: int,
+    eos: Collection[int],
+    context: Sequence[int],
+    output: Sequence[int] = (),
 ) -> ProcessedScores:
-    """Penalties, then the filters of a sampled row."""
+    """Penalties, then the filters of a sampled row; `context` is what a repetition penalty applies to."""
     result = ProcessedScores(np.array(logits, dtype=np.float64))
+    if sampling.watermark is not None:
+        result.scores = _watermarked(result.scores, *sampling.watermark, context)
+    for token, bias in (sampling.logit_bias or {}).items():
+        result.scores[token] += bias
     _eos(result.scores, sampling, generated, eos)
     for token in set(context):
         score = result.scores[token]
         penalty = sampling.repetition_penalty
         result.scores[token] = score * penalty if score < 0 else score / penalty
+    for token in output:
+        result.scores[token] -= sampling.frequency_penalty
+    for token in set(output):
+        result.scores[token] -= sampling.presence_penalty
     if sampling.temperature and result.scores.max() > -math.inf:
         result.scores /= sampling.temperature
         if sampling.top_k:
@@ -101,6 +118,18 @@ def process(
         _top_p(result, sampling.top_p)
         _typical_p(result, sampling.typical_p)
     return result
+
+
+@functools.cache
+def _watermark_processor(vocab_size: int, gamma: float, delta: float) -> WatermarkLogitsProcessor:
+    return WatermarkLogitsProcessor(vocab_size, "cpu", greenlist_ratio=gamma, bias=delta)
+
+
+def _watermarked(scores: Scores, gamma: float, delta: float, context: Sequence[int]) -> Scores:
+    processed = _watermark_processor(len(scores), gamma, delta)(
+        torch.tensor([list(context)]), torch.tensor(scores)[None]
+    )
+    return np.asarray(processed[0].numpy())
 
 
 def _eos(scores: Scores, sampling: SamplingParams, generated: int, eos: Collection[int]) -> None:

@@ -292,7 +292,7 @@ class Batcher:
             return StopReason.TIME_LIMIT
         if seq.num_generated_tokens < seq.request.sampling_params.min_new_tokens:
             return StopReason.NOT_FINISHED
-        if seq.tokens[-1] in self._eos_ids:
+        if seq.tokens[-1] in self._eos_ids and not seq.request.sampling_params.ignore_eos:
             return StopReason.EOS_TOKEN
         if seq.num_remaining_tokens <= 0:
             return StopReason.TOKEN_LIMIT if seq.request.limited_by_context else StopReason.MAX_TOKENS

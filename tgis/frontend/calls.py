@@ -17,7 +17,11 @@ class CallKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A call to generate; `fields` are the paths of its inputs, for error messages."""
+    """A call to generate; `fields` are the paths of its inputs, for error messages.
+
+    Each of the `n` outputs of an input is a request of its own, which shares the prefill of the others where the prefix
+    cache can. Outputs are in the order of the inputs.
+    """
 
     kind: CallKind
     texts: list[str]
@@ -28,6 +32,11 @@ class GenerateCall:
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
     correlation_id: str | None = None  # for logs
     answer_deadline: float | None = None  # `time.monotonic()`: end with the output so far shortly before it
+    n: int = 1  # outputs of each input
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.fields) * self.n
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class TokenDecoder:
         self, tokenizer: Tokenizer, eos_ids: Collection[int], *, encoder_decoder: bool, output_special_tokens: bool
     ) -> None:
         types = tokenizer.decoder_types or ("none",)
+        self._eos_ids, self._encoder_decoder = eos_ids, encoder_decoder
         if not encoder_decoder and types[0] not in _KEEP_FIRST_SPACE | _DROP_FIRST_SPACE:
             raise StartError(f"unsupported tokenizer type: decoder {types[0]}")
         self.tokenizer = tokenizer
@@ -48,6 +49,15 @@ class TokenDecoder:
         self.splits_graphemes = types[0] in {"ByteLevel", "Sequence"}
         self.replaces_each_byte = self._byte_fallback  # one U+FFFD per invalid byte, else per invalid sequence
         self.hidden_eos_ids = frozenset(eos_ids if output_special_tokens else ())
+
+    def variant(self, *, output_special_tokens: bool, hide_eos: bool = True) -> "TokenDecoder":
+        """The same, but with or without special tokens, and maybe with a final EOS, too."""
+        return TokenDecoder(
+            self.tokenizer,
+            self._eos_ids if hide_eos else (),
+            encoder_decoder=self._encoder_decoder,
+            output_special_tokens=output_special_tokens,
+        )
 
     def skips(self, token_id: int) -> bool:
         """Whether the token is not part of the output: unknown, or special unless those are wanted."""

@@ -4,10 +4,11 @@ Knows neither proto nor socket: faces hand over a `GenerateCall` and get `Reques
 """
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, RequestError, Unavailable
@@ -21,7 +22,7 @@ from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
 from tgis.frontend.permits import Permit, Permits
 from tgis.frontend.request_log import RequestLog
-from tgis.frontend.sampling_params import ResolvedParams
+from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Encoding, Wanted
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.adapters import AdapterRef
@@ -71,7 +72,12 @@ class Generator:
     ) -> None:
         self.server_info = server_info
         self._client = client
-        self._decoder = decoder
+        self._decoders = {  # by `skip_special_tokens` of a request
+            None: decoder,
+            True: decoder.variant(output_special_tokens=False),
+            False: decoder.variant(output_special_tokens=True),
+        }
+        self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # of every token
         self._tokenizer = decoder.tokenizer
         self._adapters = adapters
         self._metrics = metrics
@@ -88,7 +94,7 @@ class Generator:
         self._accepting = False
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
-        """Run a unary call: one output per input, in order; the first input that fails fails the call."""
+        """Run a unary call: the outputs of each input, in order; the first that fails fails the call."""
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         if not call.texts:
             return []
@@ -103,18 +109,21 @@ class Generator:
                     return [output.final() for output in outputs]
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
-        """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds."""
+        """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds.
+
+        Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
+        """
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         with log, self._admission(call) as permit:
             params = self._resolve_params(call)
             async with self._adapters.acquire(call.adapter) as adapter:
                 requests = await self._prepare(call, params, adapter, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
-                    (output,) = log.track(self._output_builders(queues, call, params))
-                    output.queue.on_end = lambda: permit.output_complete(output.unread_bytes)
-                    yield output.first_chunk()
-                    while not output.stop_reason:
-                        for chunk in output.chunks(await output.queue.get()):
+                    outputs = log.track(self._output_builders(queues, call, params))
+                    for output in outputs:
+                        output.queue.on_end = functools.partial(_release, permit, outputs)
+                    async with aclosing(_chunks(outputs)) as chunks:
+                        async for chunk in chunks:
                             yield chunk
 
     async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
@@ -148,9 +157,10 @@ class Generator:
     ) -> list[OutputBuilder]:
         """At once, so that nothing ends before somebody takes note of it."""
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
+        decoder = self._decoders[params.given.skip_special_tokens]
         return [
-            OutputBuilder(queue, text, params, self._decoder, separator=separator)
-            for queue, text in zip(queues, call.texts, strict=True)
+            OutputBuilder(queue, call.texts[index // call.n], params, decoder, separator=separator, index=index)
+            for index, queue in enumerate(queues)
         ]
 
     async def _collect(self, output: OutputBuilder, log: RequestLog) -> None:
@@ -164,7 +174,7 @@ class Generator:
     @contextmanager
     def _admission(self, call: GenerateCall) -> Iterator[Permit]:
         """Count the inputs of the call as in flight; reject instead of waiting."""
-        num_inputs = len(call.fields)
+        num_inputs = call.num_outputs
         if not self._accepting:
             raise Unavailable("the server is shutting down")
         _check_num_inputs(num_inputs, self._permits.most_of_a_call(call.account.client))
@@ -193,23 +203,24 @@ class Generator:
         limits, limit = self.server_info.limits, params.given.truncate_input_tokens
         if not limit:
             check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
-        encodings = await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, limit))
-        log.inputs_tokenized([encoding.num_tokens for encoding in encodings])
+        encodings = await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, params.given))
+        log.inputs_tokenized([encoding.num_tokens for encoding in encodings for _ in range(call.n)])
         requests = []
-        async for some in self.slicer.slices(zip(call.fields, encodings, strict=True), cost=_INPUT_COST):
+        async for some in self.slicer.slices(zip(call.fields, encodings, strict=True), cost=_INPUT_COST * call.n):
             requests += [
                 make_request(
                     self._client.next_id(),
                     self._tokenizer.truncate(encoding.ids, limit),
                     adapter,
                     length=min(encoding.num_tokens, limit or encoding.num_tokens),
-                    params=params.seeded(self._seeds.getrandbits(32)),
+                    params=params.seeded(self._seeds.getrandbits(32), number),
                     limits=limits,
                     field=field,
                     identity=call.identity,
                     answer_deadline=call.answer_deadline,
                 )
                 for field, encoding in some
+                for number in range(call.n)
             ]
         call.account.charge(details_price(sum(len(one.tokens) for one in requests), params.given.logprob_options))
         await self.slicer.turn(sum(len(one.tokens) // _TOKENS_PER_UNIT + _INPUT_COST for one in requests))
@@ -224,11 +235,41 @@ class Generator:
             raise QueueFull(f"{queued} input tokens are waiting, at most {limit} may")
 
 
-def _wanted(max_length: int, limit: int) -> Wanted:
+def _wanted(max_length: int, params: RawParams) -> Wanted:
     """The tokens of an input: all that may fit, or the last ones, and one more to know whether any are cut off."""
+    limit, special_tokens = params.truncate_input_tokens, params.add_special_tokens
     if not limit:
-        return Wanted(keep=max_length)
-    return Wanted(keep=min(limit, max_length) + 1, enough=max(limit, max_length))
+        return Wanted(keep=max_length, special_tokens=special_tokens)
+    return Wanted(keep=min(limit, max_length) + 1, enough=max(limit, max_length), special_tokens=special_tokens)
+
+
+async def _chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[RequestOutput, None]:
+    """The messages of a stream."""
+    for output in outputs:
+        yield output.first_chunk()
+    if len(outputs) == 1:  # nearly always, and without a task for each step
+        while not output.stop_reason:
+            for chunk in output.chunks(await output.queue.get()):
+                yield chunk
+        return
+    waiting = {asyncio.create_task(output.queue.get()): output for output in outputs}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in [each for each in waiting if each in done]:
+                output = waiting.pop(task)
+                for chunk in output.chunks(task.result()):
+                    yield chunk
+                if not output.stop_reason:
+                    waiting[asyncio.create_task(output.queue.get())] = output
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _release(permit: Permit, outputs: list[OutputBuilder]) -> None:
+    if all(output.queue.ended for output in outputs):
+        permit.output_complete(sum(output.unread_bytes for output in outputs))
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:

@@ -4,6 +4,7 @@ A unary call collects tokens and builds one message at the end; a stream builds 
 tokens in the same way, so that both say the same.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,16 +23,18 @@ LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
 class TokenInfo:
     """A token in a response: its vocabulary string and what was asked about it."""
 
+    id: int
     text: str
     logprob: float
     rank: int
-    top_tokens: list[tuple[str, float]]
+    top_tokens: list[tuple[int, str, float]]  # id, vocabulary string, logprob
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One response message: the whole answer to one input, or the next chunk of a stream."""
+    """One response message: a whole output, or the next chunk of a stream."""
 
+    index: int = 0  # of the output among those of the call
     text: str = ""
     input_token_count: int = 0
     generated_token_count: int = 0
@@ -43,14 +46,32 @@ class RequestOutput:
     details_per_token: int = 1  # of both: the token and its candidates
 
 
+def best_first(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """By the mean of the logprobs of their tokens, which must have been asked for; of equal ones the first."""
+    return sorted(outputs, key=_mean_logprob, reverse=True)
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    mean = sum(token.logprob for token in output.tokens) / len(output.tokens) if output.tokens else math.nan
+    return -math.inf if math.isnan(mean) else mean
+
+
 class OutputBuilder:
     """The output of one input while it grows."""
 
     def __init__(
-        self, queue: OutputQueue, input_text: str, params: ResolvedParams, decoder: TokenDecoder, *, separator: str
+        self,
+        queue: OutputQueue,
+        input_text: str,
+        params: ResolvedParams,
+        decoder: TokenDecoder,
+        *,
+        separator: str,
+        index: int = 0,
     ) -> None:
         """`separator` goes between echoed input and output in the response of a unary call."""
         self.queue = queue
+        self.index = index
         self.input_text = input_text
         self.params = params
         self.num_generated = 0
@@ -80,7 +101,8 @@ class OutputBuilder:
         """The first message of a stream, before any token."""
         request = self.queue.request
         echoed = self.input_text if self.params.given.input_text else ""
-        return RequestOutput(text=echoed, input_token_count=request.input_length, seed=request.sampling_params.seed)
+        seed = request.sampling_params.seed
+        return RequestOutput(self.index, text=echoed, input_token_count=request.input_length, seed=seed)
 
     def chunks(self, new: NewTokens) -> Iterator[RequestOutput]:
         """The next messages of a stream: one per token, but none without text or token before the end.
@@ -90,6 +112,7 @@ class OutputBuilder:
         if self._wants_input_tokens and (input_tokens := self._input_tokens()):
             self._wants_input_tokens = False
             yield RequestOutput(
+                self.index,
                 input_tokens=input_tokens,
                 input_token_count=self.queue.request.input_length,
                 details_per_token=self.details_per_token,
@@ -112,13 +135,14 @@ class OutputBuilder:
         """The response of a unary call."""
         num_input_tokens = self.queue.request.input_length
         if self.expired_in_queue:
-            return RequestOutput(input_token_count=num_input_tokens, stop_reason=self.stop_reason)
+            return RequestOutput(self.index, input_token_count=num_input_tokens, stop_reason=self.stop_reason)
         echoed = self.input_text + self._separator if self.params.given.input_text else ""
         whole = self._chunk(echoed + "".join(self._texts), self._tokens)
         return replace(whole, input_token_count=num_input_tokens, input_tokens=self._input_tokens())
 
     def _chunk(self, text: str, tokens: list[TokenInfo]) -> RequestOutput:
         return RequestOutput(
+            self.index,
             text=text,
             generated_token_count=self.num_generated,
             stop_reason=self.stop_reason,
@@ -163,6 +187,6 @@ class OutputBuilder:
     def _token_info(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenInfo:
         text = self._tokenizer.token_text
         if logprobs is None:
-            return TokenInfo(text(token_id), 0.0, 0, [])
-        top_tokens = [(text(candidate), logprob) for candidate, logprob in logprobs.top_logprobs]
-        return TokenInfo(text(token_id), logprobs.logprob, logprobs.rank, top_tokens)
+            return TokenInfo(token_id, text(token_id), 0.0, 0, [])
+        top_tokens = [(candidate, text(candidate), logprob) for candidate, logprob in logprobs.top_logprobs]
+        return TokenInfo(token_id, text(token_id), logprobs.logprob, logprobs.rank, top_tokens)

@@ -48,6 +48,7 @@ class OutputQueue:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
         self.num_tokens = 0  # that the engine has generated
+        self.ended = False  # the engine is done with the request
         self.on_end = _nothing  # called when the engine is done with the request
         self._eager = eager
         self._new = NewTokens()
@@ -64,12 +65,16 @@ class OutputQueue:
         if self._eager or stop_reason:
             self._ready.set()
         if stop_reason:
-            self.on_end()
+            self._end()
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
         self._error = error
         self._ready.set()
+        self._end()
+
+    def _end(self) -> None:
+        self.ended = True
         self.on_end()
 
     async def get(self) -> NewTokens:

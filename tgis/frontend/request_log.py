@@ -16,7 +16,12 @@ from tgis.ipc.request import Request, SamplingParams, StopReason
 
 log = logging.getLogger(__name__)
 
-_DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {"stop_sequences": 0, "time_limit": False, "details": False}
+_DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {
+    "logit_bias": 0,
+    "stop_sequences": 0,
+    "time_limit": False,
+    "details": False,
+}
 
 
 class RequestLog:
@@ -30,8 +35,8 @@ class RequestLog:
         self._validation = 0.0  # seconds
         self._outputs: list[OutputBuilder] = []
         self._open: list[OutputBuilder] = []
-        self._num_unsubmitted = len(call.fields)
-        metrics.request_started(call.kind, len(call.fields))
+        self._num_unsubmitted = call.num_outputs
+        metrics.request_started(call.kind, call.num_outputs)
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +113,8 @@ class RequestLog:
         """As in vllm-tgis-adapter: the correlation id, in unary calls with the index; without one, the engine's id."""
         if self._call.correlation_id is None:
             return output.queue.request.id
-        index = "" if self._call.kind is CallKind.STREAM else f"-{self._outputs.index(output)}"
+        alone = self._call.kind is CallKind.STREAM and len(self._outputs) == 1
+        index = "" if alone else f"-{self._outputs.index(output)}"
         return self._call.correlation_id + index
 
     def _fields(self, output: OutputBuilder) -> dict[str, Any]:
@@ -140,6 +146,7 @@ def _describe_params(output: OutputBuilder) -> str:
     """Parameters other than the defaults: numbers and flags, never text."""
     request, options = output.queue.request, output.params.given.logprob_options
     values = msgspec.structs.asdict(request.sampling_params) | {
+        "logit_bias": len(request.sampling_params.logit_bias or ()),
         "max_new_tokens": request.max_new_tokens,
         "stop_sequences": len(output.params.given.stop_sequences),
         "time_limit": request.deadline is not None,

@@ -4,11 +4,23 @@
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from tgis.ipc.request import LogprobOptions, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class FaceRules:
+    """Where the rules for parameters differ between faces; the defaults are TGIS's."""
+
+    min_temperature: float = 0.05  # above 0
+    max_stop_sequences: int = 6
+    max_stop_sequence_bytes: int = 240
+    max_top_n_tokens: int | None = None  # None: the server's
+    min_room: int = 1  # tokens of the output that must fit behind the input, if it asks for so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +42,17 @@ class RawParams:
     logprob_options: LogprobOptions = field(default_factory=LogprobOptions)
     repetition_penalty: float = 0.0
     length_penalty: tuple[int, float] | None = None  # start_index, decay_factor
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    watermark: bool = False
+    ignore_eos: bool = False
     truncate_input_tokens: int = 0
     guided: str = ""  # the face's name for the constraint on the output, if any
+    fill_context: bool = False  # without a number of tokens generate all that fits, whatever the server's default
+    add_special_tokens: bool = True  # let the tokenizer add those that it adds, unless the server keeps it from that
+    skip_special_tokens: bool | None = None  # in the output; None: as the server does
+    rules: FaceRules = FaceRules()
 
     def with_defaults(self, max_new_tokens: int) -> "RawParams":
         """Fill in defaults; greedy decoding drops the sampling parameters unread."""
@@ -45,7 +66,9 @@ class RawParams:
         temperature = 1.0 if self.temperature is None else self.temperature
         return replace(filled, temperature=temperature, top_p=self.top_p or 1.0)
 
-    def resolve(self, *, include_stop_sequence: bool, fill_context: bool) -> "ResolvedParams":
+    def resolve(
+        self, *, include_stop_sequence: bool, fill_context: bool, watermark: tuple[float, float] = (0.5, 2.0)
+    ) -> "ResolvedParams":
         """Turn validated parameters with defaults into what the inputs run with. The deadline starts now."""
         assert self.temperature is not None
         greedy = self.temperature == 0.0
@@ -61,6 +84,11 @@ class RawParams:
                 length_penalty=self.length_penalty,
                 seed=0 if greedy or self.seed is None else self.seed,
                 min_new_tokens=self.min_new_tokens,
+                frequency_penalty=self.frequency_penalty,
+                presence_penalty=self.presence_penalty,
+                logit_bias=dict(self.logit_bias) or None,
+                watermark=watermark if self.watermark else None,
+                ignore_eos=self.ignore_eos,
             ),
             fill_context=fill_context,
             deadline=time.monotonic() + self.time_limit_millis / 1000 if self.time_limit_millis else None,
@@ -78,8 +106,11 @@ class ResolvedParams:
     deadline: float | None
     include_stop_sequence: bool
 
-    def seeded(self, default_seed: int) -> "ResolvedParams":
-        """For one input: the given seed, which is that of all inputs of the call, else its own."""
-        if self.sampling_params.greedy or self.given.seed is not None:
+    def seeded(self, default_seed: int, number: int = 0) -> "ResolvedParams":
+        """For one output of an input: the given seed, which is that of all inputs of the call, else its own. Further
+        outputs of an input count up from the given seed.
+        """
+        if self.sampling_params.greedy:
             return self
-        return replace(self, sampling_params=msgspec.structs.replace(self.sampling_params, seed=default_seed))
+        seed = default_seed if self.given.seed is None else (self.given.seed + number) % 2**64
+        return replace(self, sampling_params=msgspec.structs.replace(self.sampling_params, seed=seed))

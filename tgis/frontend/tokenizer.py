@@ -69,6 +69,7 @@ class Wanted:
     offsets: bool = False
     keep: int | None = None  # ids and offsets of the last so many tokens; None: of all
     enough: int | None = None  # whether there are more tokens than this, not how many
+    special_tokens: bool = True  # those that the tokenizer adds
 
 
 EVERYTHING = Wanted()
@@ -143,7 +144,7 @@ class Tokenizer:
     async def _encode_in_parts(self, text: str, rule: CutRule, size: int, wanted: Wanted) -> Encoding:
         """From the last part on: it may be enough."""
         assert self._added
-        before, after = self._added
+        before, after = self._added if wanted.special_tokens else ([], [])
         parts = [_unplaced(after)]
         num_tokens, missing = len(after), wanted.keep
         for start, end in _parts_from_end(text):
@@ -177,7 +178,7 @@ class Tokenizer:
     ) -> list[Encoding]:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
         encode = self._backend.encode_batch if wanted.offsets else self._backend.encode_batch_fast
-        add = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        add = self._add_special_tokens and wanted.special_tokens if add_special_tokens is None else add_special_tokens
         try:
             encodings = encode(texts, add_special_tokens=add)
         except BaseException as error:  # panics of the library are not Exceptions

@@ -6,16 +6,17 @@ maps them to its own paths.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tgis.errors import InvalidRequest, Unimplemented
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.request import Request
 
-MAX_STOP_SEQUENCES = 6
-MAX_STOP_SEQUENCE_BYTES = 240
+MAX_OUTPUT_PENALTY = 2.0  # frequency and presence penalty, up and down
+MAX_LOGIT_BIASES = 300
+MAX_LOGIT_BIAS = 100.0
 _INT32_MAX = 2**31 - 1
 
 
@@ -32,6 +33,8 @@ class RequestLimits:
     max_request_tokens: int = 1 << 40  # input and output that fit into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # of the model; its tokenizer may have more ids
+    vocab_size: int = 1 << 40  # width of the logits
+    watermark: tuple[float, float] = (0.5, 2.0)  # gamma and delta of requests that want one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,10 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     """Check and resolve the parameters; InvalidRequest names the field of the first rule violated."""
     if raw.guided:
         raise Unimplemented(f"{raw.guided}: guided decoding is not supported yet")
-    params = raw.with_defaults(limits.default_max_new_tokens or limits.max_new_tokens)
+    if raw.rules.max_top_n_tokens is not None:
+        limits = replace(limits, max_top_n_tokens=raw.rules.max_top_n_tokens)
+    default = None if raw.fill_context else limits.default_max_new_tokens
+    params = raw.with_defaults(default or limits.max_new_tokens)
     for rule in _RULES:
         if rule.violated(params, limits):
             message, value = (text.format(p=params, limits=limits) for text in (rule.message, rule.value))
@@ -54,8 +60,22 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     for name, number in _float_fields(params):
         if not math.isfinite(number):
             raise InvalidRequest(name, f"{name} must be finite", f"{number:g}")
-    fill_context = not raw.max_new_tokens and limits.default_max_new_tokens is None
-    return params.resolve(include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context)
+    _check_logit_bias(params.logit_bias, limits)
+    fill_context = not raw.max_new_tokens and default is None
+    return params.resolve(
+        include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context, watermark=limits.watermark
+    )
+
+
+def _check_logit_bias(logit_bias: Mapping[int, float], limits: RequestLimits) -> None:
+    if (count := len(logit_bias)) > MAX_LOGIT_BIASES:
+        raise InvalidRequest("logit_bias", f"logit_bias must have at most {MAX_LOGIT_BIASES} tokens", str(count))
+    for token, bias in logit_bias.items():
+        if not 0 <= token < limits.vocab_size:
+            raise InvalidRequest("logit_bias", f"logit_bias must have token ids below {limits.vocab_size}", str(token))
+        if not abs(bias) <= MAX_LOGIT_BIAS:
+            text = f"logit_bias must have biases from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+            raise InvalidRequest("logit_bias", text, f"{bias:g}")
 
 
 def check_num_bytes(
@@ -88,7 +108,7 @@ def make_request(
     """
     length, max_length = length or len(tokens), limits.max_sequence_length
     prefix_length = adapter.length if adapter else 0
-    min_new_tokens = params.sampling_params.min_new_tokens
+    min_new_tokens, max_new_tokens = params.sampling_params.min_new_tokens, params.given.max_new_tokens
     if not tokens:
         raise InvalidRequest(field, f"{field} gives no token")
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
@@ -97,6 +117,8 @@ def make_request(
         raise InvalidRequest(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:
         raise InvalidRequest(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
+    if min(max_new_tokens, params.given.rules.min_room) > room and not params.fill_context:
+        raise InvalidRequest(field, f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}")
     if (largest := max(tokens)) >= limits.input_vocab_size:
         text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
         raise InvalidRequest(field, text)
@@ -104,7 +126,7 @@ def make_request(
         id=request_id,
         tokens=[limits.placeholder_id] * prefix_length + tokens,
         max_new_tokens=_max_new_tokens(length + prefix_length, adapter, params, limits),
-        limited_by_context=params.fill_context or params.given.max_new_tokens > room,
+        limited_by_context=params.fill_context or max_new_tokens > room,
         sampling_params=params.sampling_params,
         logprob_options=params.given.logprob_options,
         deadline=params.deadline,
@@ -149,19 +171,19 @@ def _details_without_tokens(p: RawParams, _: RequestLimits) -> bool:
 
 
 def _has_invalid_stop_sequence(p: RawParams, _: RequestLimits) -> bool:
-    return any(not s or len(s.encode()) > MAX_STOP_SEQUENCE_BYTES for s in p.stop_sequences)
+    return any(not s or len(s.encode()) > p.rules.max_stop_sequence_bytes for s in p.stop_sequences)
 
 
 _STOP_SEQUENCES_MESSAGE = (
-    f"can specify at most {MAX_STOP_SEQUENCES} non-empty stop sequences, "
-    f"each not more than {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
+    "can specify at most {p.rules.max_stop_sequences} non-empty stop sequences, "
+    "each not more than {p.rules.max_stop_sequence_bytes} UTF8 bytes"
 )
 
 _RULES = (
     _Rule(
         "temperature",
-        lambda p, _: p.temperature != 0.0 and p.temperature < 0.05,  # type: ignore[operator]
-        "temperature must be >= 0.05",
+        lambda p, _: p.temperature != 0.0 and p.temperature < p.rules.min_temperature,  # type: ignore[operator]
+        "temperature must be >= {p.rules.min_temperature:g}",
         "{p.temperature:g}",
     ),
     _Rule("top_p", lambda p, _: p.top_p <= 0.0 or p.top_p > 1.0, "top_p must be > 0.0 and <= 1.0", "{p.top_p:g}"),
@@ -191,7 +213,7 @@ _RULES = (
         "length_penalty must be >= 1.0 and <= 10.0",
         "{p.length_penalty[1]:g}",
     ),
-    _Rule("stop_sequences", lambda p, _: len(p.stop_sequences) > MAX_STOP_SEQUENCES, _STOP_SEQUENCES_MESSAGE),
+    _Rule("stop_sequences", lambda p, _: len(p.stop_sequences) > p.rules.max_stop_sequences, _STOP_SEQUENCES_MESSAGE),
     _Rule(
         "logprob_options",
         _details_without_tokens,
@@ -205,5 +227,18 @@ _RULES = (
         lambda p, limits: p.logprob_options.top_n_tokens > limits.max_top_n_tokens,
         "top_n_tokens must be <= {limits.max_top_n_tokens}",
         "{p.logprob_options.top_n_tokens}",
+    ),
+    # TGIS has no such parameters.
+    _Rule(
+        "frequency_penalty",
+        lambda p, _: not abs(p.frequency_penalty) <= MAX_OUTPUT_PENALTY,
+        f"frequency_penalty must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}",
+        "{p.frequency_penalty:g}",
+    ),
+    _Rule(
+        "presence_penalty",
+        lambda p, _: not abs(p.presence_penalty) <= MAX_OUTPUT_PENALTY,
+        f"presence_penalty must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}",
+        "{p.presence_penalty:g}",
     ),
 )

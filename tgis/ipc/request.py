@@ -31,6 +31,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     repetition_penalty: float = 1.0  # 1 is off
     length_penalty: tuple[int, float] | None = None  # start_index, decay_factor
     min_new_tokens: int = 0
+    frequency_penalty: float = 0.0  # 0 is off
+    presence_penalty: float = 0.0  # 0 is off
+    logit_bias: dict[int, float] | None = None  # by token id; None is off
+    watermark: tuple[float, float] | None = None  # gamma, delta; None is off
+    ignore_eos: bool = False  # an end-of-sequence token does not end the output
 
     @property
     def greedy(self) -> bool:

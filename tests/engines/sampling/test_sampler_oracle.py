@@ -27,16 +27,24 @@ samplings = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.5, 2.0]),
     length_penalty=st.one_of(st.none(), st.tuples(st.integers(0, 4), st.sampled_from([1.0, 1.5, 2.0]))),
     min_new_tokens=st.integers(0, 3),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.25, -2.0]),
+    logit_bias=st.one_of(
+        st.none(), st.dictionaries(st.integers(0, 7), st.sampled_from([-100.0, -1.0, 0.5, 100.0]), max_size=3)
+    ),
+    watermark=st.sampled_from([None, None, (0.5, 2.0), (0.25, 1.0)]),
 )
 details = st.builds(
     LogprobOptions, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5, 99])
 )
 
 
+# parameters, details, outputs so far, logits and contexts
+Batch = tuple[list[SamplingParams], list[LogprobOptions], list[list[int]], list[list[float]], list[list[int]]]
+
+
 @st.composite
-def batches(
-    draw: st.DrawFn,
-) -> tuple[list[SamplingParams], list[LogprobOptions], list[int], list[list[float]], list[list[int]]]:
+def batches(draw: st.DrawFn) -> Batch:
     size, vocabulary, width = draw(st.integers(1, 5)), draw(st.integers(8, 40)), draw(st.integers(1, 6))
     score = st.sampled_from([-float("inf"), -0.0, *map(float, range(-3, 4)), 0.0, 1.0, 1.0, 2.0])
 
@@ -49,7 +57,7 @@ def batches(
     return (
         per_row(samplings),
         per_row(details),
-        per_row(st.integers(0, 8)),
+        per_row(st.lists(st.integers(0, vocabulary - 1), max_size=8)),
         rows_of(score, vocabulary),
         rows_of(st.integers(0, vocabulary - 1), width),
     )
@@ -74,20 +82,21 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
 @settings(max_examples=150)
 def test_rows_match_the_naive_sampler(
     dtype: torch.dtype,
-    batch: tuple[list[SamplingParams], list[LogprobOptions], list[int], list[list[float]], list[list[int]]],
+    batch: Batch,
     eos: list[int],
 ) -> None:
-    params, asked, generated, logits, context = batch
-    rows = [make_row(s, d, n) for s, d, n in zip(params, asked, generated, strict=True)]
+    params, asked, outputs, logits, context = batch
+    rows = [make_row(s, d, output=own) for s, d, own in zip(params, asked, outputs, strict=True)]
     sampled = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
     ends = [token for token in eos if token < len(logits[0])]
     for i, sampling in enumerate(params):
-        expected = oracle.process(logits[i], sampling, generated[i], ends, context[i])
+        generated = len(outputs[i])
+        expected = oracle.process(logits[i], sampling, generated, ends, context[i], outputs[i])
         bad = expected.scores.max() == -float("inf")
         assert (i in sampled.invalid) == bad
         if bad or expected.ambiguous:
             continue
-        oracle.check_token(sampled.tokens[i], expected, sampling, generated[i])
+        oracle.check_token(sampled.tokens[i], expected, sampling, generated)
         details = asked[i]
         if details.generated_tokens and (details.logprobs or details.ranks or details.top_n_tokens):
             found = sampled.logprobs[i]

@@ -2,7 +2,7 @@
 
 import torch
 
-from tgis.engines.sampling.batch_sampler import TokenHistory
+from tgis.engines.sampling.penalties import TokenHistory
 
 
 def test_every_token_is_there_however_long_a_row_becomes() -> None:

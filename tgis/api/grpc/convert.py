@@ -23,6 +23,9 @@ _FIELD_PATHS = {
     "stop_sequences": "params.stopping.stop_sequences",
     "repetition_penalty": "params.decoding.repetition_penalty",
     "decay_factor": "params.decoding.length_penalty.decay_factor",
+    "frequency_penalty": "params.decoding.frequency_penalty",
+    "presence_penalty": "params.decoding.presence_penalty",
+    "logit_bias": "params.decoding.logit_bias",
     "logprob_options": "params.response",
     "top_n_tokens": "params.response.top_n_tokens",
 }
@@ -90,6 +93,11 @@ def raw_params(params: pb.Parameters) -> RawParams:
         logprob_options=_logprob_options(params.response),
         repetition_penalty=decoding.repetition_penalty,
         length_penalty=((penalty.start_index, penalty.decay_factor) if decoding.HasField("length_penalty") else None),
+        frequency_penalty=decoding.frequency_penalty,
+        presence_penalty=decoding.presence_penalty,
+        logit_bias=dict(decoding.logit_bias),
+        watermark=decoding.watermark,
+        ignore_eos=stopping.ignore_eos,
         truncate_input_tokens=params.truncate_input_tokens,
         guided=_guided(decoding),
     )
@@ -217,7 +225,7 @@ def _token_infos(infos: Iterable[TokenInfo]) -> list[pb.TokenInfo]:
             text=info.text,
             logprob=info.logprob,
             rank=info.rank,
-            top_tokens=[pb.TokenInfo.TopToken(text=text, logprob=logprob) for text, logprob in info.top_tokens],
+            top_tokens=[pb.TokenInfo.TopToken(text=text, logprob=logprob) for _, text, logprob in info.top_tokens],
         )
         for info in infos
     ]

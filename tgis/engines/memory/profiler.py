@@ -29,7 +29,15 @@ _FLOAT_BYTES = 4
 
 # The most expensive sampling: a flat distribution, sorted as a whole, of scores that the penalties have copied. One
 # sequence samples by another method, because each method copies the scores of its own sequences.
-_EXPENSIVE = SamplingParams(temperature=100.0, top_p=0.999, typical_p=0.999, repetition_penalty=1.1, min_new_tokens=1)
+_EXPENSIVE = SamplingParams(
+    temperature=100.0,
+    top_p=0.999,
+    typical_p=0.999,
+    repetition_penalty=1.1,
+    min_new_tokens=1,
+    frequency_penalty=0.1,
+    watermark=(0.5, 0.1),
+)
 _PLAIN = SamplingParams(temperature=1.0)
 _DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)
 

@@ -1,6 +1,5 @@
 """The sampler of an engine: one batch after another, mostly of the same sequences, and what it keeps of them."""
 
-from array import array
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -11,24 +10,23 @@ from torch import Tensor
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.sampling.logprobs import PendingCopy
+from tgis.engines.sampling.penalties import Histories, Penalties, TokenHistory
 from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups, uniforms
 from tgis.engines.transfers import to_device
-
-_SPARE_COLUMNS = 128  # of a token history: for tokens to come, before the tensor grows
 
 _Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
 
 
 class BatchSampler:
     """A step is `prepare`, then `sample`. Consecutive steps of the same sequences reuse what is on the device: the
-    parameters, and the token history, to which the newest tokens are appended.
+    parameters, and the token histories, to which the newest tokens are appended.
     """
 
     def __init__(
         self, vocab_size: int, eos_ids: Iterable[int], device: torch.device, history_of: Callable[[Sequence], list[int]]
     ) -> None:
         """`vocab_size` is the width of the logits; penalties on the end of a sequence apply to all of `eos_ids`, a
-        repetition penalty to the tokens that `history_of` returns, the newest last.
+        repetition penalty and a watermark to the tokens that `history_of` returns, the newest last.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -58,11 +56,12 @@ class BatchSampler:
         Nothing here waits for the device.
         """
         assert logits.shape == (len(self._seqs), self._vocab_size)
-        if self._history and self._append_newest:
-            self._history.append(newest)
+        for history in (self._tokens, self._outputs) if self._append_newest else ():
+            if history is not None:
+                history.append(newest)
         self._sampled_lengths = self._next_lengths
         num_generated, uniform = step_metadata[:, :, None]
-        step = StepInputs(logits, self._history and self._history.ids, num_generated, uniform)
+        step = StepInputs(logits, Histories(self._tokens, self._outputs, num_generated), uniform)
         tables = [group.method(group, step) for group in self._groups]
         return SampledTokens(self._seqs, self._groups, tables, self._vocab_size)
 
@@ -86,31 +85,8 @@ class BatchSampler:
         self._seqs = list(seqs)
         self._seeds = np.array([seq.request.sampling_params.seed for seq in seqs], dtype=np.uint64)
         self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
-        penalized = any(seq.request.sampling_params.repetition_penalty != 1.0 for seq in seqs)
-        self._history = TokenHistory(map(self._history_of, seqs), self._device) if penalized else None
-
-
-class TokenHistory:
-    """The tokens of every row as one tensor, for the repetition penalty: int64 [rows, columns]. Unused columns repeat a
-    row's first token, so they add no id.
-    """
-
-    def __init__(self, histories: Iterable[list[int]], device: torch.device) -> None:
-        """By row, one token at least."""
-        tokens = list(histories)
-        lengths = [len(own) for own in tokens]
-        self._max_length = max(lengths)
-        ids = np.empty((len(tokens), self._max_length + _SPARE_COLUMNS), dtype=np.int64)
-        for row, own in zip(ids, tokens, strict=True):
-            row[: len(own)] = array("q", own)
-            row[len(own) :] = own[0]
-        self._next_columns = to_device(lengths, torch.int64, device)  # [rows]
-        self.ids = to_device(ids, torch.int64, device)
-
-    def append(self, newest: Tensor) -> None:
-        """One more token of every row, [rows]."""
-        if self._max_length == self.ids.shape[1]:
-            self.ids = torch.cat([self.ids, self.ids[:, :1].expand(-1, _SPARE_COLUMNS)], 1)
-        self.ids.scatter_(1, self._next_columns[:, None], newest[:, None])
-        self._next_columns = self._next_columns + 1
-        self._max_length += 1
+        params = [seq.request.sampling_params for seq in seqs]
+        needs_tokens, needs_outputs = any(map(Penalties.need_tokens, params)), any(map(Penalties.need_outputs, params))
+        outputs = (seq.tokens[seq.prompt_length :] for seq in seqs)
+        self._tokens = TokenHistory(map(self._history_of, seqs), self._device) if needs_tokens else None
+        self._outputs = TokenHistory(outputs, self._device) if needs_outputs else None

@@ -1,4 +1,4 @@
-"""What changes scores before a token is sampled: penalties over whole rows, filters over the best candidates.
+"""What changes scores after the penalties: temperature, and the filters, over the best candidates.
 
 No filter changes the order of tokens, so a list of the best ones is enough as long as it is long enough:
 `Candidates.exact` says so for each row, and the caller retries rows that are not exact with a longer list. Nothing here
@@ -17,9 +17,7 @@ from torch.nn.functional import pad
 from tgis.engines.transfers import to_device
 from tgis.ipc.request import SamplingParams
 
-_MIN_DIVISOR = 1e-30  # a lower temperature or repetition penalty would divide to infinity
-_MAX_PENALTY_FACTOR = 1e30  # so that what it boosts stays finite
-_MAX_SCORE = 1e38  # of a penalized token, in float32
+MIN_DIVISOR = 1e-30  # a lower temperature or repetition penalty would divide to infinity
 _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE_MASK = 0x7FFFFFFF  # the bits of a float32 but the sign
 _ID_BITS = 32  # of a sort key, below the score
@@ -32,52 +30,6 @@ _CPU_BLOCK_SCORES, _GPU_BLOCK_SCORES = 1 << 19, 1 << 26  # scores per block: wha
 def column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One parameter of all rows, [b, 1]."""
     return to_device(values, dtype, device)[:, None]
-
-
-class Penalties:
-    """Minimum length, length penalty and repetition penalty of some rows, applied in this order, in place."""
-
-    def __init__(self, params: list[SamplingParams], indices: list[int], eos: Tensor) -> None:
-        """`indices` are those of the rows in the whole batch, that is in `token_history`; `eos` [ids] int64."""
-        device = eos.device
-        ends = [i for i, row in enumerate(params) if row.min_new_tokens or row.length_penalty]
-        repeats = [i for i, row in enumerate(params) if row.repetition_penalty != 1.0]
-        lengths = [params[i].length_penalty or (0, 1.0) for i in ends]
-        self._ends = column(ends, torch.int64, device)
-        self._eos = eos
-        self._minimum = column([params[i].min_new_tokens for i in ends], torch.float64, device)
-        self._start = column([start for start, _ in lengths], torch.float64, device)
-        self._decay = column([decay for _, decay in lengths], torch.float64, device)
-        self._repeats = column(repeats, torch.int64, device)
-        self._repeats_in_batch = to_device([indices[i] for i in repeats], torch.int64, device)
-        penalties = [max(params[i].repetition_penalty, _MIN_DIVISOR) for i in repeats]
-        self._repetition = column(penalties, torch.float32, device)
-
-    def __bool__(self) -> bool:
-        """Whether any row has one."""
-        return len(self._ends) > 0 or len(self._repeats) > 0
-
-    def apply(self, scores: Tensor, token_history: Tensor | None, num_generated: Tensor) -> None:
-        """Change `scores` [b, V] float32 or float64; `token_history` [B, W] int64, `num_generated` [b, 1] float64."""
-        if len(self._ends):
-            self._change_eos(scores, num_generated[self._ends[:, 0]])
-        if len(self._repeats):
-            assert token_history is not None
-            self._penalize_repetition(scores, token_history[self._repeats_in_batch])
-
-    def _change_eos(self, scores: Tensor, num_generated: Tensor) -> None:
-        old = scores[self._ends, self._eos]  # [e, ids]
-        past_start = num_generated - self._start
-        factor = self._decay.pow(past_start.clamp(min=0)).clamp(max=_MAX_PENALTY_FACTOR)
-        boosted = old + old.abs() * (factor - 1)
-        new = torch.where(old.isfinite(), boosted.to(old.dtype), old)
-        scores[self._ends, self._eos] = new.masked_fill(num_generated < self._minimum, -torch.inf)
-
-    def _penalize_repetition(self, scores: Tensor, token_history: Tensor) -> None:
-        old = scores[self._repeats, token_history]  # [r, W]; duplicate ids read and write the same value
-        new = torch.where(old < 0, old * self._repetition, old / self._repetition).clamp(-_MAX_SCORE, _MAX_SCORE)
-        new = torch.where(old.isfinite(), new, old)  # tokens that are excluded stay so
-        scores[self._repeats, token_history] = new
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +46,7 @@ class Filters:
         """A greedy row has none; a top_k of the whole vocabulary is off."""
         params = [SamplingParams(temperature=1.0) if row.greedy else row for row in params]
         return cls(
-            column([max(row.temperature, _MIN_DIVISOR) for row in params], torch.float64, device),
+            column([max(row.temperature, MIN_DIVISOR) for row in params], torch.float64, device),
             _column_if_used([row.top_k if row.top_k < vocab_size else 0 for row in params], 0, torch.int64, device),
             _column_if_used([row.top_p for row in params], 1.0, torch.float64, device),
             _column_if_used([row.typical_p for row in params], 1.0, torch.float64, device),

@@ -18,7 +18,6 @@ from tgis.engines.base import StepResult
 from tgis.engines.sampling.logits_processors import (
     Candidates,
     Filters,
-    Penalties,
     Scores,
     SoftmaxStats,
     argmax_lowest_id,
@@ -36,6 +35,7 @@ from tgis.engines.sampling.logprobs import (
     token_logprobs,
     token_ranks,
 )
+from tgis.engines.sampling.penalties import Histories, Penalties
 from tgis.engines.transfers import to_device
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
@@ -83,8 +83,7 @@ class StepInputs:
     """The inputs of one step, for the whole batch."""
 
     logits: Tensor  # [B, V] of any float dtype; may be overwritten
-    token_history: Tensor | None  # [B, W] int64: what a repetition penalty applies to, duplicates allowed; None: no row
-    num_generated: Tensor  # [B, 1] float64
+    histories: Histories
     uniform: Tensor  # [B, 1] float64
 
 
@@ -115,7 +114,7 @@ class SamplingGroup:
         values = step.logits[self.selector]
         if self.penalties:
             values = values if values.dtype == torch.float64 else values.float()
-            self.penalties.apply(values, step.token_history, step.num_generated[self.selector])
+            self.penalties.apply(values, step.histories)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
 
 
@@ -232,8 +231,7 @@ def _method(params: SamplingParams, options: LogprobOptions, vocab_size: int) ->
     if not params.greedy:
         filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.typical_p < 1
         return _sample_filtered if filtered else _sample_full
-    penalized = params.repetition_penalty != 1 or params.length_penalty or params.min_new_tokens
-    return _sample_greedy if penalized or options.wants_details else _argmax
+    return _sample_greedy if Penalties.used_by(params) or options.wants_details else _argmax
 
 
 def _logprob_options(seq: Sequence) -> LogprobOptions:
