@@ -151,19 +151,31 @@ def pad_token_id(config: dict[str, Any]) -> int | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of limited size."""
     try:
+        value = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise StartError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise StartError(f"{path} does not hold a JSON object")
+    return value
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text in a file of limited size."""
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise StartError(f"{path} is not UTF-8: {error.reason}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         raise StartError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > MAX_JSON_BYTES:
         raise StartError(f"{path} has more than {MAX_JSON_BYTES} bytes")
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StartError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise StartError(f"{path} does not hold a JSON object")
-    return value
+    return data
 
 
 def find_directory(name: str, revision: str | None, cache_dir: str | None, config: str = "config.json") -> Path:

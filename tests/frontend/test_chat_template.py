@@ -1,0 +1,99 @@
+"""tgis.frontend.chat_template: against apply_chat_template of transformers' tokenizers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import HERMES, MISTRAL, TEMPLATES, write_template
+from harness import run_async
+from transformers import PreTrainedTokenizerFast
+
+from tgis.errors import StartError
+from tgis.frontend.chat_template import ChatTemplate, TemplateError
+from tgis.models.fake import make_fake_model
+
+USER = {"role": "user", "content": "What's <b>the</b> weather in Köln? "}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "id": "a1B2c3D4e", "function": {}}]}
+CALL["tool_calls"][0]["function"] = {"name": "weather", "arguments": {"city": "Köln", "days": 2}}  # type: ignore[index]
+RESULT = {"role": "tool", "tool_call_id": "a1B2c3D4e", "content": '{"°C": 7}'}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "user": [USER],
+    "conversation": [USER, {"role": "assistant", "content": "Cold."}, {"role": "user", "content": "And\n\nnow?"}],
+    "tools": [USER, CALL, RESULT],
+    "continued": [USER, {"role": "assistant", "content": "It is about "}],
+}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "é", "parameters": PARAMETERS}}]
+
+
+def model(directory: Path, template: str | list[dict[str, str]]) -> Path:
+    write_template(make_fake_model(directory), template)
+    return directory
+
+
+async def rendered(directory: Path, *chat: Any, **variables: Any) -> str:
+    template = ChatTemplate.load(directory)
+    assert template is not None
+    try:
+        return await template.render(*chat, **variables)
+    finally:
+        template.close()
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+@run_async
+async def test_prompts_are_those_of_transformers(name: str, chat: str, tools: Any, tmp_path: Path) -> None:
+    directory = model(tmp_path, TEMPLATES[name])
+    theirs = PreTrainedTokenizerFast.from_pretrained(directory)
+    continues = chat == "continued"
+    expected = theirs.apply_chat_template(
+        CHATS[chat],
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
+    assert await rendered(directory, CHATS[chat], tools) == expected
+
+
+@run_async
+async def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
+    directory = model(tmp_path, HERMES)
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }} {{ thinking }}")
+    assert await rendered(directory, [USER], thinking=False) == f"{USER['content']} False"
+
+
+@run_async
+async def test_tools_have_their_own_template(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "no tools"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
+    assert await rendered(model(tmp_path, named), [USER], TOOLS) == "1"
+    assert await rendered(tmp_path, [USER]) == "no tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (MISTRAL, "Only user, assistant and tool roles are supported"),
+        ("{{ messages[0].content.more.more }}", "no attribute 'more'"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+@run_async
+async def test_what_a_template_says_is_an_error_of_the_request(template: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match=said) as caught:
+        await rendered(model(tmp_path, template), [{"role": "system", "content": "x"}])
+    assert caught.value.field == "messages"
+
+
+def test_most_models_have_none(tmp_path: Path) -> None:
+    assert ChatTemplate.load(make_fake_model(tmp_path)) is None
+
+
+@pytest.mark.parametrize("template", [7, [{"name": "default"}], [{"name": "rag", "template": "x"}]])
+def test_broken_templates_are_refused_at_the_start(template: Any, tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="template"):
+        ChatTemplate.load(model(tmp_path, template))

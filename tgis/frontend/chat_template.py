@@ -1,0 +1,113 @@
+"""The model's chat template: from messages to the text of a prompt, by transformers' own renderer, in a sandbox.
+
+transformers is imported when a template is loaded: it takes a second, and most models have no template.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from jinja2 import TemplateError as JinjaError
+
+from tgis.errors import InvalidRequest, StartError
+from tgis.frontend.tokenizer_pool import TokenizerPool
+from tgis.models.files import read_json, read_text
+
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+_BYTES_PER_TOOL = 256  # about; only the order of waiting chats depends on it
+# What a template raises on purpose, and what it runs into with messages that it does not expect.
+_ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+
+
+class TemplateError(InvalidRequest):
+    """The model has no chat template, or it refuses these messages."""
+
+
+class ChatTemplate:
+    """The templates of one model, and the thread that renders them."""
+
+    def __init__(self, templates: dict[str, str], special_tokens: dict[str, str], render: Callable[..., Any]) -> None:
+        self._templates = templates
+        self._special_tokens = special_tokens
+        self._render_jinja = render
+        self._pool = TokenizerPool(1, "chat-template")
+
+    @classmethod
+    def load(cls, directory: Path) -> Self | None:
+        """Read it from a model's files; None if the model has none, StartError if it is broken."""
+        templates = _read_templates(directory)
+        if not templates:
+            return None
+        from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - see above
+
+        return cls(templates, _special_tokens(directory), render_jinja_template)
+
+    def mentions(self, text: str) -> bool:
+        """Whether any of the templates has this text."""
+        return any(text in template for template in self._templates.values())
+
+    async def render(self, messages: list[Message], tools: Tools | None = None, **variables: Any) -> str:
+        """The prompt; it ends where the answer begins, which continues the last message if that is the assistant's.
+
+        TemplateError says what the template says.
+        """
+        size = sum(len(str(message.get("content", ""))) for message in messages) + _BYTES_PER_TOOL * len(tools or ())
+        return await self._pool.run(size, functools.partial(self._render, messages, tools, variables))
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._pool.close()
+
+    def _render(self, messages: list[Message], tools: Tools | None, variables: dict[str, Any]) -> str:
+        template = self._templates[_TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT]
+        last = messages[-1] if messages else {}
+        continues = last.get("role") == "assistant" and isinstance(last.get("content"), str)
+        try:
+            (text,), _ = self._render_jinja(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **self._special_tokens | variables,
+            )
+        except _ERRORS as error:
+            raise TemplateError("messages", f"the chat template cannot be applied: {error}") from error
+        return str(text)
+
+
+def _read_templates(directory: Path) -> dict[str, str]:
+    """By name, from where transformers looks for them: files of their own, else the tokenizer's configuration."""
+    files = {_DEFAULT: directory / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+    found = {name: read_text(path) for name, path in files.items() if path.is_file()}
+    if not found:
+        config = directory / "tokenizer_config.json"
+        given = read_json(config).get("chat_template") if config.is_file() else None
+        found = {_DEFAULT: given} if isinstance(given, str) else _named(given or [], config)
+    if found and _DEFAULT not in found:
+        raise StartError(f"{directory} has chat templates, but none with the name default")
+    return found
+
+
+def _named(templates: Any, path: Path) -> dict[str, str]:
+    try:
+        return {str(one["name"]): str(one["template"]) for one in templates}
+    except (TypeError, KeyError) as error:
+        raise StartError(f"{path}: chat_template is neither text nor a list of templates with names") from error
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """The variables `bos_token`, `eos_token` and so on; later files override earlier ones."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        config = read_json(directory / name) if (directory / name).is_file() else {}
+        for key, value in config.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
