@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.attention import CpuAttention
-from tgis.engines.kernels.cpu.fused_ops import RmsNorm, RotaryEmbedding
+from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, RmsNorm, RotaryEmbedding
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import CpuGemm
+from tgis.engines.kernels.cpu.recording import Recorder
 
 ERROR = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -71,6 +72,24 @@ def run_rotary(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> 
         assert_close(found, expected, dtype)
 
 
+def run_gated_mlp(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    """Of columns of a wider product."""
+    size, kind = draw.randint(1, 500), draw.choice(["silu", "gelu_tanh"])
+    mlp = nn.Module()
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = (nn.Identity() for _ in range(3))
+    gate, up = (4 * torch.randn(draw.randint(0, 60), 2 * size)).to(dtype).split(size, -1)
+    mlp.gate_proj.forward, mlp.up_proj.forward = lambda _: gate, lambda _: up
+    expected = ACTIVATIONS[kind](gate.double()) * up.double()
+    assert_close(GatedMlp(mlp, kind, kernels)(gate), expected, dtype)
+
+
+def run_recording(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    x, y = torch.randn(2, draw.randint(1, 40000)).to(dtype)
+    replay, output = Recorder(kernels).record(lambda: x * y + y)
+    replay()
+    assert torch.equal(output, x * y + y)
+
+
 def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
     inputs, outputs = 2 * draw.randint(1, 300), draw.randint(1, 200)
     weight = torch.randn(outputs, inputs).div(inputs**0.5).to(dtype)
@@ -104,7 +123,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     for _ in range(runs):
         torch.set_num_threads(draw.choice([1, 2, 3]))
-        run = draw.choice([run_attention, run_norm, run_rotary, run_gemm])
+        run = draw.choice([run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm])
         dtype = draw.choice(list(ERROR))
         if run is not run_gemm or dtype in kernels.gemm_dtypes:
             run(kernels, draw, dtype)

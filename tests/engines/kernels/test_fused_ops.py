@@ -1,5 +1,6 @@
 """Fused operators against transformers' own in float64, for every instruction set; only what agrees is replaced."""
 
+import copy
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5 import modeling_t5
 
 from tgis.engines.kernels.cpu import fused_ops
-from tgis.engines.kernels.cpu.fused_ops import RmsNorm, RotaryEmbedding, fuse
+from tgis.engines.kernels.cpu.fused_ops import GatedMlp, RmsNorm, RotaryEmbedding, fuse
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 
@@ -34,6 +35,7 @@ NORMS = [
     modeling_t5.T5LayerNorm,
     modeling_gemma2.Gemma2RMSNorm,
 ]
+GATED_MLPS = [modeling_llama.LlamaMLP, modeling_qwen3.Qwen3MLP, modeling_olmo2.Olmo2MLP]
 HALVES = [modeling_llama, modeling_qwen3, modeling_olmo2, modeling_gpt_neox]  # rotate one half with the other
 OTHERS = [modeling_helium, modeling_gptj]  # rotate neighbours
 
@@ -74,6 +76,10 @@ class Sharp(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """Normalize in another way."""
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps**0.5)
+
+
+def mlp_config(activation: str) -> modeling_llama.LlamaConfig:
+    return modeling_llama.LlamaConfig(hidden_size=32, intermediate_size=70, hidden_act=activation)
 
 
 def error(expected: Tensor, found: Tensor) -> float:
@@ -127,6 +133,31 @@ def test_nan_stays_in_its_row(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("kind", GATED_MLPS)
+def test_gated_mlps_of_transformers_are_replaced(
+    kernels: CpuKernels, kind: type[nn.Module], activation: str, dtype: torch.dtype
+) -> None:
+    mlp = kind(mlp_config(activation)).to(dtype)
+    model = Holder(mlp).to(dtype)
+    assert fuse(model, kernels) == 1
+    assert isinstance(model.part, GatedMlp)
+    x = torch.randn(2, 500, 32).to(dtype) * torch.logspace(-2, 2, 500)[:, None].to(dtype)
+    wide = copy.deepcopy(mlp).double()
+    found = model.part(x)
+    for row in range(0, 500, 50):  # whose numbers are of one size
+        assert error(wide(x[:, row : row + 50].double()), found[:, row : row + 50]) < 3 * ERROR[dtype]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "quick_gelu"])
+def test_mlps_with_another_activation_stay(best_kernels: CpuKernels, activation: str) -> None:
+    mlp = modeling_llama.LlamaMLP(mlp_config(activation))
+    model = Holder(mlp)
+    assert fuse(model, best_kernels) == 0
+    assert model.part is mlp
+
+
+@pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize(("batch", "angles"), [(1, 1), (3, 3), (3, 1)])
 @pytest.mark.parametrize("size", [2, 6, 64])
 def test_rotates_as_transformers_does(
@@ -171,7 +202,7 @@ def test_a_fused_model_gives_its_logits_and_leaves_others_alone(
     layers = plain.config.num_hidden_layers
     ids = torch.randint(3, 60, (2, 9))
     expected = plain(ids).logits
-    assert fuse(fused, best_kernels) >= 3 * layers + 1  # two norms and an attention a layer, and the last norm
+    assert fuse(fused, best_kernels) >= 4 * layers + 1  # two norms, an attention and an MLP a layer, and the last norm
     assert torch.allclose(fused(ids).logits, expected, atol=1e-5)
     assert torch.equal(plain(ids).logits, expected)
 

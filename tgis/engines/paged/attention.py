@@ -35,6 +35,7 @@ class PagedAttention:
     def __init__(self, name: str, block_size: int, kernels: CpuKernels | None) -> None:
         self.name = name
         self._cpu_attention = CpuAttention(kernels) if kernels else None
+        self.runs_cpu_kernel = bool(kernels)  # in all layers so far
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
         self.windows: set[int | None] = set()  # that layers have passed
@@ -82,6 +83,7 @@ class PagedAttention:
         if self._cpu_attention and self._cpu_attention.supports(q, *kv_cache):
             self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
             return self._cpu_attention.attend(q, *kv_cache, batch.cpu_sequences, params)[None]
+        self.runs_cpu_kernel = False
         for stored, new in zip(kv_cache, (k, v), strict=True):
             stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
         decode, prefill = _select_backends(q, kv_cache, params)

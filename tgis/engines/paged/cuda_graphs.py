@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.paged.static_inputs import StaticInputs
 from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)
@@ -73,52 +74,31 @@ class DecodeGraphs:
         self._max_blocks = max_blocks
         self._capture_sizes: list[int] = []
         self._captured: dict[int, tuple[Replay, Tensor]] = {}
-        self._buffers: tuple[Tensor, ...] = ()
+        self._inputs: StaticInputs | None = None
 
     def capture(self, capture_graph: Capture, device: torch.device) -> None:
         """Capture all sizes, the largest first, so that the others reuse its memory; RuntimeError if the model does
         what cannot be captured.
         """
-        columns = [torch.zeros(self._max_batch_size, dtype=torch.int64, device=device) for _ in range(4)]
-        block_tables = torch.zeros(self._max_batch_size, self._max_blocks, dtype=torch.int64, device=device)
-        self._buffers = *columns, block_tables, torch.arange(self._max_batch_size, device=device)
+        inputs = self._inputs = StaticInputs(self._max_batch_size, self._max_blocks, device)
         sizes = capture_sizes(self._max_batch_size)
         started = time.monotonic()
         log.info("capturing decode steps of 1 to %d sequences", self._max_batch_size)
         with log_progress(lambda: f"{len(self._captured)} of {len(sizes)} captured"):
             for size in reversed(sizes):
-                self._reset_padding(0, size)
-                self._captured[size] = capture_graph(lambda size=size: self._forward(self._static_batch(size)))  # type: ignore[misc]
+                inputs.pad(0, size, self._scratch_slot)
+                self._captured[size] = capture_graph(lambda size=size: self._forward(inputs.batch(size)))  # type: ignore[misc]
         log.info("captured %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
         self._capture_sizes = sizes
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, which no later call changes; None if no graph is for such a batch."""
-        count = batch.num_decodes
-        others = batch.chunks or batch.spans or batch.adapters
-        if not self._capture_sizes or others or count > self._max_batch_size or len(batch.logits_indices) != count:
+        if not self._capture_sizes or self._inputs is None or not self._inputs.fit(batch):
             return None
+        count = batch.num_decodes
         size = self._capture_sizes[bisect_left(self._capture_sizes, count)]
-        self._copy_inputs(batch, size)
+        self._inputs.copy_from(batch)
+        self._inputs.pad(count, size, self._scratch_slot)
         replay, output = self._captured[size]
         replay()
-        return output[:count][batch.logits_indices]  # a copy: the next replay overwrites the output
-
-    def _static_batch(self, size: int) -> FlatBatch:
-        input_ids, positions, slots, seq_lens, tables, indices = (buffer[:size] for buffer in self._buffers)
-        return FlatBatch(input_ids, positions, slots, tables, seq_lens, [], indices, [])
-
-    def _copy_inputs(self, batch: FlatBatch, size: int) -> None:
-        *columns, block_tables, _ = self._buffers
-        count, width = batch.block_tables.shape
-        inputs = batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens
-        for column, values in zip(columns, inputs, strict=True):
-            column[:count].copy_(values)
-        block_tables[:count, :width].copy_(batch.block_tables)
-        self._reset_padding(count, size)
-
-    def _reset_padding(self, first: int, last: int) -> None:
-        input_ids, positions, slot_mapping, seq_lens, block_tables, _ = self._buffers
-        for buffer in (input_ids, positions, seq_lens, block_tables):
-            buffer[first:last].zero_()
-        slot_mapping[first:last].fill_(self._scratch_slot)
+        return output[:count].clone()  # the next replay overwrites the output

@@ -25,6 +25,7 @@ from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.engines.paged.prompt_logprobs import PromptLogprobs
+from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_sequence, verify_attention, verify_steps
 from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.sampler import SampledTokens
@@ -60,13 +61,14 @@ class PagedEngine:
         self._options = options
         self._all_reduce_min = all_reduce_min
         self._block_size = block_size
+        self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
         self._model, self._signature = load_causal_lm(options, self._device)
-        kernels = select_kernels(options, self._device)
-        self._lora = LoraLayers(self._model, kernels)
+        self._kernels = select_kernels(options, self._device)
+        self._lora = LoraLayers(self._model, self._kernels)
         self._embed_tokens = self._model.get_input_embeddings()
         vocab_size = int(self._model.get_output_embeddings().out_features)
-        self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, kernels)
+        self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
         self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history)
         self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device)
@@ -75,7 +77,7 @@ class PagedEngine:
         launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledLayers | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | RecordedSteps | None = None
         verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
         kind = self._device.type
         self.info = EngineInfo(
@@ -124,6 +126,10 @@ class PagedEngine:
             self._compile(eager_logits)
         if on_cuda and self._options.num_shards == 1:
             self._capture_graphs(cuda_capture(), eager_logits)
+        if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1 and not self._compiled:
+            self._graphs = RecordedSteps(self._forward, self._kernels, self.info.max_batch_size, self._max_blocks)
+            for _ in ("recorded", "verified"):
+                self._dummy_logits()
 
     def _dummy_logits(self) -> torch.Tensor:
         """Those of a prefill and of a decode, [2, V]."""
@@ -159,12 +165,12 @@ class PagedEngine:
 
     def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
-        max_blocks = -(-self._options.max_sequence_length // self._block_size)
         info = self.info
-        self._graphs = DecodeGraphs(self._forward, info.max_batch_size, max_blocks, scratch_slot=info.token_capacity)
+        graphs = DecodeGraphs(self._forward, info.max_batch_size, self._max_blocks, scratch_slot=info.token_capacity)
+        self._graphs = graphs
         try:
             with torch.inference_mode():
-                self._graphs.capture(capture, self._device)
+                graphs.capture(capture, self._device)
             verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
             self._graphs = None
@@ -240,12 +246,11 @@ class PagedEngine:
 
     def _num_available_blocks(self, bytes_per_block: int) -> int:
         """What there is memory for, but no more than the largest batch can fill."""
-        blocks_per_seq = -(-self._options.max_sequence_length // self._block_size)
-        useful = self.info.max_batch_size * blocks_per_seq
+        useful = self.info.max_batch_size * self._max_blocks
         if self._options.kv_cache_bytes is not None:
             return min(useful, self._options.kv_cache_bytes // self._options.num_shards // bytes_per_block)
         if self._options.estimate_memory == "manual":
-            return max(blocks_per_seq, useful * (100 - self._options.batch_safety_margin) // 100)
+            return max(self._max_blocks, useful * (100 - self._options.batch_safety_margin) // 100)
         return min(useful, self._available_kv_bytes() // bytes_per_block)
 
     def _available_kv_bytes(self) -> int:

@@ -1,4 +1,4 @@
-/* RMS norm and rotary embedding, each in one pass; computed in float32 and rounded once. */
+/* RMS norm, rotary embedding, gated activation, sums and products, each in one pass; computed in float32 and rounded once. */
 
 #include <math.h>
 
@@ -6,11 +6,15 @@
 
 #define PARALLEL_ELEMENTS 16384 /* fewer are not worth waking the other threads */
 
-/* y [rows, size] = x / sqrt(mean(x^2) + eps) * (weight [size] + weight_offset) */
-void EXPORT(rms_norm)(
-    const scalar_t *x, const scalar_t *weight, scalar_t *y, int64_t rows, int64_t size, float eps, float weight_offset,
-    int64_t threads
-) {
+typedef struct {
+    const scalar_t *weight; /* [size] */
+    int64_t size;
+    float weight_offset, eps;
+} rms_norm_params;
+
+/* y [rows, size] = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) */
+void EXPORT(rms_norm)(const rms_norm_params *norm, const scalar_t *x, scalar_t *y, int64_t rows, int64_t threads) {
+    const int64_t size = norm->size;
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
         const scalar_t *x_row = x + row * size;
@@ -19,9 +23,9 @@ void EXPORT(rms_norm)(
             const f32_vec part = load_partial(x_row + i, size - i);
             squares += part * part;
         }
-        const float scale = 1 / sqrtf(reduce_add(squares) / size + eps);
+        const float scale = 1 / sqrtf(reduce_add(squares) / size + norm->eps);
         for (int64_t i = 0; i < size; i += LANES) {
-            const f32_vec w = load_partial(weight + i, size - i) + weight_offset;
+            const f32_vec w = load_partial(norm->weight + i, size - i) + norm->weight_offset;
             store_partial(y + row * size + i, load_partial(x_row + i, size - i) * scale * w, size - i);
         }
     }
@@ -69,3 +73,38 @@ void EXPORT(rotary_embedding)(
             rotate_token(k, batch, token, rotary_size, cos + offset, sin + offset);
         }
 }
+
+static inline f32_vec silu(f32_vec x) {
+    const u32_vec negative = (u32_vec)(x < 0);
+    const f32_vec e = exp2_nonpositive((f32_vec)((u32_vec)x | 0x80000000) * 1.44269504f); /* e^-|x| */
+    return x * ((f32_vec)((negative & (u32_vec)e) | (~negative & (u32_vec)((f32_vec){0} + 1.0f))) / (1.0f + e));
+}
+
+static inline f32_vec gelu_tanh(f32_vec x) {
+    return 0.5f * x * (1.0f + tanh_f32(0.79788456f * (x + 0.044715f * x * x * x)));
+}
+
+/* y [rows, size] = activation(gate) * up, whose rows are `stride` apart */
+void EXPORT(gated_activation)(
+    const scalar_t *gate, const scalar_t *up, scalar_t *y, int64_t rows, int64_t size, int64_t gate_stride,
+    int64_t up_stride, int64_t is_gelu, int64_t threads
+) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            const f32_vec x = load_partial(gate + row * gate_stride + i, size - i);
+            const f32_vec factor = load_partial(up + row * up_stride + i, size - i);
+            store_partial(y + row * size + i, (is_gelu ? gelu_tanh(x) : silu(x)) * factor, size - i);
+        }
+}
+
+#define ELEMENTWISE(name, operator)                                                                                \
+    /* y = a operator b, of `count` elements */                                                                      \
+    void EXPORT(name)(const scalar_t *a, const scalar_t *b, scalar_t *y, int64_t count, int64_t threads) {           \
+        _Pragma("omp parallel for schedule(static) num_threads(threads) if (count >= PARALLEL_ELEMENTS)")            \
+        for (int64_t i = 0; i < count; i += LANES)                                                                  \
+            store_partial(y + i, load_partial(a + i, count - i) operator load_partial(b + i, count - i), count - i); \
+    }
+
+ELEMENTWISE(add, +)
+ELEMENTWISE(multiply, *)

@@ -1,4 +1,4 @@
-"""RMS norms and rotary embeddings of transformers' models on CPUs, each in one pass by elementwise.c.
+"""RMS norms, rotary embeddings and gated activations of transformers' models, each in one pass by elementwise.c.
 
 Models write these in many ways. What a module or function computes is therefore compared with the kernel's formula on
 random numbers, in float32 whatever the model's dtype, and only what agrees is replaced.
@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import gelu, linear, silu
 from transformers import PreTrainedModel
 
 from tgis.engines.kernels.cpu.library import CpuKernels
@@ -25,22 +26,24 @@ _TOLERANCE = 1e-5  # relative to the largest number of a row
 _APPLY_ROTARY = "apply_rotary_pos_emb"  # as transformers' modelling files call it
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of it
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
+
 _ApplyRotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
-    """Replace norms and rotary embeddings of a CPU model in place; how many modules were changed."""
+    """Replace norms, gated MLPs and rotary embeddings of a CPU model in place; how many modules were changed."""
     if kernels is None or model.dtype not in _DTYPES:
         return 0
-    norms = list(_find_norms(model, kernels))
-    for parent, name, norm in norms:
-        setattr(parent, name, norm)
+    replaced = [*_replacements(model, kernels, _as_rms_norm), *_replacements(model, kernels, _as_gated_mlp)]
+    for parent, name, module in replaced:
+        setattr(parent, name, module)
     rotary = RotaryEmbedding(kernels)
     attentions = [module for module in model.modules() if _applies_rotary(module)]
     for module in attentions:
         plain = module.forward.__globals__[_APPLY_ROTARY]
         module.forward = _with_global(module.forward, _APPLY_ROTARY, partial(rotary.apply_or_fall_back, plain))
-    return len(norms) + len(attentions)
+    return len(replaced) + len(attentions)
 
 
 class RmsNorm(nn.Module):  # type: ignore[misc]
@@ -50,14 +53,12 @@ class RmsNorm(nn.Module):  # type: ignore[misc]
 
     def __init__(self, plain: nn.Module, eps: float, offset: float, kernels: CpuKernels) -> None:
         super().__init__()
-        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        argtypes = [pointer, pointer, pointer, integer, integer, real, real, integer]
+        argtypes = [ctypes.POINTER(_RmsNormParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2]
         self.weight = plain.weight
         self._plain = plain.forward
         self._function = kernels.function("rms_norm", self.weight.dtype, argtypes)
-        self._eps, self._offset = eps, offset
         self._dtype, self._size = self.weight.dtype, len(self.weight)
-        self._address = self.weight.data_ptr()  # asking the module for its parameter takes as long as all the rest
+        self._params = _RmsNormParams(self.weight.data_ptr(), self._size, offset, eps)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         if x.dtype != self._dtype:  # some models add up in float32
@@ -65,8 +66,46 @@ class RmsNorm(nn.Module):  # type: ignore[misc]
         x = x.contiguous()
         assert x.shape[-1] == self._size, x.shape
         y = torch.empty_like(x)
-        numbers = x.numel() // self._size, self._size, self._eps, self._offset
-        self._function(x.data_ptr(), self._address, y.data_ptr(), *numbers, torch.get_num_threads())
+        self._function(self._params, x.data_ptr(), y.data_ptr(), x.numel() // self._size, torch.get_num_threads())
+        return y
+
+
+class _RmsNormParams(ctypes.Structure):
+    """`rms_norm_params` of elementwise.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("weight_offset", ctypes.c_float),
+        ("eps", ctypes.c_float),
+    )
+
+
+class GatedMlp(nn.Module):  # type: ignore[misc]
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), as the module `plain` computes it."""
+
+    runs_cpu_kernel = True
+
+    def __init__(self, plain: nn.Module, activation: str, kernels: CpuKernels) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
+        argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
+        self._plain = plain.forward
+        self._functions = {dtype: kernels.function("gated_activation", dtype, argtypes) for dtype in _DTYPES}
+        self._is_gelu = int(activation == "gelu_tanh")
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
+        if x.dtype not in _DTYPES:
+            return self._plain(x)
+        return self.down_proj(self._multiply(self.gate_proj(x), self.up_proj(x)))
+
+    def _multiply(self, gate: Tensor, up: Tensor) -> Tensor:  # [..., inner], one row after the other
+        assert gate.shape == up.shape, (gate.shape, up.shape)
+        assert gate.stride(-1) == up.stride(-1) == 1
+        y = torch.empty(gate.shape, dtype=gate.dtype)
+        size = gate.shape[-1]
+        numbers = gate.numel() // size, size, gate.stride(-2), up.stride(-2), self._is_gelu
+        self._functions[gate.dtype](gate.data_ptr(), up.data_ptr(), y.data_ptr(), *numbers, torch.get_num_threads())
         return y
 
 
@@ -123,12 +162,14 @@ class _RotaryTensor(ctypes.Structure):
         return cls(x.data_ptr(), y.data_ptr(), x.shape[dims[1]], x.shape[3], *strides)
 
 
-def _find_norms(model: PreTrainedModel, kernels: CpuKernels) -> Iterator[tuple[nn.Module, str, RmsNorm]]:
+def _replacements(
+    model: PreTrainedModel, kernels: CpuKernels, replace: Callable[[nn.Module, CpuKernels], nn.Module | None]
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in model.modules():
         for name, child in parent.named_children():
-            norm = _as_rms_norm(child, kernels)
-            if norm:
-                yield parent, name, norm
+            module = replace(child, kernels)
+            if module:
+                yield parent, name, module
 
 
 def _as_rms_norm(module: nn.Module, kernels: CpuKernels) -> RmsNorm | None:
@@ -156,6 +197,30 @@ def _computes_rms_norm(module: nn.Module, eps: float, offset: float) -> bool:
         return False
     expected = x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (module.weight + offset)
     return isinstance(found, Tensor) and _rows_close(expected, found)
+
+
+def _as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:
+    """The same as the module, if that is one."""
+    names = {name for name, _ in module.named_children()}
+    if not {"gate_proj", "up_proj", "down_proj"} <= names or "forward" in vars(module):
+        return None
+    found = (name for name, function in ACTIVATIONS.items() if _computes_gated_mlp(module, function))
+    activation = next(found, None)
+    return None if activation is None else GatedMlp(module, activation, kernels)
+
+
+def _computes_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor]) -> bool:
+    """Tried with small projections, of small and large numbers."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (partial(linear, weight=weight) for weight in torch.randn(3, 8, 8, generator=generator))
+    x = torch.randn(64, 8, generator=generator) * torch.logspace(-1, 2, 64)[:, None]
+    probe = copy.copy(module)
+    probe._modules = {**module._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}
+    try:
+        found = probe(x)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    return isinstance(found, Tensor) and _rows_close(down(activation(gate(x)) * up(x)), found)
 
 
 def _applies_rotary(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,9 @@ ISAS: dict[str, frozenset[str]] = {
     "amx": _AVX512_BF16 | _AMX,
 }
 
+# Is told of every call of a kernel before it is made: the function of ctypes, and the arguments.
+call_recorder: ContextVar[Callable[[Any, tuple[Any, ...]], None] | None] = ContextVar("call_recorder", default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
@@ -69,10 +73,27 @@ class CpuKernels:
                 return frozenset()
 
     def function(self, name: str, dtype: torch.dtype, argtypes: list[Any], restype: Any = None) -> Callable[..., Any]:
-        """One that is compiled for each dtype."""
+        """One that is compiled for each dtype. It takes nothing but pointers and integers of 64 bits, so that calls can
+        be replayed, and returns nothing or, as an integer, whether it failed.
+        """
         function = self._library[f"{name}_{_SUFFIXES[dtype]}"]
         function.argtypes, function.restype = argtypes, restype
-        return function
+        return KernelFunction(function)
+
+
+class KernelFunction:
+    """A function of the library, whose calls can be recorded."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        record = call_recorder.get()
+        if record is not None:
+            record(self._function, arguments)
+        return self._function(*arguments)
 
 
 @cache

@@ -122,4 +122,20 @@ static inline float reduce_max(f32_vec x) {
 #endif
 }
 
+/* 2^x for x <= 0, with a relative error below 3e-7; 0 where it would be denormal. */
+static inline f32_vec exp2_nonpositive(f32_vec x) {
+    x = max_vec((f32_vec){0} - 127.0f, x);
+    f32_vec rounded = x + 12582912.0f; /* 1.5 * 2^23: the integer part moves to the lowest bits */
+    f32_vec f = x - (rounded - 12582912.0f);
+    f32_vec power = 1.0f + f * (0.69314718f + f * (0.24022651f + f * (0.05550411f + f * (0.00961813f +
+                   f * (0.00133336f + f * 0.00015404f)))));
+    return power * (f32_vec)(((u32_vec)rounded << 23) + 0x3f800000);
+}
+
+static inline f32_vec tanh_f32(f32_vec x) {
+    u32_vec sign = (u32_vec)x & 0x80000000;
+    f32_vec e = exp2_nonpositive((f32_vec)((u32_vec)x ^ sign) * -2.88539008f); /* e^(-2|x|) */
+    return (f32_vec)((u32_vec)((1.0f - e) / (1.0f + e)) | sign);
+}
+
 #endif

@@ -1,0 +1,124 @@
+"""Recorded passes: a replay gives the bits of the same pass run again, whatever is in its inputs by then."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from cpu_kernels import kernels_of
+from torch import Tensor, nn
+
+from tgis.engines.kernels.cpu.fused_ops import RmsNorm
+from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.recording import Recorder
+from tgis.errors import Unsupported
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> None:
+    torch.manual_seed(4)
+    torch.set_grad_enabled(False)
+
+
+@pytest.fixture(params=["generic", "avx2", "avx512", "avx512_bf16"])
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return kernels_of(request.param)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder(kernels_of("auto"))
+
+
+def assert_replays(recorder: Recorder, run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
+    """`run` computes from the inputs; the recording is replayed with others in their place."""
+    expected = run().clone()
+    with torch.inference_mode():
+        replay, output = recorder.record(run)
+        assert torch.equal(output, expected)
+        for _ in range(3):
+            for tensor in inputs:
+                tensor.copy_(torch.randn(tensor.shape))
+            expected = run().clone()
+            replay()
+            assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_kernels_and_operators_are_repeated_in_order(kernels: CpuKernels, dtype: torch.dtype, rows: int) -> None:
+    size = 530  # no multiple of any vector, and with 64 rows for several threads
+    norm = RmsNorm(nn.RMSNorm(size).to(dtype), 1e-6, 0.0, kernels)
+    x, y = torch.randn(2, rows, size).to(dtype)
+
+    def run() -> Tensor:
+        hidden = norm(x) + y  # kernels
+        residual = hidden
+        hidden = (hidden * x).softmax(-1)  # a kernel, then an operator
+        first, second = hidden.view(rows, 2, size // 2).transpose(0, 1)  # views
+        return torch.cat([norm(residual), first * second], -1)  # strided: an operator
+
+    assert_replays(Recorder(kernels), run, [x, y])
+
+
+def test_operators_in_place_are_repeated(recorder: Recorder) -> None:
+    x = torch.randn(4, 5)
+
+    def run() -> Tensor:
+        y = x * 2
+        y[1:].add_(x[1:])
+        return y.mul_(x)
+
+    assert_replays(recorder, run, [x])
+
+
+def test_constants_stay(recorder: Recorder) -> None:
+    x = torch.randn(40)
+
+    def run() -> Tensor:
+        return x * torch.tensor([float(number) for number in range(40)]) + torch.arange(40)
+
+    assert_replays(recorder, run, [x])
+    filler = [torch.full((40,), 9.0) for _ in range(100)]  # in memory that was free
+    assert_replays(recorder, run, [x])
+    assert filler
+
+
+def test_recordings_share_their_memory(recorder: Recorder) -> None:
+    x, y = torch.randn(2, 100, 100)
+
+    def run(count: int) -> Tensor:
+        total = x
+        for _ in range(count):
+            total = total + y
+        return total
+
+    recordings = [recorder.record(partial(run, count)) for count in (1, 50, 2)]
+    assert len(recorder._memory._blocks) == 2  # of which one is read while the other one is written
+    for count, (replay, output) in zip((1, 50, 2), recordings, strict=True):
+        replay()
+        assert torch.equal(output, run(count))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x[x > 0],
+        lambda x: x + torch.rand(3),
+        lambda x: x.sum()[None] if torch.equal(x, x) else x,
+    ],
+)
+def test_what_depends_on_numbers_in_tensors_cannot_be_recorded(
+    recorder: Recorder, run: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.randn(3)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode(), pytest.raises(Unsupported):
+            recorder.record(lambda: run(x))
+    replay, output = recorder.record(lambda: x + x)  # others can be, later
+    replay()
+    assert torch.equal(output, x + x)

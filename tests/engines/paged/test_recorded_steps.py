@@ -1,0 +1,114 @@
+"""Recorded decode steps give the tokens of eager ones, and nothing else is replayed."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from batches import engine_options, limits
+from cpu_kernels import kernels_of
+from tiny_models import VOCAB_SIZE, generate_all, make_model_from_config
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
+
+from tgis.engines.kernels.cpu.recording import Recorder, Replay
+from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.recorded_steps import RecordedSteps
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+NEW, ROWS = 9, 4
+
+
+@pytest.fixture(autouse=True)
+def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many steps are recorded and replayed."""
+    kernels_of("auto")
+    counts: Counter[str] = Counter()
+    record = Recorder.record
+
+    def counted(recorder: Recorder, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        replay, output = record(recorder, run)
+        counts["recorded"] += 1
+
+        def counted_replay() -> None:
+            counts["replayed"] += 1
+            replay()
+
+        return counted_replay, output
+
+    monkeypatch.setattr(Recorder, "record", counted)
+    return counts
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model_from_config(LlamaConfig(**SHAPE), tmp_path)
+
+
+def generated(model: Path, **options: Any) -> list[list[int]]:
+    """The tokens of a dozen requests that come at random times, some to an idle engine."""
+    engine = PagedEngine(msgspec.structs.replace(engine_options(model, ROWS, threads=1), **options))
+    draw = random.Random(1)
+    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 40))] for _ in range(12)]
+    requests = [Request(n, prompt, NEW, False, SamplingParams(), LogprobOptions()) for n, prompt in enumerate(prompts)]
+    bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
+    return generate_all(engine, bounds, requests, draw)
+
+
+def test_replayed_steps_give_the_tokens_of_eager_ones(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = generated(model)
+    assert replays["recorded"] == ROWS
+    assert replays["replayed"] > 10
+    replays.clear()
+    monkeypatch.setattr(RecordedSteps, "run", lambda *_: None)
+    assert generated(model) == found
+    assert not replays
+
+
+def test_a_model_that_looks_at_numbers_runs_eagerly(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generated(model)
+    replays.clear()
+    embed = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def forward(module: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        assert position_ids.max().item() < SHAPE["max_position_embeddings"]
+        found: tuple[Tensor, Tensor] = embed(module, x, position_ids)
+        return found
+
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", forward)
+    assert generated(model) == expected
+    assert caplog.text.count("decode steps are not recorded: aten") == 1
+    assert not replays
+
+
+def test_a_recorded_step_that_gives_other_logits_is_not_used(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one would that depends on numbers on the host."""
+    expected = generated(model)
+    monkeypatch.setattr(Recorder, "record", lambda _, run: (lambda: None, run().clone()))
+    assert generated(model) == expected
+    assert caplog.text.count("decode steps are not recorded: a recorded step does not give the logits") == 1
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float64"}, {"cpu_isa": "none"}])
+def test_without_kernels_nothing_is_recorded(model: Path, replays: Counter[str], options: dict[str, str]) -> None:
+    generated(model, **options)
+    assert not replays

@@ -1,0 +1,227 @@
+"""Recorded passes of a CPU model: between its kernels a small model spends as long in Python as inside of them.
+
+A pass is recorded while it is computed, and replayed in place of later ones whose inputs are in the same tensors, as a
+CUDA graph is. Calls of C kernels are kept with their arguments, and one C function repeats them. Operators of PyTorch
+are called again, into the same memory, except for sums and products of equal shapes, which are C kernels here, and for
+views, which are nothing but addresses.
+"""
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tgis.engines.kernels.cpu.library import CpuKernels, call_recorder
+from tgis.errors import Unsupported
+
+_MAX_ARGUMENTS = 14  # as in replay.c
+_ALIGNMENT = 64  # bytes: a cache line
+_DTYPES = (torch.float32, torch.bfloat16)  # of C kernels
+_UNRECORDABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+_aten = torch.ops.aten
+_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
+_KERNELS = {_aten.add.Tensor: "add", _aten.mul.Tensor: "multiply"}  # functions of elementwise.c
+
+Replay = Callable[[], None]
+
+
+class _Call(ctypes.Structure):
+    """`recorded_call` of replay.c."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("returns_status", ctypes.c_int64),
+        ("arguments", ctypes.c_int64 * _MAX_ARGUMENTS),
+    )
+
+
+class Recorder:
+    """Records passes, which share their memory: a replay overwrites the tensors of all others."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+        self._memory = _Memory()
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """The output of the pass, and what computes it anew, in place. Unsupported if the pass depends on numbers that
+        are in tensors by more than what operators make of them.
+        """
+        recording = _Recording(self._kernels, self._memory)
+        token = call_recorder.set(recording.add_call)
+        try:
+            with recording:
+                output = run()
+        finally:
+            call_recorder.reset(token)
+        return recording.finish(), self._memory.borrowed(output)
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[misc]
+    """One pass."""
+
+    def __init__(self, kernels: CpuKernels, memory: "_Memory") -> None:
+        super().__init__()
+        self._memory = memory
+        self._replay = kernels.function("replay", torch.float32, [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64)
+        argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
+        self._functions = {
+            (operator, dtype): kernels.function(name, dtype, argtypes)
+            for operator, name in _KERNELS.items()
+            for dtype in _DTYPES
+        }
+        self._parts: list[Replay] = []
+        self._calls: list[_Call] = []  # since the last part
+        self._kept: list[object] = []  # whose addresses are in calls
+
+    def add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """A call of a C kernel."""
+        self._kept += [each for each in arguments if isinstance(each, ctypes.Structure)]
+        address, returns_status = ctypes.cast(function, ctypes.c_void_p).value, function.restype is not None
+        self._calls.append(_Call(address, returns_status, tuple(map(_word, arguments))))
+
+    def finish(self) -> Replay:
+        """What repeats the pass."""
+        self._end_calls()
+        return partial(_run_all, self._parts, self._kept)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by importing it."""
+        return False
+
+    def __torch_dispatch__(
+        self, operator: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _UNRECORDABLE.intersection(operator.tags) and not _indexes_by_number(operator, args):
+            raise Unsupported(f"{operator} cannot be recorded")
+        if operator in _EMPTY:
+            return self._memory.empty(operator(*args, **kwargs))
+        if _takes_kernel(operator, args, kwargs):
+            return self._run_kernel(operator, *args)
+        return self._run_operator(operator, args, kwargs)
+
+    def _run_kernel(self, operator: Any, a: Tensor, b: Tensor) -> Tensor:
+        y = self._memory.empty(a)
+        pointers = a.data_ptr(), b.data_ptr(), y.data_ptr()
+        self._functions[operator, a.dtype](*pointers, a.numel(), torch.get_num_threads())
+        return y
+
+    def _run_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = operator(*args, **kwargs)
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        outputs = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        mutable = operator._schema.is_mutable
+        if not outputs and not mutable:
+            raise Unsupported(f"{operator} tells the host what is in a tensor")
+        self._kept += [each for each in (*inputs, *outputs) if each not in self._memory]
+        addresses = {_address(each) for each in inputs}
+        is_view = all(_address(each) in addresses for each in outputs)
+        if is_view and not mutable:
+            return found
+        args, kwargs = tree_map_only(Tensor, self._memory.borrowed, (args, kwargs))
+        if is_view:
+            self._add_part(lambda: operator(*args, **kwargs))
+            return found
+        results = tree_map_only(Tensor, self._memory.copied, found)
+        targets = [self._memory.borrowed(each) for each in tree_leaves(results) if isinstance(each, Tensor)]
+        self._add_part(partial(_run_into, targets, operator, args, kwargs))
+        return results
+
+    def _add_part(self, part: Replay) -> None:
+        self._end_calls()
+        self._parts.append(part)
+
+    def _end_calls(self) -> None:
+        if self._calls:
+            calls = (_Call * len(self._calls))(*self._calls)
+            self._kept.append(calls)
+            self._parts.append(partial(_run_calls, self._replay, ctypes.addressof(calls), len(calls)))
+            self._calls = []
+
+
+class _Memory:
+    """Tensors whose memory outlives them: a later one gets it, but nobody else does."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)  # by size
+        self._blocks: dict[int, NDArray[np.uint8]] = {}  # all there are, by address
+
+    def __contains__(self, x: Tensor) -> bool:
+        return _address(x) in self._blocks
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A tensor of the same dtype, shape and strides."""
+        size = 1 << max(like.untyped_storage().nbytes() - 1, _ALIGNMENT - 1).bit_length()
+        block = self._free[size].pop() if self._free[size] else self._new_block(size)
+        lease = block[:]  # dies with the tensor and its views
+        weakref.finalize(lease, self._free[size].append, block)
+        return torch.frombuffer(lease, dtype=like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+    def copied(self, x: Tensor) -> Tensor:
+        return self.empty(x).copy_(x)
+
+    def borrowed(self, x: Tensor) -> Tensor:
+        """The same tensor; if it is one of these, without being a reason not to give its memory to another."""
+        if x not in self:
+            return x
+        block = torch.from_numpy(self._blocks[_address(x)])
+        return block.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def _new_block(self, size: int) -> NDArray[np.uint8]:
+        whole = np.zeros(size + _ALIGNMENT, np.uint8)
+        start = -whole.ctypes.data % _ALIGNMENT
+        block = whole[start : start + size]
+        self._blocks[block.ctypes.data] = block
+        return block
+
+
+def _takes_kernel(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operator does to these arguments what its C function does."""
+    if operator not in _KERNELS or kwargs or not all(isinstance(each, Tensor) for each in args):
+        return False
+    a, b = args
+    alike = a.shape == b.shape and a.dtype == b.dtype and a.dtype in _DTYPES
+    return alike and a.is_contiguous() and b.is_contiguous()
+
+
+def _indexes_by_number(operator: Any, args: tuple[Any, ...]) -> bool:
+    """The result has another size for each mask, but not for each set of numbers."""
+    return operator is _aten.index.Tensor and all(each is None or each.dtype == torch.int64 for each in args[1])
+
+
+def _word(argument: Any) -> int:
+    """An argument of a C kernel as it is passed in a register."""
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.addressof(argument)
+    assert argument is None or isinstance(argument, int), argument
+    return argument or 0
+
+
+def _address(x: Tensor) -> int:
+    return int(x.untyped_storage().data_ptr())
+
+
+def _run_all(parts: Iterable[Replay], _kept: object) -> None:
+    for part in parts:
+        part()
+
+
+def _run_calls(replay: Callable[[int, int], int], calls: int, count: int) -> None:
+    if failed := replay(calls, count):
+        raise MemoryError(f"no memory for call {failed} of {count} of a recorded step")
+
+
+def _run_into(targets: list[Tensor], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    found = [each for each in tree_leaves(operator(*args, **kwargs)) if isinstance(each, Tensor)]
+    for target, each in zip(targets, found, strict=True):
+        target.copy_(each)

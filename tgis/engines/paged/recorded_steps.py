@@ -1,0 +1,68 @@
+"""Decode steps on CPUs, recorded for each number of sequences when it first occurs, and replayed.
+
+What has been recorded in one step is compared with the next one, which is computed both ways: it must give the same
+bits, since which steps are replayed depends on what else is in the batch.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.recording import Recorder, Replay
+from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.paged.static_inputs import StaticInputs
+from tgis.errors import Unsupported
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _RecordedStep:
+    replay: Replay
+    logits: Tensor
+    verified: bool = False
+
+
+class RecordedSteps:
+    """The steps of one engine. A model that cannot be recorded runs eagerly."""
+
+    def __init__(
+        self, forward: Callable[[FlatBatch], Tensor], kernels: CpuKernels, max_batch_size: int, max_blocks: int
+    ) -> None:
+        """Sequences have up to `max_blocks` blocks."""
+        self._forward = forward
+        self._recorder = Recorder(kernels)
+        self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"))
+        self._steps: dict[int, _RecordedStep] = {}
+        self._enabled = True
+
+    def run(self, batch: FlatBatch) -> Tensor | None:
+        """The logits of a batch, until the next call; None if it has to run eagerly."""
+        if not self._enabled or not self._inputs.fit(batch):
+            return None
+        self._inputs.copy_from(batch)
+        try:
+            return self._run(batch.num_decodes)
+        except Unsupported as error:
+            self._enabled = False
+            log.warning("decode steps are not recorded: %s", error)
+            return None
+
+    def _run(self, count: int) -> Tensor:
+        batch = self._inputs.batch(count)
+        step = self._steps.get(count)
+        if step is None:
+            self._steps[count] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(batch)))
+        elif step.verified:
+            step.replay()
+        else:
+            eager = self._forward(batch)
+            step.replay()
+            if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
+                raise Unsupported("a recorded step does not give the logits of an eager one")
+            step.verified = True
+        return step.logits
