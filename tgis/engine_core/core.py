@@ -115,7 +115,7 @@ class EngineCore:
         self, seqs: list[Sequence], tokens: list[list[int]], result: StepResult, stats: StepStats | None
     ) -> None:
         self._send_prompt_logprobs(seqs, result.prompt_logprobs)
-        stop_reasons: list[int] = [seq.stop_reason for seq in seqs]
+        stop_reasons = [seq.stop_reason for seq in seqs]
         ids = [seq.id for seq in seqs]
         self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, stats))
 

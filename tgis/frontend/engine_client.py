@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, assert_never
 
@@ -20,7 +21,7 @@ from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.ipc import messages
 from tgis.ipc.adapters import AdapterResolved
 from tgis.ipc.framing import FrameReader, encode_frame
-from tgis.ipc.request import Request, StopReason
+from tgis.ipc.request import Request
 from tgis.ipc.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -209,17 +210,21 @@ class EngineClient:
             self._record_scheduled(step.stats)
         num_discarded = 0
         all_logprobs = step.logprobs or [[]] * len(step.ids)
-        for request_id, tokens, logprobs, end in zip(
+        latencies: Counter[float] = Counter()  # few values: most requests got their last tokens from the same step
+        for request_id, tokens, logprobs, stop_reason in zip(
             step.ids, step.tokens, all_logprobs, step.stop_reasons, strict=True
         ):
             if queue := self._queues.get(request_id):
-                self._record_tokens(queue.timings, len(tokens), now)
-                queue.put(tokens, logprobs, StopReason(end))
-                if end:
+                if tokens:
+                    self._record_tokens(queue.timings, latencies, now)
+                queue.timings.last_token = now
+                queue.put(tokens, logprobs, stop_reason)
+                if stop_reason:
                     self._remove(queue)
             else:  # cancelled meanwhile
                 num_discarded += len(tokens)
         if self.metrics and step.stats:
+            self.metrics.inter_token_latencies(latencies)
             self.metrics.tokens_discarded(num_discarded)
             self.metrics.step_succeeded(step.stats, sum(map(len, step.tokens)), time.monotonic() - now)
             if not self._queues:  # the step was in flight when the last request was cancelled
@@ -242,14 +247,13 @@ class EngineClient:
                 queue.timings.scheduled = scheduled
                 self._count_queued(-1, -len(queue.request.tokens))
 
-    def _record_tokens(self, timings: RequestTimings, num_tokens: int, now: float) -> None:
-        if num_tokens:
-            if self.metrics and timings.first_token:
-                self.metrics.inter_token_latency(now - timings.last_token)
-            elif self.metrics:
-                self.metrics.first_token(now - timings.arrived)
-            timings.first_token = timings.first_token or now
-        timings.last_token = now
+    def _record_tokens(self, timings: RequestTimings, latencies: Counter[float], now: float) -> None:
+        if timings.first_token:
+            latencies[now - timings.last_token] += 1
+            return
+        timings.first_token = now
+        if self.metrics:
+            self.metrics.first_token(now - timings.arrived)
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         if queue := self._queues.get(request_id):

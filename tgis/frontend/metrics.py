@@ -5,7 +5,7 @@ its two summaries are histograms here. Names that end in `duration` are in secon
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -111,9 +111,10 @@ class Metrics:
         if generated_tokens > 1:
             requests.time_per_output_token.observe(decoding / (generated_tokens - 1))
 
-    def inter_token_latency(self, duration: float) -> None:
-        """Record a step that gave an input tokens, in seconds from the one that gave it some before."""
-        self._requests.inter_token_latency.observe(duration)
+    def inter_token_latencies(self, durations: Mapping[float, int]) -> None:
+        """Record a step: seconds since the one that gave an input tokens before -> how many inputs got tokens now."""
+        for seconds, count in durations.items():
+            self._requests.inter_token_latency.observe(seconds, count)
 
     def tokens_discarded(self, count: int) -> None:
         """Count generated tokens that are in no answer."""
@@ -224,7 +225,7 @@ class _RequestMetrics:
             "tgi_request_time_to_first_token_duration",
             "From arrival to the first token, whatever becomes of the input.",
         )
-        self.inter_token_latency = add.duration(
+        self.inter_token_latency = add.counted_duration(
             "tgi_request_inter_token_latency_duration",
             "Between two steps that gave an input tokens, whatever becomes of it.",
         )

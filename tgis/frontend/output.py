@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
 from tgis.frontend.output_queue import NewTokens, OutputQueue, RequestTimings
@@ -19,8 +20,7 @@ BYTES_PER_DETAIL = 128
 LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
 
 
-@dataclass(frozen=True, slots=True)
-class TokenInfo:
+class TokenInfo(NamedTuple):
     """A token in a response: its vocabulary string and what was asked about it."""
 
     id: int
@@ -30,7 +30,7 @@ class TokenInfo:
     top_tokens: list[tuple[int, str, float]]  # id, vocabulary string, logprob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes four times as long to make: there is one for each token
 class RequestOutput:
     """One response message: a whole output, or the next chunk of a stream."""
 
@@ -89,6 +89,8 @@ class OutputBuilder:
         self._separator = separator
         self._texts: list[str] = []
         self._tokens: list[TokenInfo] = []
+        self._min_new_tokens = queue.request.sampling_params.min_new_tokens
+        self._wants_tokens = params.given.logprob_options.generated_tokens
         self._wants_input_tokens = params.given.logprob_options.input_tokens
         self.details_per_token = params.given.logprob_options.details_per_token
 
@@ -119,7 +121,7 @@ class OutputBuilder:
                 details_per_token=self.details_per_token,
             )
         appended = self._append(new)
-        if new.merged and not self.params.given.logprob_options.generated_tokens:
+        if new.merged and not self._wants_tokens:
             appended = iter([("".join([text for text, _ in appended]), [])])
         for text, tokens in appended:
             if text or tokens or self.stop_reason:
@@ -159,18 +161,17 @@ class OutputBuilder:
         if not new.token_ids:
             self.stop_reason, self.expired_in_queue = new.stop_reason, self.num_generated == 0
             yield self._log(self._stop_matcher.flush()), []
-        wanted = self.params.given.logprob_options.generated_tokens
         last = len(new.token_ids) - 1
         for i, token_id in enumerate(new.token_ids):
             text = self._append_token(token_id, new.stop_reason if i == last else StopReason.NOT_FINISHED)
             logprobs = new.logprobs[i] if new.logprobs else None
-            yield self._log(text), [self._token_info(token_id, logprobs)] if wanted else []
+            yield self._log(text), [self._token_info(token_id, logprobs)] if self._wants_tokens else []
             if self.stop_reason:
                 return  # the others were in flight when a stop sequence ended the output
 
     def _append_token(self, token_id: int, stop_reason: StopReason) -> str:
         self.num_generated += 1
-        minimum_reached = self.num_generated >= self.queue.request.sampling_params.min_new_tokens
+        minimum_reached = self.num_generated >= self._min_new_tokens
         text = self._stop_matcher.add(self._detokenizer.add(token_id), may_stop=not stop_reason and minimum_reached)
         self.stop_reason = StopReason.STOP_SEQUENCE if self._stop_matcher.matched is not None else stop_reason
         return text + self._stop_matcher.flush() if self.stop_reason else text

@@ -53,7 +53,8 @@ class OutputQueue:
         self._eager = eager
         self._new = NewTokens()
         self._error: RequestError | None = None
-        self._ready = asyncio.Event()
+        self._ready = False
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def failed(self) -> bool:
@@ -63,29 +64,36 @@ class OutputQueue:
         self._new.extend(token_ids, logprobs, stop_reason)
         self.num_tokens += len(token_ids)
         if self._eager or stop_reason:
-            self._ready.set()
+            self._wake_up()
         if stop_reason:
             self._end()
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
         self._error = error
-        self._ready.set()
+        self._wake_up()
         self._end()
+
+    async def get(self) -> NewTokens:
+        """Wait for new tokens, the end of the request or its error."""
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        new, self._new = self._new, NewTokens()
+        if self._error is None:
+            self._ready = False
+        elif not new.token_ids:
+            raise self._error
+        return new
 
     def _end(self) -> None:
         self.ended = True
         self.on_end()
 
-    async def get(self) -> NewTokens:
-        """Wait for new tokens, the end of the request or its error."""
-        await self._ready.wait()
-        new, self._new = self._new, NewTokens()
-        if self._error is None:
-            self._ready.clear()
-        elif not new.token_ids:
-            raise self._error
-        return new
+    def _wake_up(self) -> None:
+        self._ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def _nothing() -> None:

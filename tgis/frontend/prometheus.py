@@ -1,12 +1,16 @@
 """Prometheus metric families, exported as TGIS does. Knows no metric by name."""
 
+import bisect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 Labels = Mapping[str, Sequence[str]]  # label -> all of its values, none if they are not known in advance
 NO_LABELS: Labels = {}
@@ -15,11 +19,29 @@ DURATION_BUCKETS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.
 Wrapper = TypeVar("Wrapper", bound=MetricWrapperBase)
 
 
+class CountedHistogram(Collector):
+    """Takes a value that was observed many times at once, not one by one as prometheus_client's own."""
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
+        self._name, self._documentation = name, documentation
+        self._bounds = [*buckets, math.inf]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        buckets = zip(map(floatToGoString, self._bounds), itertools.accumulate(self._counts), strict=True)
+        yield HistogramMetricFamily(self._name, self._documentation, [*buckets], self._sum)
+
+
 class MetricFamilies(Collector):
     """A set of families in which every counter is exported twice: as `x_total` and, untyped, as `x`."""
 
     def __init__(self) -> None:
-        self._metrics: list[MetricWrapperBase] = []
+        self._metrics: list[Collector] = []
 
     def counter(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Counter:
         return self._add(Counter(name, documentation, [*labels], registry=None), labels)
@@ -35,6 +57,12 @@ class MetricFamilies(Collector):
     def duration(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Histogram:
         """A histogram of seconds."""
         return self.histogram(name, f"Seconds. {documentation}", DURATION_BUCKETS, labels)
+
+    def counted_duration(self, name: str, documentation: str) -> CountedHistogram:
+        """A histogram of seconds that many observe at once."""
+        histogram = CountedHistogram(name, f"Seconds. {documentation}", DURATION_BUCKETS)
+        self._metrics.append(histogram)
+        return histogram
 
     def _add(self, metric: Wrapper, labels: Labels) -> Wrapper:
         if labels:

@@ -43,11 +43,12 @@ class StopStringMatcher:
         assert self.matched is None
         if not text:
             return ""
-        window = self._partial_match + text
         self._held += text
-        if may_stop and self._match(window):
-            return ""
-        self._partial_match = self._longest_partial_match(window)
+        if self.stop_sequences:
+            window = self._partial_match + text
+            if may_stop and self._match(window):
+                return ""
+            self._partial_match = self._longest_partial_match(window)
         return self._release(self._final_length())
 
     def flush(self) -> str:

@@ -9,7 +9,7 @@ import enum
 import msgspec
 
 from tgis.ipc.adapters import AdapterResolved, AdapterStoreOptions, ResolveAdapter
-from tgis.ipc.request import Request, TokenLogprobs
+from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.ipc.snapshot import Snapshot
 
 _logprobs_encoder = msgspec.msgpack.Encoder()
@@ -142,7 +142,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     ids: list[int]
     tokens: list[list[int]]
-    stop_reasons: list[int]  # StopReason, of the last token
+    stop_reasons: list[StopReason]  # of the last token
     logprobs: list[list[TokenLogprobs]]
     stats: StepStats | None  # None when the engine did not run
 

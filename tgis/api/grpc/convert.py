@@ -124,14 +124,7 @@ async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
 
 async def _generation_response(output: RequestOutput, slicer: Slicer) -> list[bytes]:
     """Its parts: concatenated messages are one with the fields of all."""
-    response = pb.GenerationResponse(
-        text=output.text,
-        input_token_count=output.input_token_count,
-        generated_token_count=output.generated_token_count,
-        stop_reason=pb.StopReason.Name(output.stop_reason),
-        stop_sequence=output.stop_sequence,
-        seed=output.seed,
-    )
+    response = _without_tokens(output)
     if not output.input_tokens and len(output.tokens) <= 1:  # nearly all messages of streams
         response.tokens.extend(_token_infos(output.tokens))
         return [response.SerializeToString()]
@@ -141,6 +134,19 @@ async def _generation_response(output: RequestOutput, slicer: Slicer) -> list[by
     async for tokens in slicer.slices(output.input_tokens, cost=output.details_per_token):
         parts += [pb.GenerationResponse(input_tokens=_token_infos(tokens)).SerializeToString()]
     return parts
+
+
+def _without_tokens(output: RequestOutput) -> pb.GenerationResponse:
+    if not (output.input_token_count or output.stop_reason or output.seed):  # within a stream
+        return pb.GenerationResponse(text=output.text, generated_token_count=output.generated_token_count)
+    return pb.GenerationResponse(
+        text=output.text,
+        input_token_count=output.input_token_count,
+        generated_token_count=output.generated_token_count,
+        stop_reason=pb.StopReason.Name(output.stop_reason),
+        stop_sequence=output.stop_sequence,
+        seed=output.seed,
+    )
 
 
 async def _joined(parts: list[bytes], slicer: Slicer) -> bytes:

@@ -68,8 +68,12 @@ class OpenCall:
 
     async def write(self, message: bytes) -> None:
         """Send a message, which waits until the client reads."""
-        with _entered(self._calls.reading, self):
+        reading = self._calls.reading
+        reading[self] = time.monotonic()
+        try:
             await self.context.write(message)
+        finally:
+            reading.pop(self, None)
 
     async def idle(self, event: Awaitable[T]) -> T:
         """Wait for what may never happen; no reason to keep the server from its end."""
