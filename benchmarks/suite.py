@@ -1,4 +1,4 @@
-"""`make bench`: tgis beside transformers' own static batches, and tgis's front end alone, in one run.
+"""`make bench`: this machine's decode steps, tgis beside transformers' own static batches, and tgis's front end alone.
 
 Every part is a process that has the machine to itself. Rounds alternate between the two, so that a slow minute hits
 both; the figures are medians over the rounds. The last line is one JSON object.
@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
     args = parser.parse_args(arguments)
     model = ensure("smollm2", args.cache)
+    steps = _run_json("-m", "benchmarks.cpu_steps", "--dtype", args.dtype, "--cache", str(args.cache))
     rounds = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
@@ -76,6 +77,7 @@ def main(arguments: list[str]) -> int:
         )
     report = {
         "settings": {"dtype": args.dtype, "rounds": args.rounds},
+        "steps": steps,
         "rounds": rounds,
         "front_end": measure_front_end(args.cache),
     }
@@ -112,9 +114,11 @@ def _print_summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_json(*command: str) -> dict[str, Any]:
-    """The JSON on the last line that a Python process prints."""
+    """The JSON on the last line that a Python process prints; the lines before it are printed here, too."""
     done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
-    value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    *lines, last = done.stdout.splitlines()
+    print(*lines, sep="\n", end="\n" if lines else "")
+    value: dict[str, Any] = json.loads(last)
     return value
 
 

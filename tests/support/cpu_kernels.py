@@ -1,14 +1,20 @@
 """The C kernels for tests. CPU_ISA masks instruction sets in tests as in a server: `CPU_ISA=avx2 make test`."""
 
+import ctypes
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
-from repository import TEST_CACHE
+from repository import REPOSITORY, TEST_CACHE
 
-from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
+from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels
 from tgis.errors import StartError
 
 CPU_ISA = os.environ.get("CPU_ISA", "auto")
@@ -22,8 +28,29 @@ def kernels_of(isa: str) -> CpuKernels:
     except StartError as error:
         pytest.skip(str(error))
     if kernels is None:
-        pytest.skip("no C compiler")
+        pytest.skip("CPU_ISA=none" if isa == "none" else "no C compiler")
     return kernels
+
+
+def kernels_with_amx() -> CpuKernels:
+    """Those for AMX, whose instructions are emulated where the CPU has none."""
+    if ISAS["amx"] <= cpu_flags():
+        return kernels_of("amx")
+    kernels = kernels_of("avx512_bf16")
+    _emulate_amx()
+    return CpuKernels("amx", kernels._library)
+
+
+@cache
+def _emulate_amx() -> None:
+    """For the rest of this process."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    source = REPOSITORY / "tests" / "support" / "amx_emulator.c"
+    with tempfile.TemporaryDirectory() as directory:
+        library = Path(directory, "amx_emulator.so")
+        subprocess.run(["cc", "-O2", "-mfma", "-shared", "-fPIC", source, "-lm", "-o", library], check=True)
+        ctypes.CDLL(str(library)).emulate_amx()
 
 
 @contextmanager

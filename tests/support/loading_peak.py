@@ -11,7 +11,8 @@ import msgspec
 import torch
 from batches import engine_options
 
-from tgis.engines.kernels.cpu.linear import Gemm, PackedLinear
+from tgis.engines.kernels.cpu.gemm import Gemm
+from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.loading.loader import load_causal_lm
 from tgis.engines.memory.available import PROCESS, read_proc_bytes
 

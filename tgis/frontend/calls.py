@@ -50,4 +50,3 @@ class TokenizeCall:
     return_tokens: bool
     return_offsets: bool
     adapter: tuple[str, str] | None = None  # field and id; must exist, changes nothing
-    add_special_tokens: bool = True

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from cpu_kernels import kernels_of
+from cpu_kernels import CACHE_DIR, kernels_of
 
 from tgis import config
 from tgis.engines.kernels.cpu import build, library
-from tgis.engines.kernels.cpu.library import ISAS, cpu_flags, load_kernels, resolve_isa
+from tgis.engines.kernels.cpu.library import ISAS, cpu_flags, cpu_model, load_kernels, resolve_isa
 from tgis.errors import StartError
 
 SSE = "fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt"
@@ -40,17 +39,26 @@ def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
     flags = frozenset(AVX512.split())
     for isa in ("none", "generic", "avx2", "avx512"):
         assert resolve_isa(isa, flags) == isa
-    for isa in ("avx512_bf16", "amx"):
-        with pytest.raises(StartError, match=f"^CPU_ISA={isa}: this CPU lacks avx512_bf16$"):
-            resolve_isa(isa, flags)
+    with pytest.raises(StartError, match=r"^CPU_ISA=avx512_bf16: this CPU lacks avx512_bf16$"):
+        resolve_isa("avx512_bf16", flags)
+    with pytest.raises(StartError, match=r"^CPU_ISA=amx: this CPU lacks amx_bf16, amx_tile, avx512_bf16$"):
+        resolve_isa("amx", flags)
     with pytest.raises(StartError, match="lacks avx2, fma"):
         resolve_isa("avx2", frozenset())
 
 
-def test_amx_can_be_pretended() -> None:
-    """No kernel of ours uses it: it only leaves bfloat16 to oneDNN."""
-    assert resolve_isa("amx", ISAS["avx512_bf16"]) == "amx"
-    assert kernels_of("amx").gemm_dtypes == {torch.float32}
+def test_amx_is_left_alone_where_the_system_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if ISAS["amx"] <= cpu_flags():
+        pytest.skip("this CPU has AMX")
+    library_isa = kernels_of("avx512_bf16").isa
+    monkeypatch.setattr(library, "cpu_flags", lambda: ISAS["amx"])
+    load_kernels.cache_clear()
+    kernels = load_kernels("auto", CACHE_DIR)
+    assert kernels is not None
+    assert kernels.isa == library_isa
+    assert "the system lets no process use AMX" in caplog.text
 
 
 def test_the_option_takes_every_instruction_set() -> None:
@@ -66,9 +74,19 @@ def test_flags_are_read_as_linux_shows_them(tmp_path: Path, line: str) -> None:
     assert cpu_flags(tmp_path / "missing") == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("model name\t: Some CPU @ 2.00GHz\n", "Some CPU @ 2.00GHz"), ("CPU part\t: 0xd40\n", "0xd40")],
+)
+def test_the_name_of_the_cpu(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel\t\t: 17\n{text}")
+    assert cpu_model(tmp_path / "cpuinfo") == name
+    assert cpu_model(tmp_path / "missing")
+
+
 def test_openmp_is_not_linked() -> None:
     """Two OpenMP libraries in one process would have twice as many threads."""
-    path = _path(kernels_of("generic"))
+    path = kernels_of("generic").path
     assert b"GOMP_parallel" in path.read_bytes()
     assert b"libgomp" not in path.read_bytes()
 
@@ -76,7 +94,7 @@ def test_openmp_is_not_linked() -> None:
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What has been compiled, by a compiler that takes a finished library from elsewhere."""
-    finished, names = _path(kernels_of("generic")), []
+    finished, names = kernels_of("generic").path, []
 
     def compile_library(isa: str, _compiler: str, directory: Path) -> Path:
         names.append(isa)
@@ -155,7 +173,7 @@ def test_a_machine_without_a_compiler_says_so_once(
 def test_a_prebuilt_library_needs_no_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.copy(_path(kernels_of("generic")), tmp_path / "generic.so")
+    shutil.copy(kernels_of("generic").path, tmp_path / "generic.so")
     monkeypatch.setattr(library, "_HERE", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     caplog.set_level(logging.INFO)
@@ -167,7 +185,3 @@ def test_a_prebuilt_library_needs_no_compiler(
 def test_none_is_none(tmp_path: Path) -> None:
     assert load_kernels("none", str(tmp_path)) is None
     assert list(tmp_path.iterdir()) == []
-
-
-def _path(kernels: library.CpuKernels) -> Path:
-    return Path(kernels._library._name)

@@ -1,24 +1,36 @@
 """Packed linear layers against float64, for every instruction set; no row depends on those beside it."""
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import pytest
 import torch
-from cpu_kernels import kernels_of, num_threads
+from cpu_kernels import kernels_of, kernels_with_amx, num_threads
 from tiny_models import make_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tgis.engines.kernels.cpu.library import ISAS, CpuKernels
-from tgis.engines.kernels.cpu.linear import CpuGemm, Gemm, OneDnnGemm, PackedLinear, cpu_gemm, pack_linears
+from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, cpu_gemm, our_gemms
+from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
+from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.linear import PackedLinear, pack_linears
 
 SIZES = [(2, 1), (64, 32), (576, 192), (576, 49), (1538, 70), (4100, 33)]  # beyond a tile, beyond what is prefetched
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-GEMMS = {"avx512": [torch.float32], "avx512_bf16": [torch.float32, torch.bfloat16], "amx": [torch.float32]}
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]  # each has a library
 ONEDNN_DTYPES = [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
-MakeGemm = Callable[[Tensor], CpuGemm]
+
+@dataclass(frozen=True)
+class Ours:
+    """One of our GEMMs."""
+
+    kernels: CpuKernels
+    name: str
+    dtype: torch.dtype
+    inputs_multiple: int = 2
+
+    def make(self, weight: Tensor) -> Gemm:
+        return our_gemms(weight, self.kernels)[self.name](weight)
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +38,10 @@ def deterministic() -> None:
     torch.manual_seed(7)
 
 
-@pytest.fixture(params=[(isa, dtype) for isa, dtypes in GEMMS.items() if isa != "amx" for dtype in dtypes])
-def ours(request: pytest.FixtureRequest) -> tuple[MakeGemm, torch.dtype]:
-    """Our GEMM for a weight, and the dtype that it must have."""
+@pytest.fixture(params=[*((isa, dtype) for isa in ISAS for dtype in ERROR), ("amx", torch.bfloat16)])
+def ours(request: pytest.FixtureRequest) -> Ours:
     isa, dtype = request.param
-    return partial(CpuGemm, kernels=kernels_of(isa)), dtype
+    return Ours(kernels_with_amx(), isa, dtype, 32) if isa == "amx" else Ours(kernels_of(isa), isa, dtype)
 
 
 def tensors(inputs: int, outputs: int, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,16 +54,17 @@ def error(gemm: Gemm, weight: Tensor, bias: Tensor | None, x: Tensor) -> float:
     return float((gemm(x, bias).double() - expected).abs().max() / expected.abs().max())
 
 
-def check_errors(make: Callable[[Tensor], Gemm], dtype: torch.dtype, inputs: int, outputs: int) -> None:
+def check_errors(make: MakeGemm, dtype: torch.dtype, inputs: int, outputs: int) -> None:
     for rows in (1, 2, 3, 7, 8, 65, 200):
         weight, bias, x = tensors(inputs, outputs, dtype, rows)
-        assert error(make(weight), weight, None, x) < ERROR[dtype]
-        assert error(make(weight), weight, bias, x) < ERROR[dtype]
+        gemm = make(weight)
+        assert error(gemm, weight, None, x) < ERROR[dtype]
+        assert error(gemm, weight, bias, x) < ERROR[dtype]
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_our_gemm_multiplies(ours: tuple[MakeGemm, torch.dtype], inputs: int, outputs: int) -> None:
-    check_errors(*ours, inputs, outputs)
+def test_our_gemm_multiplies(ours: Ours, inputs: int, outputs: int) -> None:
+    check_errors(ours.make, ours.dtype, inputs + -inputs % ours.inputs_multiple, outputs)
 
 
 @pytest.mark.parametrize("dtype", ONEDNN_DTYPES)
@@ -62,42 +74,55 @@ def test_onednn_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_no_row_depends_on_others(ours: tuple[MakeGemm, torch.dtype], threads: int) -> None:
-    make, dtype = ours
-    weight, bias, x = tensors(576, 200, dtype, 150)
-    gemm = partial(make(weight), bias=bias)
-    alone = torch.cat([gemm(row[None]) for row in x])
+def test_no_row_depends_on_others(ours: Ours, threads: int) -> None:
+    weight, bias, x = tensors(576, 200, ours.dtype, 150)
+    gemm = ours.make(weight)
+    alone = torch.cat([gemm(row[None], bias) for row in x])
     with num_threads(threads):
         for rows in (2, 9, 64, 150):
-            assert torch.equal(gemm(x[:rows]), alone[:rows])
+            assert torch.equal(gemm(x[:rows], bias), alone[:rows])
 
 
-def test_nan_and_infinity_stay_in_their_row(ours: tuple[MakeGemm, torch.dtype]) -> None:
-    make, dtype = ours
-    weight, bias, x = tensors(64, 40, dtype, 9)
+@pytest.mark.parametrize("dtype", ERROR)
+def test_instruction_sets_with_fused_multiply_add_give_the_same_bits(dtype: torch.dtype) -> None:
+    weight, bias, x = tensors(576, 70, dtype, 20)
+    expected = Ours(kernels_of("avx2"), "avx2", dtype).make(weight)(x, bias)
+    for isa in ("avx512", "avx512_bf16"):
+        assert torch.equal(Ours(kernels_of(isa), isa, dtype).make(weight)(x, bias), expected)
+
+
+def test_nan_and_infinity_stay_in_their_row(ours: Ours) -> None:
+    weight, bias, x = tensors(64, 40, ours.dtype, 9)
     x[3, 5], x[6, 0] = float("nan"), float("inf")
-    y = make(weight)(x, bias)
+    y = ours.make(weight)(x, bias)
     assert y[3].isnan().all()
     assert not y[6].isfinite().any()
     assert y[[0, 1, 2, 4, 5, 7, 8]].isfinite().all()
 
 
-def test_inputs_of_any_shape_and_strides(ours: tuple[MakeGemm, torch.dtype]) -> None:
-    make, dtype = ours
-    weight, bias, x = tensors(64, 40, dtype, 12)
-    gemm = partial(make(weight), bias=bias)
-    assert torch.equal(gemm(x.view(2, 3, 2, 64)), gemm(x).view(2, 3, 2, 40))
-    assert torch.equal(gemm(x.T.contiguous().T), gemm(x))
-    assert gemm(x[:0]).shape == (0, 40)
+def test_inputs_of_any_shape_and_strides(ours: Ours) -> None:
+    weight, bias, x = tensors(64, 40, ours.dtype, 12)
+    gemm = ours.make(weight)
+    assert torch.equal(gemm(x.view(2, 3, 2, 64), bias), gemm(x, bias).view(2, 3, 2, 40))
+    assert torch.equal(gemm(x.T.contiguous().T, bias), gemm(x, bias))
+    assert gemm(x[:0], bias).shape == (0, 40)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_our_gemm_is_chosen_where_it_is_the_faster_one(isa: str) -> None:
+def test_weights_that_our_gemm_can_multiply_by(isa: str) -> None:
     kernels = kernels_of(isa)
     for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16):
-        assert (cpu_gemm(torch.zeros(32, 64, dtype=dtype), kernels) is not None) == (dtype in GEMMS.get(isa, []))
+        assert (cpu_gemm(torch.zeros(32, 64, dtype=dtype), kernels) is not None) == (dtype in ERROR)
     assert cpu_gemm(torch.zeros(32, 63, dtype=torch.bfloat16), kernels) is None  # no pairs
     assert cpu_gemm(torch.zeros(32, 64), None) is None
+    assert our_gemms(torch.zeros(32, 64), kernels).keys() == {isa}
+
+
+def test_amx_multiplies_by_some() -> None:
+    kernels = kernels_with_amx()
+    assert our_gemms(torch.zeros(32, 64, dtype=torch.bfloat16), kernels).keys() == {"avx512_bf16", "amx"}
+    assert our_gemms(torch.zeros(32, 48, dtype=torch.bfloat16), kernels).keys() == {"avx512_bf16"}
+    assert our_gemms(torch.zeros(32, 64), kernels).keys() == {"avx512_bf16"}
 
 
 def llama(dtype: torch.dtype) -> PreTrainedModel:
@@ -107,7 +132,7 @@ def llama(dtype: torch.dtype) -> PreTrainedModel:
 def check_packed(kernels: CpuKernels | None, dtype: torch.dtype, layers: int) -> None:
     model, ids = llama(dtype), torch.tensor([[5, 9, 13]])
     expected = model(ids).logits
-    assert pack_linears(model, kernels) == layers == sum(type(m) is PackedLinear for m in model.modules())
+    assert pack_linears(model, GemmSelector(kernels)) == layers == sum(type(m) is PackedLinear for m in model.modules())
     assert (model(ids).logits - expected).norm() < 10 * ERROR.get(dtype, 0) * expected.norm() + 1e-12
 
 

@@ -1,14 +1,14 @@
-"""With CPU kernels whose GEMM is ours, a row gets the same numbers to the last bit whatever runs beside it and however
-its prompt is cut. Where oneDNN multiplies, sums may depend on the number of rows.
+"""With our CPU kernels a row gets the same numbers to the last bit whatever is beside it and however its prompt is cut.
+
+Where oneDNN multiplies, sums may depend on the number of rows.
 """
 
 import random
 
 import msgspec
 import pytest
-import torch
 from batches import engine_options, limits
-from cpu_kernels import kernels_of
+from cpu_kernels import CPU_ISA, kernels_of
 from tiny_models import VOCAB_SIZE, make_model_from_config, run_steps
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
@@ -35,15 +35,17 @@ NEW, ROWS = 12, 8
 
 Outcome = tuple[list[int], list[TokenLogprobs]]
 
-ISA = {"bfloat16": "avx512_bf16", "float32": "avx512"}  # that our GEMM needs
+CASES = [(name, dtype, "auto") for name in CONFIGS for dtype in ("bfloat16", "float32")]
+CASES += [("Llama", "bfloat16", "avx2"), ("Llama", "float32", "avx2")]
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in CONFIGS for dtype in ISA])
+@pytest.fixture(scope="module", params=CASES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
-    name, dtype = request.param
-    assert getattr(torch, dtype) in kernels_of(ISA[dtype]).gemm_dtypes
+    name, dtype, isa = request.param
+    isa = CPU_ISA if isa == "auto" else isa
+    kernels_of(isa)
     path = make_model_from_config(CONFIGS[name], tmp_path_factory.mktemp("model"))
-    options = msgspec.structs.replace(engine_options(path, ROWS, threads=2), dtype=dtype, cpu_isa=ISA[dtype])
+    options = msgspec.structs.replace(engine_options(path, ROWS, threads=2), dtype=dtype, cpu_isa=isa)
     engine = PagedEngine(options)
     engine.warm_up()
     return engine

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
+from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
@@ -141,8 +142,10 @@ def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineO
         log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
     if device.type == "cpu":  # merging brings nothing beyond packing there
         kernels = select_kernels(options, device)
-        packed, fused = pack_linears(model, kernels), fuse(model, kernels)
-        log.info("packed %d linear layers, fused the small operators of %d others", packed, fused)
+        gemms = GemmSelector(kernels, options.cache_dir, batch_invariant=options.batch_invariant)
+        packed, fused = pack_linears(model, gemms), fuse(model, kernels)
+        by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items())
+        log.info("packed %d linear layers (%s), fused the small operators of %d others", packed, by, fused)
     else:
         log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))
 

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence
+from tgis.engines.kernels.cpu.gemm import Gemm, cpu_gemm
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.linear import Gemm, cpu_gemm
 from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.prompts.lora import LoraAdapter
 

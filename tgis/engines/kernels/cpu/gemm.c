@@ -1,98 +1,127 @@
 /* Linear layers: y [m, n] = x [m, k] times a weight [n, k] that was packed for this, plus a bias.
 
-   Needs AVX-512, for bfloat16 AVX512-BF16. Sums are in float32 and in the order of k, so that what a row of x gives does
-   not depend on the rows beside it. */
+   Sums are in float32, from the bias on in the order of k, the second of each pair before the first: what a row of x
+   gives depends neither on the rows beside it nor, where multiply-adds are fused, on the instruction set. */
 
-#include "simd.h"
+#include "gemm.h"
 
-#if defined(__AVX512F__) && (!BF16 || defined(__AVX512BF16__))
+#if BF16 && !defined(__AVX512BF16__)
+#define WIDENS_X 1 /* to multiply in float32 */
+typedef float operand_t;
+#else
+#define WIDENS_X 0
+typedef scalar_t operand_t;
+#endif
 
-#define TILE_N 32          /* outputs computed together */
-#define TILE_M 8           /* rows computed together */
-#define CHUNK_M 64         /* rows that a thread takes at a time */
-#define CACHE_LINE 64      /* bytes */
-#define PREFETCH_BYTES 4096 /* how far ahead a single tile of rows fetches the weight */
-#define PAIR (BF16 ? 2 : 1) /* elements along k side by side in the packed weight */
+/* VECTORS of outputs are computed together for TILE_M rows: their sums fill most of the registers. */
+#if defined(__AVX512F__)
+#define VECTORS 2
+#define TILE_M 8
+#elif defined(__aarch64__)
+#define VECTORS 4
+#define TILE_M 6
+#else
+#define VECTORS 2
+#define TILE_M 6
+#endif
+#define CHUNK_M (8 * TILE_M) /* rows that a thread takes at a time */
+#define PREFETCH_BYTES 4096  /* how far ahead a single tile of rows fetches the weight */
 
-typedef struct {
-    const scalar_t *x, *weight, *bias; /* [m, k]; [n tiles, k / PAIR, TILE_N, PAIR]; [n] or NULL */
-    scalar_t *y;                       /* [m, n] */
-    int64_t m, k, n;
-} gemm_args;
+/* Steps along k of a block. Where it is read several times, it has to stay in the L1 cache. */
+#define BLOCK_STEPS (WIDENS_X || VECTORS * LANES < TILE_N ? 8192 / (TILE_N * PAIR * (int)sizeof(scalar_t)) : 1 << 20)
 
 /* sums += x (PAIR elements, the same for all lanes) * weights */
-static inline __m512 multiply_add(__m512 sums, const scalar_t *x, const scalar_t *weights) {
-#if BF16
+static inline __attribute__((always_inline)) f32_vec multiply_add(
+    f32_vec sums, const operand_t *x, const scalar_t *weights
+) {
+#if BF16 && defined(__AVX512BF16__)
     int32_t pair;
     memcpy(&pair, x, sizeof pair);
-    return _mm512_dpbf16_ps(sums, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(weights));
+    return (f32_vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(weights));
+#elif BF16
+    u32_vec pairs;
+    memcpy(&pairs, weights, sizeof pairs);
+    sums += x[1] * (f32_vec)(pairs & 0xffff0000);
+    return sums + x[0] * (f32_vec)(pairs << 16);
 #else
-    return _mm512_fmadd_ps(_mm512_set1_ps(*x), _mm512_loadu_ps(weights), sums);
+    return sums + *x * load(weights);
 #endif
 }
 
-/* The lanes of outputs from `first` on that exist. */
-static inline __mmask16 lane_mask(int64_t first, int64_t n) {
-    return n - first >= LANES ? 0xffff : n > first ? (1u << (n - first)) - 1 : 0;
-}
-
-static inline __m512 load_masked(const scalar_t *from, __mmask16 mask) {
-#if BF16
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-#else
-    return _mm512_maskz_loadu_ps(mask, from);
-#endif
-}
-
-static inline void store_masked(scalar_t *to, __mmask16 mask, __m512 sums) {
-#if BF16
-    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(sums));
-#else
-    _mm512_mask_storeu_ps(to, mask, sums);
-#endif
-}
-
-/* One output tile of `rows` rows from `row` on, while prefetching `step` bytes of `next` for every k. */
-static inline __attribute__((always_inline)) void gemm_tile(
-    const gemm_args *args, const int rows, int64_t row, int64_t tile, const char *next, int64_t step
+/* One block of a product: sums [rows, TILE_N] += x [rows, steps * PAIR] * weights [steps, TILE_N, PAIR]. Meanwhile it
+   fetches `next`, `next_step` bytes with each step. */
+static inline __attribute__((always_inline)) void multiply_rows(
+    const int rows, const operand_t *x, int64_t x_stride, const scalar_t *weights, int64_t steps, float *sums,
+    const char *next, int64_t next_step
 ) {
-    const scalar_t *x = args->x + row * args->k, *weights = args->weight + tile * args->k * TILE_N;
-    const int64_t first = tile * TILE_N;
-    __m512 sums[TILE_M][TILE_N / LANES];
+    for (int first = 0; first < TILE_N; first += VECTORS * LANES) {
+        f32_vec tile[TILE_M][VECTORS];
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < TILE_N / LANES; i++) {
-            const int64_t column = first + i * LANES;
-            sums[r][i] = args->bias ? load_masked(args->bias + column, lane_mask(column, args->n)) : _mm512_setzero_ps();
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < VECTORS; i++) memcpy(&tile[row][i], sums + row * TILE_N + first + i * LANES, sizeof(f32_vec));
+        for (int64_t step = 0; step < steps; step++) {
+            if (first == 0) {
+                __builtin_prefetch(next + step * next_step);
+                __builtin_prefetch(next + step * next_step + CACHE_LINE);
+            }
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; row++)
+                for (int i = 0; i < VECTORS; i++) {
+                    const scalar_t *w = weights + (step * TILE_N + first + i * LANES) * PAIR;
+                    tile[row][i] = multiply_add(tile[row][i], x + row * x_stride + step * PAIR, w);
+                }
         }
-    for (int64_t k = 0; k < args->k; k += PAIR, next += step) {
-        _mm_prefetch(next, _MM_HINT_T0);
-        _mm_prefetch(next + CACHE_LINE, _MM_HINT_T0);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < TILE_N / LANES; i++)
-                sums[r][i] = multiply_add(sums[r][i], x + r * args->k + k, weights + k * TILE_N + i * LANES * PAIR);
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < VECTORS; i++) memcpy(sums + row * TILE_N + first + i * LANES, &tile[row][i], sizeof(f32_vec));
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < TILE_N / LANES; i++) {
-            const int64_t column = first + i * LANES;
-            store_masked(args->y + (row + r) * args->n + column, lane_mask(column, args->n), sums[r][i]);
-        }
 }
 
-/* One output tile of the rows [first, last). A single tile of rows is bound by memory and prefetches the weight a little
-   ahead; several reuse this weight tile from cache, and each prefetches its share of the next one. */
-static void gemm_column(const gemm_args *args, int64_t first, int64_t last, int64_t tile) {
-    const int64_t row_tiles = (last - first + TILE_M - 1) / TILE_M, step = TILE_N * PAIR * sizeof(scalar_t) / row_tiles;
-    const char *weights = (const char *)(args->weight + tile * args->k * TILE_N);
-    const char *next = row_tiles > 1 ? weights + args->k * TILE_N * sizeof(scalar_t) : weights + PREFETCH_BYTES;
-    int64_t row = first;
-    for (; row + 8 <= last; row += 8, next += args->k / PAIR * step) gemm_tile(args, 8, row, tile, next, step);
-    if (last - row >= 4) gemm_tile(args, 4, row, tile, next, step), row += 4;
-    if (last - row >= 2) gemm_tile(args, 2, row, tile, next, step), row += 2;
-    if (last - row >= 1) gemm_tile(args, 1, row, tile, next, step);
+/* The same for any number of rows up to TILE_M. */
+static void multiply_block(
+    int64_t rows, const scalar_t *x, int64_t x_stride, const scalar_t *weights, int64_t steps, float *sums,
+    const char *next, int64_t next_step
+) {
+#if WIDENS_X
+    float wide[TILE_M * BLOCK_STEPS * PAIR];
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < steps * PAIR; i += LANES) {
+            const f32_vec part = load_partial(x + row * x_stride + i, steps * PAIR - i);
+            memcpy(wide + row * BLOCK_STEPS * PAIR + i, &part, sizeof part);
+        }
+    const int64_t stride = BLOCK_STEPS * PAIR;
+#else
+    const scalar_t *wide = x;
+    const int64_t stride = x_stride;
+#endif
+#define ROWS(count) \
+    case count: return multiply_rows(count, wide, stride, weights, steps, sums, next, next_step);
+    switch (rows) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#if TILE_M > 6
+        ROWS(7) ROWS(8)
+#endif
+    }
+}
+
+/* The outputs of one tile for the rows [first, last). A single tile of rows is bound by memory, and fetches the weight a
+   little ahead; several find this block in a cache, and each fetches its share of the next one. */
+static void multiply_chunk(const gemm_args *args, int64_t first, int64_t last, int64_t tile) {
+    const int64_t rows = last - first, row_tiles = (rows + TILE_M - 1) / TILE_M, step_size = TILE_N * PAIR;
+    const int64_t next_step = step_size * sizeof(scalar_t) / row_tiles;
+    const scalar_t *x = args->x + first * args->k, *weights = args->weight + tile * args->k * TILE_N;
+    float sums[CHUNK_M][TILE_N];
+    load_bias(args, tile, sums[0]);
+    for (int64_t row = 1; row < rows; row++) memcpy(sums[row], sums[0], sizeof sums[0]);
+    for (int64_t steps, left = args->k / PAIR; left; left -= steps, x += steps * PAIR, weights += steps * step_size) {
+        steps = min_i64(left, BLOCK_STEPS);
+        const char *next = (const char *)weights + (row_tiles > 1 ? steps * step_size * (int64_t)sizeof(scalar_t) : PREFETCH_BYTES);
+        for (int64_t row = 0; row < rows; row += TILE_M, next += steps * next_step)
+            multiply_block(
+                min_i64(rows - row, TILE_M), x + row * args->k, args->k, weights, steps, sums[row], next, next_step
+            );
+    }
+    for (int64_t row = 0; row < rows; row++) store_sums(args, first + row, tile, sums[row]);
 }
 
 void EXPORT(gemm)(
@@ -103,9 +132,7 @@ void EXPORT(gemm)(
     const int64_t tiles = (n + TILE_N - 1) / TILE_N, chunks = (m + CHUNK_M - 1) / CHUNK_M;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t unit = 0; unit < tiles * chunks; unit++) {
-        const int64_t first = unit % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m);
-        gemm_column(&args, first, last, unit / chunks);
+        const int64_t first = unit % chunks * CHUNK_M;
+        multiply_chunk(&args, first, min_i64(first + CHUNK_M, m), unit / chunks);
     }
 }
-
-#endif

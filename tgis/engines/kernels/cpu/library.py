@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -29,6 +30,7 @@ from tgis.utils.private_directory import entries_of, trust_of_this_process
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
+_CPUINFO = Path("/proc/cpuinfo")
 _UNUSED_SECONDS = 30 * 24 * 3600
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
 
@@ -58,19 +60,13 @@ class CpuKernels:
     _library: ctypes.CDLL
 
     @property
-    def gemm_dtypes(self) -> frozenset[torch.dtype]:
-        """Dtypes in which our GEMM is preferred to oneDNN's; it is written for AVX-512 alone.
+    def library_isa(self) -> str:
+        """What it was compiled for. That for AMX is the one for AVX512-BF16, with one function more."""
+        return _library_isa(self.isa)
 
-        With AMX, oneDNN has the better one for large batches in bfloat16 and ours for small ones: linear layers of
-        SmolLM2 on two cores of a Xeon take 37.7 / 43.5 / 57 ms at 1 / 8 / 32 tokens, and 24.0 / 32.5 / 76 by ours.
-        """
-        match self.isa:
-            case "avx512_bf16":
-                return frozenset({torch.float32, torch.bfloat16})
-            case "avx512" | "amx":
-                return frozenset({torch.float32})
-            case _:
-                return frozenset()
+    @property
+    def path(self) -> Path:
+        return Path(self._library._name)
 
     def function(self, name: str, dtype: torch.dtype, argtypes: list[Any], restype: Any = None) -> Callable[..., Any]:
         """One that is compiled for each dtype. It takes nothing but pointers and integers of 64 bits, so that calls can
@@ -106,7 +102,7 @@ def load_kernels(cpu_isa: str, cache_dir: str) -> CpuKernels | None:
     if isa == "none":
         log.info("CPU kernels: none")
         return None
-    name = "avx512_bf16" if isa == "amx" else isa
+    name = _library_isa(isa)
     path = _HERE / f"{name}.so"
     try:
         if not path.exists():
@@ -115,27 +111,44 @@ def load_kernels(cpu_isa: str, cache_dir: str) -> CpuKernels | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         log.warning("no CPU kernels, plain PyTorch is slower: %s", error)
         return None
+    if isa == "amx" and not library.request_amx_bf16():
+        log.warning("CPU kernels: the system lets no process use AMX")
+        isa = name
     log.info("CPU kernels: %s (%s)", isa, path)
     return CpuKernels(isa, library)
+
+
+def _library_isa(isa: str) -> str:
+    return "avx512_bf16" if isa == "amx" else isa
 
 
 def resolve_isa(cpu_isa: str, flags: frozenset[str]) -> str:
     """The instruction set that CPU_ISA means on a CPU with these flags."""
     if cpu_isa == "auto":
         return [isa for isa, needed in ISAS.items() if needed <= flags][-1]
-    if cpu_isa != "none" and (missing := ISAS[cpu_isa] - _AMX - flags):  # no kernel of ours uses AMX
+    if cpu_isa != "none" and (missing := ISAS[cpu_isa] - flags):
         raise StartError(f"CPU_ISA={cpu_isa}: this CPU lacks {', '.join(sorted(missing))}")
     return cpu_isa
 
 
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
     """Instruction set extensions that both the CPU and the operating system support, as Linux calls them."""
+    return frozenset(_cpuinfo(cpuinfo, "flags", "Features").split())
+
+
+def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
+    """The name of the CPU, as far as Linux knows it."""
+    return _cpuinfo(cpuinfo, "model name") or _cpuinfo(cpuinfo, "CPU part") or platform.machine()
+
+
+def _cpuinfo(path: Path, *names: str) -> str:
+    """The value of the first line with one of these names."""
     try:
-        lines = cpuinfo.read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
-        return frozenset()
-    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(found, "").split())
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.partition("\t")[0].strip() in names)
+    return next(found, "")
 
 
 def _compiled(isa: str, cache_dir: str) -> Path:

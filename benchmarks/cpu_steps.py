@@ -1,0 +1,163 @@
+"""`python -m benchmarks.cpu_steps`: decode steps on this CPU beside the time that reading their weights takes at least.
+
+That time, the floor, is the bytes of all linear layers over the read bandwidth. The layers are also measured alone, by
+every GEMM that this CPU can run, one after the other as in a step. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import baseline
+from benchmarks.mixed import TimedEngine, engine_options, load_warm_engine
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.simulate import Simulation, TraceRequest
+from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
+from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, cpu_model, load_kernels
+from tgis.models.demo.fetch import ensure
+from tgis.utils.cpus import usable_cores
+
+ROWS = (1, 8, 32, 128, 512)
+STREAMS = (1, 8, 32)
+INPUT_TOKENS, STEPS = 130, 40
+READ_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class DecodeTimer:
+    """An engine that notes how long the steps take in which all sequences decode."""
+
+    engine: TimedEngine
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
+        tokens, seconds = self.engine.step(plan)
+        if not plan.has_prefill:
+            self.seconds.append(seconds)
+        return tokens, seconds
+
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        self.engine.release(seqs)
+
+
+def measure_machine(kernels: CpuKernels | None) -> dict[str, Any]:
+    known: set[str] = set().union(*ISAS.values())
+    memory = torch.ones(READ_BYTES // 4)
+    return {
+        "cpu": cpu_model(),
+        "flags": " ".join(sorted(known & cpu_flags())),
+        "threads": torch.get_num_threads(),
+        "kernels": kernels.isa if kernels else "none",
+        "torch": torch.__version__,
+        "read_gb_s": READ_BYTES / _best_seconds(memory.sum) / 1e9,
+    }
+
+
+def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, dict[int, float]]:
+    """Milliseconds for all of them, by GEMM and number of rows."""
+    found = {}
+    for name in _gemms(weights[0], kernels):
+        layers = [_gemms(weight, kernels)[name](weight) for weight in weights]
+        found[name] = {rows: 1e3 * _time_layers(layers, weights, rows) for rows in ROWS}
+    return found
+
+
+def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
+    onednn: dict[str, MakeGemm] = {"onednn": OneDnnGemm} if OneDnnGemm.supports(weight) else {}
+    return our_gemms(weight, kernels) | onednn
+
+
+def _time_layers(layers: list[Gemm], weights: list[Tensor], rows: int) -> float:
+    inputs = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
+
+    def run() -> None:
+        for gemm, weight in zip(layers, weights, strict=True):
+            gemm(inputs[weight.shape[1]], None)
+
+    return _best_seconds(run)
+
+
+def _best_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+    run()
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def measure_steps(model: Path, dtype: str, cache: Path) -> dict[int, float]:
+    """Milliseconds of a decode step of tgis_native, planning included, by number of sequences."""
+    engine, limits = load_warm_engine(engine_options("tgis_native", model, dtype, max(STREAMS), cache))
+    found = {}
+    for streams in STREAMS:
+        timer = DecodeTimer(TimedEngine(engine))
+        Simulation(limits, timer, [TraceRequest(0.0, INPUT_TOKENS, STEPS)] * streams, streams).run()
+        found[streams] = 1e3 * statistics.median(timer.seconds)
+    return found
+
+
+def measure_transformers(model: nn.Module) -> dict[int, float]:
+    """Milliseconds of a step of `generate`, by number of sequences."""
+    found = {}
+    for streams in STREAMS:
+        inputs = torch.randint(1000, (streams, INPUT_TOKENS))
+        few, many = (baseline.time_generate(model, inputs, tokens) for tokens in (2, 2 + STEPS))
+        found[streams] = 1e3 * (many - few) / STEPS
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_steps", description=__doc__)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--cpu-isa", default="auto", metavar="NAME", help="as the option CPU_ISA of the server")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(usable_cores())
+    torch.set_grad_enabled(mode=False)
+    kernels, path = load_kernels(args.cpu_isa, str(args.cache)), ensure("smollm2", args.cache)
+    machine = measure_machine(kernels)
+    model = baseline.load(str(path), args.dtype, "cpu")
+    weights = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
+    size = sum(weight.nbytes for weight in weights)
+    report = {
+        "machine": machine,
+        "dtype": args.dtype,
+        "floor_ms": size / machine["read_gb_s"] / 1e6,
+        "linear_layers_ms": measure_linear_layers(weights, kernels),
+        "transformers_step_ms": measure_transformers(model),
+        "tgis_step_ms": measure_steps(path, args.dtype, args.cache),
+    }
+    _print_tables(report)
+    print(json.dumps(report))
+    return 0
+
+
+def _print_tables(report: dict[str, Any]) -> None:
+    for name, value in report["machine"].items():
+        print(f"{name:<12}{value:.1f}" if isinstance(value, float) else f"{name:<12}{value}")
+    floor = report["floor_ms"]
+    print(f"\nall linear layers of SmolLM2-135M in {report['dtype']}, ms; floor: {floor:.1f} ms")
+    print(f"{'rows':<16}" + "".join(f"{rows:>9}" for rows in ROWS))
+    for name, times in report["linear_layers_ms"].items():
+        print(f"{name:<16}" + "".join(f"{times[rows]:>9.1f}" for rows in ROWS))
+    print("\ndecode step, ms")
+    print(f"{'sequences':<16}" + "".join(f"{streams:>9}" for streams in STREAMS))
+    steps = report["tgis_step_ms"]
+    print(f"{'transformers':<16}" + "".join(f"{report['transformers_step_ms'][n]:>9.1f}" for n in STREAMS))
+    print(f"{'tgis':<16}" + "".join(f"{steps[n]:>9.1f}" for n in STREAMS))
+    print(f"{'tgis / floor':<16}" + "".join(f"{steps[n] / floor:>9.2f}" for n in STREAMS), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+/* Packed weights, one layout for all kernels: [n / TILE_N, k / PAIR, TILE_N, PAIR], the last tile filled up with zeros. */
+
+#ifndef GEMM_H
+#define GEMM_H
+
+#include "simd.h"
+
+#define TILE_N 32           /* outputs in a tile */
+#define PAIR (BF16 ? 2 : 1) /* elements along k side by side */
+#define CACHE_LINE 64       /* bytes */
+
+typedef struct {
+    const scalar_t *x, *weight, *bias; /* [m, k]; packed; [n] or NULL */
+    scalar_t *y;                       /* [m, n] */
+    int64_t m, k, n;
+} gemm_args;
+
+/* The outputs of a tile that exist. */
+static inline int64_t tile_columns(const gemm_args *args, int64_t tile) { return min_i64(args->n - tile * TILE_N, TILE_N); }
+
+static inline void load_bias(const gemm_args *args, int64_t tile, float bias[TILE_N]) {
+    memset(bias, 0, TILE_N * sizeof *bias);
+    for (int64_t i = 0, columns = tile_columns(args, tile); args->bias && i < columns; i += LANES) {
+        const f32_vec part = load_partial(args->bias + tile * TILE_N + i, columns - i);
+        memcpy(bias + i, &part, sizeof part);
+    }
+}
+
+static inline void store_sums(const gemm_args *args, int64_t row, int64_t tile, const float sums[TILE_N]) {
+    for (int64_t i = 0, columns = tile_columns(args, tile); i < columns; i += LANES) {
+        f32_vec part;
+        memcpy(&part, sums + i, sizeof part);
+        store_partial(args->y + row * args->n + tile * TILE_N + i, part, columns - i);
+    }
+}
+
+#endif

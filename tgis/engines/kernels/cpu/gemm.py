@@ -1,0 +1,90 @@
+"""What multiplies by a weight on CPUs: a packed copy of it, and the function that knows this packing."""
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from tgis.engines.kernels.cpu.library import CpuKernels
+
+_TILE_N = 32  # as in gemm.h
+_PAIR = {torch.float32: 1, torch.bfloat16: 2}  # inputs side by side in the packed weight, as there
+_AMX_TILE_K = 32  # as in gemm_amx.c
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative to the largest number
+
+Gemm = Callable[[Tensor, Tensor | None], Tensor]  # x [..., in] and a bias [out] -> [..., out]
+MakeGemm = Callable[[Tensor], Gemm]  # of a weight [out, in]
+
+
+class OneDnnGemm:
+    """A GEMM with a weight [out, in], by oneDNN. Sums may be taken in another order for another number of rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        if not torch.backends.mkldnn.is_available():
+            return False
+        has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not with AVX2 alone
+        return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bf16)
+
+
+class CpuGemm:
+    """The same by gemm.c or gemm_amx.c. What a row gives does not depend on the rows beside it, to the last bit."""
+
+    def __init__(self, weight: Tensor, kernels: CpuKernels, function: str = "gemm") -> None:
+        self._function = kernels.function(function, weight.dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4)
+        self._dtype, (self._out_features, self._in_features) = weight.dtype, weight.shape
+        missing = -self._out_features % _TILE_N
+        tiles = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, _TILE_N))
+        pairs = tiles.unflatten(-1, (-1, _PAIR[weight.dtype]))
+        self._packed = pairs.transpose(1, 2).contiguous()  # [tiles, in / pair, tile, pair]
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        assert x.dtype == self._dtype, x.dtype
+        assert x.shape[-1] == self._in_features, x.shape
+        y = x.new_empty(*x.shape[:-1], self._out_features)
+        pointers = x.data_ptr(), self._packed.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+        rows = x.numel() // self._in_features
+        self._function(*pointers, rows, self._in_features, self._out_features, torch.get_num_threads())
+        return y
+
+
+def cpu_gemm(weight: Tensor, kernels: CpuKernels | None) -> CpuGemm | None:
+    """The GEMM of gemm.c with a weight [out, in]; None if there is none for its dtype or size."""
+    return CpuGemm(weight, kernels) if kernels is not None and _is_packable(weight) else None
+
+
+def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
+    """All of ours that can multiply by this weight, by the instructions that they use."""
+    if kernels is None or not _is_packable(weight):
+        return {}
+    made: dict[str, MakeGemm] = {kernels.library_isa: partial(CpuGemm, kernels=kernels)}
+    if kernels.isa == "amx" and weight.dtype == torch.bfloat16 and weight.shape[1] % _AMX_TILE_K == 0:
+        made["amx"] = partial(CpuGemm, kernels=kernels, function="gemm_amx")
+    return made
+
+
+def is_right(make: MakeGemm, dtype: torch.dtype) -> bool:
+    """Whether it computes what float64 does, within rounding, and the same for rows alone."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (
+        torch.randn(*size, generator=generator).to(dtype) for size in ((70, 96), (70,), (40, 96))
+    )  # fmt: skip
+    gemm = make(weight)
+    y = gemm(x, bias)
+    expected = linear(x.double(), weight.double(), bias.double())
+    alone = torch.cat([gemm(row[None], bias) for row in x])
+    return torch.equal(y, alone) and bool((y - expected).abs().max() < _TOLERANCE[dtype] * expected.abs().max())
+
+
+def _is_packable(weight: Tensor) -> bool:
+    return weight.dtype in _PAIR and weight.shape[1] % _PAIR[weight.dtype] == 0
