@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ from tgis.utils.scratch_directory import scratch_directory
 
 log = logging.getLogger(__name__)
 
+GC_THRESHOLDS = (2000, 10, 50)  # with thousands of open calls, a full collection takes a tenth of a second
 _LATE_SECONDS = 1.0  # worth a line in the log
 
 Credentials = tuple[Certificates | None, TokenFile | None]  # of TLS and of bearer authentication, where it is on
@@ -76,6 +77,7 @@ def run(config: Config) -> int:
         if scratch:  # also of compilers: what they make becomes code, so nobody else may write there
             os.environ["TMPDIR"] = str(scratch)
         gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
+        gc.set_threshold(*GC_THRESHOLDS)
         return asyncio.run(server.serve())
 
 
@@ -305,12 +307,14 @@ class Server:
             return f"{info.model_class} takes no adapters"
         return None
 
-    def _scrape(self, client: EngineClient) -> bytes:
+    def _scrape(self, client: EngineClient) -> Iterator[bytes]:
         self._service_metrics.set_lora_adapters(*client.lora_adapters())
         self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines() + client.num_dropped_log_lines)
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
-        return self._service_metrics.scrape() + (self._metrics.scrape() if self._metrics else b"")
+        yield from self._service_metrics.scrape()
+        if self._metrics:
+            yield from self._metrics.scrape()
 
     def _make_metrics(self, info: EngineInfo) -> Metrics:
         return Metrics(

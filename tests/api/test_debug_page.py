@@ -172,7 +172,7 @@ async def test_browsers_get_html_and_others_json() -> None:
             raise Unavailable("it is gone")
         return news
 
-    probes = Probes(lambda: None, lambda: b"", HttpAuth(None, None, lambda: None), inspect)
+    probes = Probes(lambda: None, list, HttpAuth(None, None, lambda: None), inspect)
     server = HttpServer(Config(model_name="m", bind_address="127.0.0.1"), 0, probes.routes())
     port = await server.start()
     for news, status in ((BUSY, 200), (None, 503)):

@@ -17,8 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
 from raw_http2 import HELLO, Raw, call_frames, next_frame, raw_client
 
-from benchmarks.chaos.http2 import GOAWAY, HEADERS, PING, PREFACE, SETTINGS, frame
-from tgis.api.grpc import server as server_module
+from benchmarks.chaos.http2 import ACK, HEADERS, PING, PREFACE, SETTINGS, frame
 from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
@@ -87,17 +86,12 @@ async def answer_pings(client: Raw, count: int) -> None:
             count -= 1
 
 
-async def ping(client: Raw) -> bool:
-    """Whether a ping is answered, and not with GOAWAY."""
+async def ping(client: Raw) -> None:
+    """Send a ping, and wait for its answer."""
     reader, writer = client
     writer.write(frame(PING, 0, 0, b"12345678"))
-    while True:
-        kind, flags, payload = await next_frame(reader)
-        if kind == PING and flags:
-            return True
-        if kind == GOAWAY:
-            assert b"too_many_pings" in payload
-            return False
+    while (await next_frame(reader))[:2] != (PING, ACK):
+        pass
 
 
 # --- listening ---
@@ -189,19 +183,10 @@ async def test_a_long_silent_call_gets_keepalive_pings() -> None:
 
 
 @run_async
-async def test_idle_clients_may_ping_at_the_permitted_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MIN_CLIENT_PING_MS", 50)
+async def test_clients_may_ping_as_often_as_they_like() -> None:
     async with serving() as (_, port), raw_client(port, HELLO) as client:
-        for _ in range(6):
-            assert await ping(client)
-            await asyncio.sleep(0.1)
-
-
-@run_async
-async def test_a_flood_of_pings_is_disconnected() -> None:
-    async with serving() as (_, port), raw_client(port, HELLO) as client:
-        while await ping(client):
-            pass
+        for _ in range(100):
+            await ping(client)
 
 
 # --- connection age ---

@@ -33,7 +33,7 @@ async def identity(request: web.Request) -> web.Response:
 @asynccontextmanager
 async def serving(certificates: Certificates | None = None, **options: Any) -> AsyncIterator[tuple[int, int | None]]:
     config = Config(model_name="m", bind_address="127.0.0.1", port=0, **options)
-    ports = HttpPorts(config, Probes(lambda: None, lambda: b"", AUTH), [web.get("/identity", identity)], certificates)
+    ports = HttpPorts(config, Probes(lambda: None, list, AUTH), [web.get("/identity", identity)], certificates)
     numbers = await ports.start()
     try:
         yield numbers

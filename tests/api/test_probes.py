@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ def well() -> None:
 
 def make_server(
     healthy: Callable[[], str | None] = well,
-    scrape: Callable[[], bytes] = lambda: b"x 1\n",
+    scrape: Callable[[], Iterable[bytes]] = lambda: [b"x 1\n"],
     port: int = 0,
     **options: Any,
 ) -> HttpServer:
@@ -37,7 +37,7 @@ def make_server(
 
 @asynccontextmanager
 async def serving(
-    healthy: Callable[[], str | None] = well, scrape: Callable[[], bytes] = lambda: b"x 1\n", **options: Any
+    healthy: Callable[[], str | None] = well, scrape: Callable[[], Iterable[bytes]] = lambda: [b"x 1\n"], **options: Any
 ) -> AsyncIterator[int]:
     server = make_server(healthy, scrape, **options)
     port = await server.start()
@@ -85,7 +85,7 @@ async def test_health_is_200_and_empty_or_503_with_the_reason() -> None:
 
 @run_async
 async def test_metrics_are_text_of_version_0_0_4() -> None:
-    async with serving(scrape=lambda: b"tgi_request_count 7.0\n") as port:
+    async with serving(scrape=lambda: [b"tgi_request_", b"count 7.0\n"]) as port:
         status, headers, body = await request(port, "/metrics")
         assert (status, body) == (200, b"tgi_request_count 7.0\n")
         assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -97,10 +97,10 @@ async def test_many_scrapes_share_a_few(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(probes_module, "SCRAPE_INTERVAL_SECONDS", 0.3)
     events, scrapes = 0, 0
 
-    def scrape() -> bytes:
+    def scrape() -> Iterator[bytes]:
         nonlocal scrapes
         scrapes += 1
-        return b"%d" % events
+        yield b"%d" % events
 
     async with serving(scrape=scrape) as port:
         started = time.monotonic()
@@ -250,7 +250,7 @@ async def test_a_probe_gets_through_whoever_holds_the_connections() -> None:
 
 @run_async
 async def test_an_internal_error_is_500_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> bytes:
+    def broken() -> list[bytes]:
         raise ZeroDivisionError
 
     async with serving(scrape=broken) as port:

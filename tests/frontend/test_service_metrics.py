@@ -46,7 +46,9 @@ def metrics() -> ServiceMetrics:
 
 def test_the_scrape_has_exactly_the_documented_families(metrics: ServiceMetrics) -> None:
     metrics.engine_started(os.getpid())
-    families = [(family.name, family.type) for family in text_string_to_metric_families(metrics.scrape().decode())]
+    families = [
+        (family.name, family.type) for family in text_string_to_metric_families(b"".join(metrics.scrape()).decode())
+    ]
     assert {(name, kind) for name, kind in families if name.startswith("tgi_") and "process" not in name} == {
         *((name, "gauge") for name in GAUGES),
         ("tgi_event_loop_lag_duration", "histogram"),
@@ -65,7 +67,7 @@ def test_an_engine_process_that_is_gone_has_no_memory(metrics: ServiceMetrics) -
 async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
     model = make_fake_model(tmp_path / "model")
     server = prepare(read(MODEL_NAME=str(model), DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=str(tmp_path)))
-    scrape = server._scrape(EngineClient()).decode()
+    scrape = b"".join(server._scrape(EngineClient())).decode()
     for line in ('tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"):
         assert line in scrape.splitlines()
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from tgis.config import Config, from_command_line, json_output_requested, prepare_environment
 from tgis.errors import OptionError, StartError
 from tgis.utils import logs
-from tgis.utils.file_limit import raise_file_limit
+from tgis.utils.file_limit import enlarge_file_table, raise_file_limit
 from tgis.utils.options import Option, declared_options, format_value
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def _serve(config: Config) -> int:
     logs.configure(level=config.log_level, json_output=config.json_output)
     try:
         raise_file_limit()
+        enlarge_file_table()
         prepare_environment(config)
         from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
 

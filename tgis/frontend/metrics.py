@@ -5,12 +5,12 @@ its two summaries are histograms here. Names that end in `duration` are in secon
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tgis.frontend.calls import CallKind
-from tgis.frontend.prometheus import Labels, MetricFamilies
+from tgis.frontend.prometheus import Labels, MetricFamilies, exposition
 from tgis.ipc.messages import BatcherCounters, FailureKind, StepStats
 from tgis.ipc.request import StopReason
 
@@ -62,9 +62,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(families)
 
-    def scrape(self) -> bytes:
-        """All metrics in the text format of Prometheus, version 0.0.4."""
-        return generate_latest(self._registry)
+    def scrape(self) -> Iterator[bytes]:
+        return exposition(self._registry)
 
     def request_started(self, kind: CallKind, num_inputs: int) -> None:
         """Count a call to generate, before any check."""

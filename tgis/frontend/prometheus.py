@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -79,6 +79,20 @@ class MetricFamilies(Collector):
                 yield family
                 if family.type == "counter":
                     yield _untyped(family)
+
+
+def exposition(registry: CollectorRegistry) -> Iterator[bytes]:
+    """The text format of Prometheus, version 0.0.4, family by family: all of them take some 10 ms."""
+    one = _OneFamily()
+    for one.family in registry.collect():
+        yield generate_latest(one)  # of a registry, it needs only this method
+
+
+class _OneFamily:
+    family: Metric
+
+    def collect(self) -> list[Metric]:
+        return [self.family]
 
 
 def _untyped(counter: Metric) -> Metric:

@@ -2,11 +2,11 @@
 
 import enum
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 
-from tgis.frontend.prometheus import Labels, MetricFamilies
+from tgis.frontend.prometheus import Labels, MetricFamilies, exposition
 from tgis.ipc.messages import EngineInfo
 
 
@@ -53,9 +53,8 @@ class ServiceMetrics:
         self._registry.register(add)
         ProcessCollector(registry=self._registry)
 
-    def scrape(self) -> bytes:
-        """All metrics in the text format of Prometheus, version 0.0.4."""
-        return generate_latest(self._registry)
+    def scrape(self) -> Iterator[bytes]:
+        return exposition(self._registry)
 
     def set_state(self, state: ServiceState) -> None:
         for each in ServiceState:

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 
-LARGE_BYTES = 256 << 10
+LARGE_BYTES = 512 << 10  # above the 256 KiB that asyncio allocates for each read of a socket
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 

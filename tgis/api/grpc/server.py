@@ -16,7 +16,6 @@ from tgis.security.tls import Certificates
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
-MIN_CLIENT_PING_MS = 5_000  # gRPC's default of five minutes disconnects clients with common keepalive settings
 
 
 class GrpcServer:
@@ -83,7 +82,7 @@ def _channel_arguments(config: Config) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-        ("grpc.http2.min_ping_interval_without_data_ms", MIN_CLIENT_PING_MS),
+        ("grpc.http2.max_ping_strikes", 0),  # else each ping after GOAWAY costs more than the one before
     ]
 
 
