@@ -31,6 +31,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "hf_hub_cache": (("/a", Path("/a")), ("b", Path("b"))),
     "hf_home": (("/a", Path("/a")), ("b", Path("b"))),
     "max_sequence_length": (("2", 2), ("4096", 4096)),
+    "max_input_tokens": (("1", 1), ("2047", 2047)),
     "max_new_tokens": (("1", 1), ("2048", 2048)),
     "default_max_new_tokens": (("1", 1), ("context", "context")),
     "max_top_n_tokens": (("0", 0), ("1024", 1024)),
@@ -87,6 +88,9 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "http_api_port": (("0", 0), ("8443", 8443)),
     "api_key": (("a", Secret("a")), ("b c", Secret("b c"))),
     "cors_allow_origin": (("*", ("*",)), ("https://a, https://b", ("https://a", "https://b"))),
+    "max_best_of": (("1", 1), ("8", 8)),
+    "max_stop_sequences": (("0", 0), ("6", 6)),
+    "max_client_batch_size": (("1", 1), ("32", 32)),
     "payload_limit": (("1024", 1024), ("16777216", 16777216)),
     "http_max_header_bytes": (("1024", 1024), ("8192", 8192)),
     "http_request_timeout_seconds": (("0.5", 0.5), ("10", 10.0)),
@@ -147,6 +151,22 @@ def test_defaults_are_those_of_tgis() -> None:
     assert (defaults.deployment_framework, defaults.json_output) == ("auto", False)
     assert defaults.termination_log == Path("/dev/termination-log")
     assert defaults.warnings == ()
+
+
+def test_names_of_tgi() -> None:
+    names = {"MAX_TOTAL_TOKENS": "100", "MAX_INPUT_LENGTH": "50", "VALIDATION_WORKERS": "3"}
+    got = read(**names, HOSTNAME="a-container", WAITING_SERVED_RATIO="1.2")
+    assert (got.max_sequence_length, got.max_input_tokens, got.tokenization_workers) == (100, 50, 3)
+    assert got.bind_address == read().bind_address
+    assert got.warnings == ("ignored options: WAITING_SERVED_RATIO",)
+    assert read("--hostname", "::1").bind_address == "::1"
+    assert parse(["--model-id", "a"], {}, "tgis serve").model_name == "a"
+
+
+def test_a_key_is_shown_nowhere() -> None:
+    config = read(API_KEY="hidden")
+    assert "hidden" not in repr(config) + str(config.api_key)
+    assert "hidden" not in refusal(API_KEY="hidden\n!")
 
 
 def test_short_flags_of_tgis() -> None:

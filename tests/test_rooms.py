@@ -26,8 +26,9 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api": "",
     "api/grpc": "config errors frontend ipc pb security utils",
     "api/http": "config errors frontend ipc security utils",
+    "api/rest": "api/http config errors frontend ipc utils",
     "startup_log": "config ipc utils",
-    "server": "api/grpc api/http config errors frontend ipc models security startup_log utils",
+    "server": "api/grpc api/http api/rest config errors frontend ipc models security startup_log utils",
     # the engine process
     "batcher": "errors ipc",
     "prompts": "errors ipc models utils",

@@ -106,7 +106,7 @@ class Config:
 
     # fmt: off
     model_name: str = required_option(
-        MODEL, TEXT, "model directory, or name of a model in the local hub cache",
+        MODEL, TEXT, "model directory, or name of a model in the local hub cache", aliases=("model_id",),
         vllm_names=("model",))
     served_model_name: str | None = option(
         MODEL, FIRST_WORD, "name of the model in metrics and logs; the first of several", None,
@@ -139,7 +139,10 @@ class Config:
 
     max_sequence_length: int | None = option(
         LIMITS, with_unit(integer(2)), "maximum number of input plus output tokens", None,
-        vllm_names=("max_model_len",), shown_default="from the model")
+        aliases=("max_total_tokens",), vllm_names=("max_model_len",), shown_default="from the model")
+    max_input_tokens: int | None = option(
+        LIMITS, integer(1), "maximum number of input tokens", None,
+        aliases=("max_input_length",), shown_default="MAX_SEQUENCE_LENGTH - 1")
     max_new_tokens: int = option(LIMITS, integer(1), "maximum number of new tokens that a request may ask for", 1024)
     default_max_new_tokens: int | str = option(
         LIMITS, or_word(integer(1), CONTEXT),
@@ -220,11 +223,12 @@ class Config:
     watermark_delta: float = option(
         TEXTS, decimal(0, 100), "what a watermark adds to the logits of that share", 2.0)
     tokenization_workers: int = computed_option(
-        TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, shown_default="usable CPUs - 1, 1 to 8")
+        TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, aliases=("validation_workers",),
+        shown_default="usable CPUs - 1, 1 to 8")
 
     bind_address: str = option(
         NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0",  # noqa: S104 - a server
-        vllm_names=("host",))
+        vllm_names=("host", "hostname"))
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")
     port: int = option(
         NETWORK, PORT, "HTTP port for /health, /metrics and the HTTP APIs; 0 picks a free one", 3000, short="-p")
@@ -268,6 +272,9 @@ class Config:
         HTTP, SECRET, "bearer token of the HTTP APIs, beside those of AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
+    max_best_of: int = option(HTTP, integer(1), "maximum best_of and n that a request may ask for", 2)
+    max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
+    max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of the body of a request in bytes", 2_000_000)
     http_max_header_bytes: int = option(
         HTTP, integer(1024, 1 << 20), "maximum size of the headers of a request in bytes", 1 << 15)

@@ -30,12 +30,17 @@ IGNORED = tuple(
         *("disable_exllama", "exllama_version", "gptq_cuda_type", "disable_custom_kernels", "bloom_slow_but_exact"),
         *("transformers_attn_impl", "merge_onnx_graphs", "optimize_onnx_model", "speculator_revision"),
         *("speculator_n_candidates", "speculator_top_k_tokens_per_head", "speculator_max_batch_size"),
+        # of TGI
+        *("max_batch_total_tokens", "waiting_served_ratio", "prometheus_port"),
         # of vllm-tgis-adapter
         *("enable_vllm_log_requests", "disable_prompt_logprobs"),
     )
 )
 
 ADAPTER_DEFAULTS = {"port": "8000", "default_max_new_tokens": "context"}  # by our names
+
+
+_FLAGS_ONLY = ("config", "hostname")  # every container sets the variable HOSTNAME
 
 
 def as_declared(argument: str) -> str:
@@ -48,7 +53,7 @@ def as_declared(argument: str) -> str:
 
 def as_in_adapter(opt: Option) -> Option:
     """The option as the adapter has it: vLLM's names are variables too, and the default is the adapter's."""
-    flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_") or name == "config")
+    flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_") or name in _FLAGS_ONLY)
     variables = tuple(name for name in opt.vllm_names if name not in flags_only)
     opt = replace(opt, aliases=(*opt.aliases, *variables), vllm_names=flags_only)
     default = ADAPTER_DEFAULTS.get(opt.name)

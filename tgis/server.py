@@ -23,8 +23,10 @@ from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
+from tgis.api.http.openapi import with_documents
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
+from tgis.api.rest.routes import TgiApi
 from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError, Unavailable
 from tgis.frontend import request_log
@@ -292,7 +294,9 @@ class Server:
         snapshot = client.snapshot if self._config.debug_batch else None
         scrape = functools.partial(self._scrape, client)
         probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, snapshot)
-        return HttpPorts(self._config, probes, [], self._certificates)
+        operations = with_documents(TgiApi(self._config).operations(), needs_token=self._http_auth.needed)
+        routes = [operation.route(self._http_api) for operation in operations]
+        return HttpPorts(self._config, probes, routes, self._certificates)
 
     def _placeholder_id(self, vocab_size: int) -> int:
         """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""
@@ -381,12 +385,15 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
     if new_tokens >= length and default is not None:  # requests of clients that expect all that fits may ask for more
         new_tokens = length - 1
         log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
+    if config.max_input_tokens is not None and config.max_input_tokens >= length:
+        raise OptionError(f"MAX_INPUT_TOKENS={config.max_input_tokens} must be below MAX_SEQUENCE_LENGTH, {length}")
     return RequestLimits(
         length,
         new_tokens,
         config.default_include_stop_seqs,
         default,
         max_top_n_tokens=config.max_top_n_tokens,
+        max_input_tokens=config.max_input_tokens,
         watermark=(config.watermark_gamma, config.watermark_delta),
     )
 

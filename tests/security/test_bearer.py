@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,25 @@ def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("path", ["/info", "/openapi.json", "/docs"])
+def test_http_routes_need_a_token(server: Server, path: str) -> None:
+    before = counter(server, "tgi_authentication_failure_total")
+    assert server.get(path) == (
+        401,
+        '{"error":"a valid bearer token is required","error_type":"unauthorized"}',
+    )
+    assert counter(server, "tgi_authentication_failure_total") - before == 1
+    asked = urllib.request.Request(f"http://localhost:{server.api_port}{path}")
+    asked.add_header("Authorization", "Bearer first-token")
+    with urllib.request.urlopen(asked) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/metrics"])
+def test_probes_and_metrics_need_none(server: Server, path: str) -> None:
+    assert server.get(path)[0] == 200
 
 
 def test_tokens_are_not_logged(server: Server) -> None:

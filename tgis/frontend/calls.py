@@ -50,3 +50,4 @@ class TokenizeCall:
     return_tokens: bool
     return_offsets: bool
     adapter: tuple[str, str] | None = None  # field and id; must exist, changes nothing
+    add_special_tokens: bool = True

@@ -7,17 +7,17 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, RequestError, Unavailable
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.budget import INPUT, OFFSETS_PER_BYTE, TOKENS_PER_BYTE, MemoryBudget, details_price
-from tgis.frontend.calls import GenerateCall, TokenizeCall
+from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.metrics import Metrics
+from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
 from tgis.frontend.permits import Permit, Permits
@@ -55,6 +55,7 @@ class TokenizeResult:
     """One text; there are no tokens and offsets unless requested."""
 
     token_count: int
+    ids: Sequence[int]
     tokens: Iterable[str]  # to be read once
     offsets: Iterable[tuple[int, int]]  # likewise
 
@@ -108,6 +109,11 @@ class Generator:
                     await _all_or_first_error([self._collect(output, log) for output in outputs])
                     return [output.final() for output in outputs]
 
+    def refused(self, kind: CallKind) -> None:
+        """Count a call of one input that breaks a rule of its face."""
+        self._metrics.request_started(kind, 1)
+        self._metrics.request_failed(FailureReason.VALIDATION)
+
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds.
 
@@ -136,7 +142,8 @@ class Generator:
         async with self._adapters.acquire(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
-            encodings = await self._tokenizer.encode(call.texts, Wanted(call.return_offsets, keep, enough=limit))
+            wanted = Wanted(call.return_offsets, keep, enough=limit, special_tokens=call.add_special_tokens)
+            encodings = await self._tokenizer.encode(call.texts, wanted)
         results: list[TokenizeResult] = []
         async for some in self.slicer.slices(encodings):
             kept = [encoding.keep_last(call.truncate_input_tokens) for encoding in some]
@@ -148,6 +155,7 @@ class Generator:
     def _tokenize_result(self, encoding: Encoding, call: TokenizeCall) -> TokenizeResult:
         return TokenizeResult(
             token_count=encoding.num_tokens,
+            ids=encoding.id_array,
             tokens=map(self._tokenizer.token_text, encoding.id_array if call.return_tokens else ()),
             offsets=encoding.offsets,
         )

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
-from tgis.frontend.output_queue import NewTokens, OutputQueue
+from tgis.frontend.output_queue import NewTokens, OutputQueue, RequestTimings
 from tgis.frontend.sampling_params import ResolvedParams
 from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.ipc.request import StopReason, TokenLogprobs
@@ -44,6 +44,7 @@ class RequestOutput:
     tokens: Sequence[TokenInfo] = ()
     input_tokens: Iterable[TokenInfo] = ()  # to be read once
     details_per_token: int = 1  # of both: the token and its candidates
+    timings: RequestTimings | None = None  # of a whole output
 
 
 def best_first(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
@@ -140,7 +141,8 @@ class OutputBuilder:
             return RequestOutput(self.index, input_token_count=num_input_tokens, stop_reason=self.stop_reason)
         echoed = self.input_text + self._separator if self.params.given.input_text else ""
         whole = self._chunk(echoed + "".join(self._texts), self._tokens)
-        return replace(whole, input_token_count=num_input_tokens, input_tokens=self._input_tokens())
+        timings = self.queue.timings
+        return replace(whole, input_token_count=num_input_tokens, input_tokens=self._input_tokens(), timings=timings)
 
     def _chunk(self, text: str, tokens: list[TokenInfo]) -> RequestOutput:
         return RequestOutput(

@@ -34,6 +34,7 @@ class RequestLimits:
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # of the model; its tokenizer may have more ids
     vocab_size: int = 1 << 40  # width of the logits
+    max_input_tokens: int | None = None  # None: one less than the maximum sequence length
     watermark: tuple[float, float] = (0.5, 2.0)  # gamma and delta of requests that want one
 
 
@@ -119,6 +120,8 @@ def make_request(
         raise InvalidRequest(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
     if min(max_new_tokens, params.given.rules.min_room) > room and not params.fill_context:
         raise InvalidRequest(field, f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}")
+    if limits.max_input_tokens is not None and length > limits.max_input_tokens:
+        raise InvalidRequest(field, f"{field} has {length} tokens, at most {limits.max_input_tokens} allowed")
     if (largest := max(tokens)) >= limits.input_vocab_size:
         text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
         raise InvalidRequest(field, text)

@@ -77,9 +77,16 @@ class Option:
         return (*self.names, *self.vllm_names)
 
 
-def required_option(group: str, value_type: ValueType[T], help_text: str, *, vllm_names: tuple[str, ...] = ()) -> T:
+def required_option(
+    group: str,
+    value_type: ValueType[T],
+    help_text: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    vllm_names: tuple[str, ...] = (),
+) -> T:
     """A field for a mandatory option."""
-    opt = Option(value_type, group=group, help_text=help_text, vllm_names=vllm_names, required=True)
+    opt = Option(value_type, group=group, help_text=help_text, aliases=aliases, vllm_names=vllm_names, required=True)
     return cast("T", dataclasses.field(metadata={_METADATA_KEY: opt}))
 
 
@@ -117,11 +124,17 @@ def computed_option(
     help_text: str,
     default_factory: Callable[[Mapping[str, str]], T],
     *,
+    aliases: tuple[str, ...] = (),
     shown_default: str,
 ) -> T:
     """A field whose default is computed from the machine and the environment."""
     opt = Option(
-        value_type, group=group, help_text=help_text, shown_default=shown_default, default_factory=default_factory
+        value_type,
+        group=group,
+        help_text=help_text,
+        aliases=aliases,
+        shown_default=shown_default,
+        default_factory=default_factory,
     )
     return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: opt})
 

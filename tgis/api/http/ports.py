@@ -36,6 +36,7 @@ class HttpPorts:
         is_on = config.http_api and (certificates is None or config.http_api_port is not None)
         if config.http_api and not is_on:
             log.warning("the HTTP APIs are off: with TLS they need HTTP_API_PORT")
+        api_routes = [probes.root_route(), *api_routes]
         self._api: HttpServer | None = None
         if is_on and config.metrics_port is None and config.http_api_port is None:
             self._probes = self._api = HttpServer(config, probe_port, [*probes.routes(), *api_routes])

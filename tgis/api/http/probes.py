@@ -45,9 +45,13 @@ class Probes:
         self._scraped_at = -math.inf
         self._next_scrape: asyncio.Task[bytes] | None = None
 
+    def root_route(self) -> web.RouteDef:
+        """Where clients of TGI ask for health."""
+        return web.get("/", self.health, allow_head=False)
+
     def health_routes(self) -> list[web.RouteDef]:
         """Also for ports of the APIs, whose clients ask there."""
-        return [web.get(path, self._health, allow_head=False) for path in ("/health", "/ping")]
+        return [web.get(path, self.health, allow_head=False) for path in ("/health", "/ping")]
 
     def routes(self) -> list[web.RouteDef]:
         routes = [*self.health_routes(), web.get("/metrics", self._metrics, allow_head=False)]
@@ -55,7 +59,7 @@ class Probes:
             routes.append(web.get("/debug/batch", self._debug_batch, allow_head=False))
         return routes
 
-    async def _health(self, _request: web.Request) -> web.Response:
+    async def health(self, _request: web.Request) -> web.Response:
         reason = self._unhealthy_reason()
         if reason is None:
             return web.Response()

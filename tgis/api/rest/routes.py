@@ -1,0 +1,239 @@
+"""TGI's routes: each reads its body, runs the Generator, and writes what comes."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tgis import __version__
+from tgis.api.http.calls import Handle, HttpCall
+from tgis.api.http.event_stream import EventStream
+from tgis.api.http.operations import Operation
+from tgis.api.rest import convert
+from tgis.api.rest.face import TgiFace
+from tgis.api.rest.rules import RestLimits, check
+from tgis.api.rest.schema import (
+    Details,
+    GenerateRequest,
+    GenerateResponse,
+    Info,
+    SimpleToken,
+    StreamResponse,
+    TokenizeRequest,
+)
+from tgis.config import Config
+from tgis.errors import InvalidRequest
+from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
+from tgis.frontend.generation import Generator
+from tgis.frontend.output import RequestOutput, TokenInfo, best_first
+
+Headers = Mapping[str, str]
+
+
+class TgiApi:
+    """The API of a server with this configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def operations(self) -> list[Operation]:
+        face = TgiFace()
+
+        def post(
+            path: str, handle: Handle, id_: str, summary: str, request: Any, response: Any, event: Any
+        ) -> Operation:
+            return Operation("POST", path, handle, face, id_, summary, request, response, event)
+
+        return [
+            post("/", self._compat_generate, "compat_generate", "Generate, or stream if the body says so",
+                 GenerateRequest, list[GenerateResponse], StreamResponse),
+            post("/generate", self._generate, "generate", "Generate text", GenerateRequest, GenerateResponse, None),
+            post("/generate_stream", self._generate_stream, "generate_stream", "Stream a text as it is generated",
+                 GenerateRequest, None, StreamResponse),
+            post("/tokenize", self._tokenize, "tokenize", "Tokenize a text", TokenizeRequest, list[SimpleToken], None),
+            Operation("GET", "/info", self._info, face, "get_model_info", "What is served", response=Info),
+        ]  # fmt: skip
+
+    async def _compat_generate(self, call: HttpCall) -> web.StreamResponse:
+        """As the clients call it: an array of one; the text begins with the prompt unless the request says no."""
+        request = await call.body(GenerateRequest)
+        if request.parameters.return_full_text is None:
+            request.parameters.return_full_text = True
+        if request.stream:
+            return await self._stream(call, request)
+        answer, headers = await self._answer(call, request)
+        return _json([answer], headers)
+
+    async def _generate(self, call: HttpCall) -> web.StreamResponse:
+        return _json(*await self._answer(call, await call.body(GenerateRequest)))
+
+    async def _generate_stream(self, call: HttpCall) -> web.StreamResponse:
+        return await self._stream(call, await call.body(GenerateRequest))
+
+    async def _answer(self, call: HttpCall, request: GenerateRequest) -> tuple[GenerateResponse, Headers]:
+        given = request.parameters
+        best_of = given.best_of or 1
+        wants_details = given.details or given.decoder_input_details
+        generate_call = self._generate_call(
+            call, request, CallKind.SINGLE, details=wants_details or best_of > 1 or bool(given.top_n_tokens)
+        )
+        outputs = best_first(await call.generator.generate(generate_call))
+        headers = self._compute_headers(call.generator, request) | _timing_headers(outputs[0])
+        if not wants_details:
+            return GenerateResponse(_full_text(outputs[0], request)), headers
+        best, *others = [
+            await convert.sequence(output, given, call.generator, _full_text(output, request)) for output in outputs
+        ]
+        details = Details(
+            finish_reason=best.finish_reason,
+            generated_tokens=best.generated_tokens,
+            seed=best.seed,
+            prefill=best.prefill,
+            tokens=best.tokens,
+            best_of_sequences=others or msgspec.UNSET,
+            top_tokens=best.top_tokens,
+        )
+        return GenerateResponse(best.generated_text, details), headers
+
+    async def _stream(self, call: HttpCall, request: GenerateRequest) -> web.StreamResponse:
+        generator = call.generator
+        generate_call = self._generate_call(call, request, CallKind.STREAM, details=True)
+        events = call.event_stream(self._compute_headers(generator, request))
+        writer = _StreamWriter(events, generator, request)
+        async with aclosing(generator.stream(generate_call)) as outputs:
+            async for output in outputs:
+                await writer.write(output)
+        return events.response
+
+    def _generate_call(
+        self, call: HttpCall, request: GenerateRequest, kind: CallKind, *, details: bool
+    ) -> GenerateCall:
+        limits = self._limits(call.generator)
+        try:
+            check(request, limits, streams=kind is CallKind.STREAM)
+        except InvalidRequest:
+            call.generator.refused(kind)
+            raise
+        given = request.parameters
+        return GenerateCall(
+            kind=kind,
+            texts=[request.inputs],
+            fields=["inputs"],
+            params=convert.raw_params(given, details=details, max_stop_sequences=limits.max_stop_sequences),
+            account=call.account,
+            identity=call.identity,
+            adapter=("adapter_id", given.adapter_id) if given.adapter_id else None,
+            correlation_id=call.correlation_id,
+            n=given.best_of or 1,
+        )
+
+    async def _tokenize(self, call: HttpCall) -> web.StreamResponse:
+        request = await call.body(TokenizeRequest)
+        text = request.inputs.encode()
+        tokenize_call = TokenizeCall(
+            texts=[request.inputs],
+            num_bytes=len(text),
+            account=call.account,
+            truncate_input_tokens=0,
+            return_tokens=True,
+            return_offsets=True,
+        )
+        (result,) = await call.generator.tokenize(tokenize_call)
+        return _json(await convert.simple_tokens(text, result, call.generator.slicer))
+
+    async def _info(self, call: HttpCall) -> web.StreamResponse:
+        server, config = call.generator.server_info, self._config
+        limits, engine = self._limits(call.generator), server.engine
+        return _json(
+            Info(
+                model_id=config.shown_model,
+                model_sha=None,
+                model_pipeline_tag=None,
+                model_dtype=engine.dtype,
+                model_device_type=engine.device,
+                max_concurrent_requests=config.max_concurrent_requests,
+                max_best_of=limits.max_best_of,
+                max_stop_sequences=limits.max_stop_sequences,
+                max_input_length=limits.max_input_tokens,
+                max_input_tokens=limits.max_input_tokens,
+                max_total_tokens=server.limits.max_sequence_length,
+                validation_workers=config.tokenization_workers,
+                max_client_batch_size=config.max_client_batch_size,
+                max_batch_total_tokens=engine.token_capacity,
+                max_batch_size=engine.max_batch_size,
+                max_waiting_tokens=config.max_waiting_tokens,
+                router="tgis",
+                version=__version__,
+                sha=config.git_commit_hash,
+                docker_label=None,
+            )
+        )
+
+    def _compute_headers(self, generator: Generator, request: GenerateRequest) -> dict[str, str]:
+        return {
+            "x-compute-type": f"{self._config.num_shard}-{generator.server_info.engine.device}",
+            "x-compute-characters": str(len(request.inputs)),
+        }
+
+    def _limits(self, generator: Generator) -> RestLimits:
+        config, length = self._config, generator.server_info.limits.max_sequence_length
+        return RestLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
+
+
+class _StreamWriter:
+    """Turns the messages of a stream into events: one for each token."""
+
+    def __init__(self, events: EventStream, generator: Generator, request: GenerateRequest) -> None:
+        self._events = events
+        self._given = request.parameters
+        self._limits = generator.server_info.limits
+        self._tokens = convert.TokenConverter(generator)
+        self._num_input_tokens = 0
+        self._last: Sequence[TokenInfo] = ()
+        self._texts = [request.inputs] if request.parameters.return_full_text else []
+
+    async def write(self, output: RequestOutput) -> None:
+        self._num_input_tokens = self._num_input_tokens or output.input_token_count
+        self._texts.append(output.text)
+        ends_without_token = output.stop_reason and not output.tokens
+        for info in self._last if ends_without_token else output.tokens:
+            event = StreamResponse(output.generated_token_count, self._tokens.token(info))
+            if self._given.top_n_tokens:
+                event.top_tokens = self._tokens.top_tokens(info)
+            if output.stop_reason:
+                event.generated_text = "".join(self._texts)
+                if self._given.details:
+                    event.details = convert.stream_details(output, self._num_input_tokens, self._given, self._limits)
+            await self._events.send(msgspec.json.encode(event))
+        self._last = output.tokens or self._last
+
+
+def _full_text(output: RequestOutput, request: GenerateRequest) -> str:
+    return request.inputs + output.text if request.parameters.return_full_text else output.text
+
+
+def _timing_headers(output: RequestOutput) -> dict[str, str]:
+    """From the arrival of the call to now, in milliseconds unless it says otherwise."""
+    times, now = output.timings, time.monotonic()
+    assert times is not None
+    inference = now - (times.scheduled or now)
+    seconds = {
+        "x-total-time": now - times.arrived,
+        "x-validation-time": times.submitted - times.arrived,
+        "x-queue-time": (times.scheduled or now) - times.submitted,
+        "x-inference-time": inference,
+        "x-time-per-token": inference / max(output.generated_token_count, 1),
+    }
+    return {
+        "x-compute-time": f"{now - times.arrived:.9f}",
+        **{name: str(int(value * 1000)) for name, value in seconds.items()},
+        "x-prompt-tokens": str(output.input_token_count),
+        "x-generated-tokens": str(output.generated_token_count),
+    }
+
+
+def _json(body: Any, headers: Headers | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)
