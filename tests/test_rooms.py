@@ -32,12 +32,13 @@ ALLOWED_IMPORTS: dict[str, str] = {
     # the engine process
     "batcher": "errors ipc",
     "prompts": "errors ipc models utils",
+    "structured_output": "errors ipc",
     "engines": "batcher errors ipc",
     "engines/kernels": "engines errors utils",
     "engines/memory": "batcher engines errors ipc",
     "engines/loading": "engines/kernels engines/memory errors ipc utils",
     "engines/lora": "batcher engines engines/kernels prompts",
-    "engines/sampling": "batcher engines engines/kernels ipc",
+    "engines/sampling": "batcher engines engines/kernels errors ipc",
     "engines/padded": "batcher engines engines/loading engines/lora engines/memory engines/sampling errors ipc",
     "engines/onnx": (
         "batcher engines engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"
@@ -47,7 +48,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
         "prompts utils"
     ),
     "engines/distributed": "batcher engines engines/loading engines/lora engines/paged errors ipc prompts utils",
-    "engine_core": "batcher engines errors ipc prompts utils",
+    "engine_core": "batcher engines errors ipc prompts structured_output utils",
     # the command line
     "bench": "batcher engines errors ipc pb",
     "cli": "batcher bench config engines errors ipc models pb prompts server utils",

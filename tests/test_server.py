@@ -10,7 +10,7 @@ from config_parsing import read
 from harness import run_async
 
 from tgis.errors import StartError
-from tgis.frontend import engine_queries
+from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_watchdog import EngineWatchdog
 from tgis.ipc.messages import EngineInfo, Ready
@@ -33,7 +33,7 @@ class Waits:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(engine_queries, "ADAPTER_TIMEOUT", 1e6)
+    monkeypatch.setattr(engine_client, "_ADAPTER_TIMEOUT", 1e6)
     model, adapter = make_fake_model(tmp_path / "model"), tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -63,7 +63,7 @@ async def test_a_signal_does(server: Server) -> None:
 async def test_the_end_of_the_engine_does_and_is_the_reason(server: Server) -> None:
     client, start = await waiting(server, asyncio.get_running_loop().create_future())
     client._dead = True
-    client._adapter_queries.fail("the engine process has ended")
+    client._lookups.fail("the engine process has ended")
     await asyncio.sleep(0)
     client.died.set_result("the engine process was ended by signal 9")
     with pytest.raises(StartError, match="signal 9"):

@@ -5,6 +5,7 @@ TgisError
 │   ├── Unsupported          the chosen engine cannot run this model; another may
 │   └── OptionError          a bad option, found before anything loads: exit code 2
 ├── AdapterError             a soft prompt or LoRA adapter is missing or unusable; reported to whoever asked for it
+├── GrammarError             a grammar cannot be used; reported likewise
 └── RequestError             one call fails, others are not affected
     ├── InvalidRequest       INVALID_ARGUMENT, names the field
     ├── Unimplemented        UNIMPLEMENTED, a feature that is not supported yet
@@ -43,6 +44,10 @@ class AdapterError(TgisError):
     def __init__(self, reason: str, problem: str = "broken") -> None:
         super().__init__(reason)
         self.problem = problem
+
+
+class GrammarError(TgisError):
+    """A grammar cannot be compiled, or costs too much: the text is the reason."""
 
 
 class RequestError(TgisError):

@@ -35,12 +35,14 @@ from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_watchdog import TICK_SECONDS
 from tgis.frontend.generation import Generator, ServerInfo
+from tgis.frontend.grammars import GrammarClient
 from tgis.frontend.loop_lag import watch_event_loop
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.grammars import GrammarLimits
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer
 from tgis.models.convert.weights import ensure_weights, needs_conversion
@@ -125,6 +127,7 @@ class Server:
         )
         self._limits = _limits(config, model)
         self._adapter_store = _adapter_store_options(config, self._limits)
+        self._structured_output = False  # until it is known whether the tokenizer supports it
         self._calls = OpenCalls(config)
         self._servicer = GenerationServicer(
             self._calls,
@@ -184,6 +187,9 @@ class Server:
         return loading.result() if loading.done() and not client.died.done() else None
 
     async def _load(self, client: EngineClient) -> EngineInfo:
+        vocabulary = await asyncio.to_thread(self._decoder.vocabulary)
+        client.send_vocabulary(vocabulary)
+        self._structured_output = bool(vocabulary.tokens)
         info = await asyncio.shield(client.ready)
         try:
             await self._load_lora_modules(client, info)
@@ -227,7 +233,9 @@ class Server:
         self._metrics = self._make_metrics(info)
         client.metrics = self._metrics
         adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
-        generator = Generator(server_info, client, self._decoder, adapters, self._metrics)
+        reason = None if self._structured_output else "structured output is not supported with this tokenizer"
+        grammars = GrammarClient(client, config.grammar_timeout_seconds, reason)
+        generator = Generator(server_info, client, self._decoder, adapters, grammars, self._metrics)
         self._servicer.generator = self._http_api.generator = generator
         self._service_metrics.engine_ready(info, time.monotonic() - self._started)
         self._service_metrics.set_state(ServiceState.SERVING)
@@ -349,6 +357,12 @@ class Server:
             "num_shards": config.num_shard,
             "kv_cache_bytes": config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
             "adapter_store": self._adapter_store,
+            "grammar_limits": GrammarLimits(
+                config.max_grammar_depth,
+                config.max_grammar_repetitions,
+                config.max_grammar_states,
+                config.grammar_cache_size,
+            ),
         }
         same = {name: getattr(config, name) for name in EngineOptions.__struct_fields__ if name not in given}
         return EngineOptions(**same, **given)
@@ -395,6 +409,7 @@ def _limits(config: Config, model: ModelFiles) -> RequestLimits:
         max_top_n_tokens=config.max_top_n_tokens,
         max_input_tokens=config.max_input_tokens,
         watermark=(config.watermark_gamma, config.watermark_delta),
+        max_grammar_bytes=config.max_grammar_bytes,
     )
 
 

@@ -37,10 +37,11 @@ def invalid_requests(bounds: ServerLimits) -> list[tuple[StatusCode, Request]]:
     many = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=bounds.max_new_tokens + 1))
     odd = pb.Parameters(method=pb.SAMPLE, sampling=pb.SamplingParameters(temperature=float("nan")))
     stops = pb.Parameters(stopping=pb.StoppingCriteria(stop_sequences=list("abcdefg")))
-    guided = pb.Parameters(decoding=pb.DecodingParameters(regex="a*"))
+    grammar = pb.Parameters(decoding=pb.DecodingParameters(regex="(a"))
     refused: list[Request] = [
         batch_request(["a", "word " * bounds.max_sequence_length, "b"], few),
         batch_request(["a"], many),
+        batch_request(["a", "b"], grammar),
         stream_request("a", odd),
         stream_request("a", stops),
         pb.SingleGenerationRequest(params=few),
@@ -48,6 +49,5 @@ def invalid_requests(bounds: ServerLimits) -> list[tuple[StatusCode, Request]]:
     ]
     return [
         *((StatusCode.INVALID_ARGUMENT, request) for request in refused),
-        (StatusCode.UNIMPLEMENTED, batch_request(["a", "b"], guided)),
         (StatusCode.INVALID_ARGUMENT, batch_request(["a"] * (bounds.max_inputs + 1), few)),
     ]

@@ -412,12 +412,33 @@ def test_an_explicit_temperature_of_zero_is_greedy(stub: Stub) -> None:
     assert stub.Generate(request).responses[0].seed == 0
 
 
-def test_guided_decoding_is_unimplemented_except_for_text(stub: Stub) -> None:
-    request = unary_request("abc", 3)
-    request.params.decoding.regex = "a+"
-    assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.UNIMPLEMENTED
-    request.params.decoding.format = pb.DecodingParameters.TEXT
-    assert stub.Generate(request).responses[0].text == "abc"
+GRAMMARS = [  # and what the whole output matches
+    ({"format": pb.DecodingParameters.TEXT}, "abcabcabc"),
+    ({"format": pb.DecodingParameters.JSON}, r"\{.*"),
+    ({"json_schema": '{"enum": ["abc", 17]}'}, '"abc"|17'),
+    ({"regex": "[ab]{3}c?"}, "[ab]{3}c?"),
+    ({"choice": pb.DecodingParameters.StringChoices(choices=["abd", "abx"])}, "ab[dx]"),
+    ({"grammar": 'root ::= "a" x\nx ::= "y" | x "z"'}, "ayz*"),
+    ({"grammar": 'start: "a" /[xy]/'}, "a[xy]"),
+]
+
+
+@pytest.mark.parametrize(("decoding", "pattern"), GRAMMARS)
+def test_an_output_follows_its_grammar(stub: Stub, decoding: dict[str, Any], pattern: str) -> None:
+    request = unary_request("abc", 9)
+    request.params.decoding.CopyFrom(pb.DecodingParameters(**decoding))
+    (response,) = stub.Generate(request, timeout=20).responses
+    assert re.fullmatch(pattern, response.text)
+    streamed = [*stub.GenerateStream(as_stream_request(request), timeout=20)]
+    assert "".join(message.text for message in streamed) == response.text
+    assert streamed[-1].stop_reason == response.stop_reason
+
+
+def test_a_grammar_that_is_forgotten_is_compiled_again(stub: Stub) -> None:
+    for number in [*range(70), 0]:
+        request = unary_request("abc", 9)
+        request.params.decoding.regex = f"a{number}"
+        assert stub.Generate(request, timeout=20).responses[0].text == f"a{number}"
 
 
 def test_a_stream_needs_a_request(stub: Stub) -> None:

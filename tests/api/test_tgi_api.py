@@ -227,7 +227,10 @@ def test_info(client: Client) -> None:
         ({"seed": -1}, "seed"),
         ({"truncate": 0}, "truncate"),
         ({"truncate": 161}, "`truncate` must be > 0 and <= 160"),
-        ({"grammar": {"type": "regex", "value": "a"}}, "grammar"),
+        ({"grammar": {"type": "regex", "value": "("}}, "regex: invalid regex: unclosed group"),
+        ({"grammar": {"type": "regex", "value": {}}}, "`grammar` regex: Expected `str`, got `object`"),
+        ({"grammar": {"type": "json", "value": {"not": {}}}}, 'unsupported keywords: ["not"]'),
+        ({"grammar": {"type": "json_schema", "value": {"name": "x"}}}, "missing required field `schema`"),
         ({"adapter_id": "none"}, "adapter"),
         ({"stop": "a"}, "stop"),
         ({"details": None}, "details"),
@@ -244,6 +247,20 @@ def test_invalid_parameters_are_422(client: Client, parameters: dict[str, Any], 
         assert list(answer) == ["error", "error_type"]
         assert answer["error"].startswith("Input validation error: ")
         assert words in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("regex", "[ab]{3}c?", "[ab]{3}c?"),
+        ("json", {"enum": ["abc", 17]}, '"abc"|17'),
+        ("json_object", '{"enum": ["abc", 17]}', '"abc"|17'),
+        ("json_schema", {"name": "x", "schema": {"const": "a"}}, '"a"'),
+    ],
+)
+def test_an_output_follows_its_grammar(client: Client, kind: str, value: Any, pattern: str) -> None:
+    answer = client.json("/generate", "abc", grammar={"type": kind, "value": value}, max_new_tokens=9)
+    assert re.fullmatch(pattern, answer["generated_text"])
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from tgis.batcher.batcher import Batcher
 from tgis.errors import Unavailable
 from tgis.frontend import engine_queries
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
+from tgis.frontend.engine_queries import Lookups, SnapshotQuery
 from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.grammars import GrammarCompiled
 from tgis.ipc.messages import Cancel, EngineInfo, Fatal, FromEngine, GetSnapshot, Ready, ToEngine
 
 EMPTY = Batcher(limits(), {EOS}).snapshot(0.0, max_seqs=0)
@@ -123,14 +124,13 @@ async def test_answers_to_queries_are_not_progress() -> None:
 
 
 @run_async
-async def test_a_lookup_times_out_and_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lookup_times_out_and_is_cancelled() -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(engine_queries, "ADAPTER_TIMEOUT", 0.01)
-    queries = AdapterQueries(sent.append)
-    async with queries.acquire(5, "x") as info:
+    lookups = Lookups(sent.append)
+    async with lookups.acquire(ResolveAdapter(5, "x"), AdapterResolved, timeout=0.01) as info:
         assert info is None
     assert sent == [ResolveAdapter(5, "x"), Cancel([5])]
-    queries.resolve(AdapterResolved(5, length=3))  # late: ignored
+    lookups.resolve(AdapterResolved(5, length=3))  # late: ignored
 
 
 @run_async
@@ -139,4 +139,5 @@ async def test_answers_to_lookups_are_not_progress() -> None:
     client = EngineClient()
     before = client._watchdog._last_progress
     client.handle(AdapterResolved(1, length=3))
+    client.handle(GrammarCompiled(2))
     assert client._watchdog._last_progress == before

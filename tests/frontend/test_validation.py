@@ -10,17 +10,30 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from tgis.api.grpc.convert import field_path
-from tgis.errors import InvalidRequest, Unimplemented
+from tgis.errors import InvalidRequest
 from tgis.frontend.sampling_params import FaceRules, RawParams
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 
-LIMITS = RequestLimits(max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True)
+LIMITS = RequestLimits(max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True, max_grammar_bytes=100)
 
 FLOATS = st.sampled_from(
     [0.0, -0.0, 0.02, 0.049, 0.05, 0.5, 1.0, 1.0001, 2.5, 10.0, 10.5, -1.0, math.nan, math.inf, -math.inf]
 )
+GRAMMARS = {  # and whether they break a rule
+    GrammarSpec(GrammarKind.JSON_OBJECT): False,
+    GrammarSpec(GrammarKind.JSON_SCHEMA, "{}"): False,
+    GrammarSpec(GrammarKind.JSON_SCHEMA, ""): True,
+    GrammarSpec(GrammarKind.REGEX, ""): True,
+    GrammarSpec(GrammarKind.REGEX, "é" * 50): False,
+    GrammarSpec(GrammarKind.GRAMMAR, "é" * 50 + "a"): True,
+    GrammarSpec(GrammarKind.CHOICE, choices=("a", "")): False,
+    GrammarSpec(GrammarKind.CHOICE, choices=("a",)): True,
+    GrammarSpec(GrammarKind.CHOICE): True,
+    GrammarSpec(GrammarKind.CHOICE, choices=("a" * 50, "b" * 51)): True,
+}
 PARAMETERS = st.builds(
     RawParams,
     do_sample=st.booleans(),
@@ -44,7 +57,7 @@ PARAMETERS = st.builds(
     ),
     repetition_penalty=FLOATS,
     length_penalty=st.one_of(st.none(), st.tuples(st.integers(0, 50), FLOATS)),
-    guided=st.sampled_from(["", "", "", "regex"]),
+    grammar=st.sampled_from([*[None] * 20, *GRAMMARS]),
 )
 
 
@@ -60,7 +73,6 @@ def first_violated(p: RawParams) -> str | None:
     wants_detail = p.logprob_options.logprobs or p.logprob_options.ranks or p.logprob_options.top_n_tokens != 0
     temperature = 1.0 if p.temperature is None else p.temperature
     table: list[tuple[str, bool]] = [
-        ("guided", p.guided != ""),
         ("sampling.temperature", p.do_sample and temperature != 0 and temperature < 0.05),
         ("sampling.top_p", p.do_sample and p.top_p != 0 and (p.top_p < 0 or p.top_p > 1)),
         ("sampling.typical_p", p.do_sample and p.typical_p > 1),
@@ -79,6 +91,7 @@ def first_violated(p: RawParams) -> str | None:
         ("sampling.top_p", p.do_sample and not finite(p.top_p)),
         ("sampling.typical_p", p.do_sample and not finite(p.typical_p)),
         ("decoding.repetition_penalty", not finite(p.repetition_penalty)),
+        (f"decoding.{p.grammar and p.grammar.kind}", p.grammar is not None and GRAMMARS[p.grammar]),
     ]
     return next((field for field, violated in table if violated), None)
 
@@ -95,8 +108,6 @@ def reported(raw: RawParams) -> str | None:
         validate(raw, LIMITS)
     except InvalidRequest as error:
         return field_path(error.field).removeprefix("params.")
-    except Unimplemented:
-        return "guided"
     return None
 
 

@@ -7,6 +7,7 @@ added to the logits: a case that rounding could change is refused.
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
+import regex
 import torch
 from golden_model import ForwardPasses, OracleModel, SoftPrompt
 from transformers import (
@@ -31,6 +32,22 @@ NOISE = 1e-4  # more than the order of a float32 summation changes a logit
 TRIALS = 8
 GAMMA, DELTA = 0.5, 2.0  # of a watermark
 UNLIKELY = 1e-4  # what all other tokens together may have where a seed draws; the draws of a seed are always the same
+
+
+_WS = r"(?: |\r?\n[ \t]{0,32})?"
+EQUIVALENT_REGEXES = {  # of the grammars and schemas in the cases
+    'root ::= word (", " word)* "."\nword ::= [a-z]+': r"[a-z]+(, [a-z]+)*\.",
+    'start: "Alice " verb\nverb: "was" | "said" | /[a-z]{9}/': r"Alice (was|said|[a-z]{9})",
+    '{"type": "object", "properties": {"said": {"type": "boolean"}, "n": {"type": "integer", "minimum": 10, '
+    '"maximum": 29}}, "required": ["said", "n"], "additionalProperties": false}': (
+        rf'\{{{_WS}"said"{_WS}:{_WS}(true|false){_WS},{_WS}"n"{_WS}:{_WS}[12][0-9]{_WS}\}}'
+    ),
+}
+
+
+def constrained(decoding: pb.DecodingParameters) -> bool:
+    case = decoding.WhichOneof("guided")
+    return case is not None and not (case == "format" and decoding.format == pb.DecodingParameters.TEXT)
 
 
 class AmbiguousError(Exception):
@@ -95,6 +112,39 @@ class OutputText:
     def whole(self) -> str:
         return self.output.decode() + self.model.decode(self.pending).rstrip(REPLACEMENT)
 
+    def with_token(self, token: int) -> str:
+        """What one more token would make of it."""
+        longer = OutputText(self.model, [], self.include)
+        longer.output, longer.ids, longer.pending = self.output, [*self.ids], [*self.pending]
+        longer.add(token)
+        return longer.output.decode() + self.model.decode(longer.pending)
+
+
+class NaiveMask:
+    """Removes what a grammar does not allow: tries every token of the vocabulary with a regex that says the same."""
+
+    def __init__(self, model: OracleModel, decoding: pb.DecodingParameters) -> None:
+        self.model = model
+        match decoding.WhichOneof("guided"):
+            case "choice":
+                pattern = "|".join(map(regex.escape, decoding.choice.choices))
+            case "regex":
+                pattern = decoding.regex
+            case case:
+                pattern = EQUIVALENT_REGEXES[getattr(decoding, str(case))]
+        self.pattern = regex.compile(pattern)
+
+    def allowed(self, output: OutputText, vocab_size: int) -> torch.Tensor:
+        """bool [V]"""
+        end = self.pattern.fullmatch(output.output.decode() + self.model.decode(output.pending)) is not None
+        return torch.tensor([end if t in self.model.eos_ids else self._allows(output, t) for t in range(vocab_size)])
+
+    def _allows(self, output: OutputText, token: int) -> bool:
+        if token in self.model.tokenizer.all_special_ids or not self.model.token_strings([token])[0]:
+            return False
+        text = output.with_token(token)
+        return REPLACEMENT not in text and self.pattern.fullmatch(text, partial=True) is not None
+
 
 class OracleRun:
     """One input."""
@@ -114,6 +164,7 @@ class OracleRun:
         with torch.inference_mode():
             self.decoding = ForwardPasses(model, self.ids, self.prompt)
             self.context = list(self.decoding.start_ids)
+            self.mask = NaiveMask(model, params.decoding) if constrained(params.decoding) else None
             self._run(text)
 
     def _run(self, text: str) -> None:
@@ -129,7 +180,8 @@ class OracleRun:
         if options.input_tokens:
             self.response.input_tokens.extend(self._input_infos(logits[-1:] if self.model.encoder_decoder else logits))
         while not self.response.stop_reason:
-            token, info = self._choose(logits[-1])
+            allowed = self.mask.allowed(output, logits.shape[-1]) if self.mask else None
+            token, info = self._choose(logits[-1], allowed)
             self.context.append(token)
             self.response.generated_token_count += 1
             if options.generated_tokens:
@@ -148,7 +200,7 @@ class OracleRun:
         virtual = len(self.prompt.encoder) + len(self.prompt.decoder) + start
         asked, room = stopping.max_new_tokens or 20, self.model.sequence_length - virtual - self.inputs
         count = self.response.generated_token_count
-        if count < stopping.min_new_tokens:
+        if count < stopping.min_new_tokens and not (self.mask and token in self.model.eos_ids):
             return
         if token in self.model.eos_ids and not stopping.ignore_eos:
             self.response.stop_reason = pb.EOS_TOKEN
@@ -158,11 +210,11 @@ class OracleRun:
             self.response.stop_reason = pb.STOP_SEQUENCE
             self.response.stop_sequence = stop
 
-    def _choose(self, logits: torch.Tensor) -> tuple[int, pb.TokenInfo]:
+    def _choose(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> tuple[int, pb.TokenInfo]:
         """The next token. logits: [V]"""
 
         def scores(logits: torch.Tensor) -> torch.Tensor:
-            processed: torch.Tensor = self._processors()(torch.tensor([self.context]), logits[None].clone())
+            processed: torch.Tensor = self._processors(allowed)(torch.tensor([self.context]), logits[None].clone())
             return processed[0]
 
         def choice(logits: torch.Tensor) -> int:
@@ -174,7 +226,7 @@ class OracleRun:
         token = stable_under_noise(choice, logits)
         return token, self._info(token, scores, logits)
 
-    def _processors(self) -> LogitsProcessorList:
+    def _processors(self, allowed: torch.Tensor | None) -> LogitsProcessorList:
         """The logits processors of the request, in TGIS's order."""
         params, eos, begin = self.params, self.model.eos_ids, len(self.decoding.start_ids)
         generated = self.response.generated_token_count
@@ -184,13 +236,16 @@ class OracleRun:
             found.append(WatermarkLogitsProcessor(self.vocab_size, "cpu", GAMMA, DELTA))
         if biases := dict(params.decoding.logit_bias):
             found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in biases.items()}))
-        if generated < params.stopping.min_new_tokens:
+        only_eos = allowed is not None and not {*allowed.nonzero()[:, 0].tolist()} - {*eos}
+        if generated < params.stopping.min_new_tokens and not only_eos:
             found.append(MinNewTokensLengthLogitsProcessor(begin, params.stopping.min_new_tokens, eos))
         elif params.decoding.HasField("length_penalty"):
             found.append(ExponentialDecayLengthPenalty((penalty.start_index, penalty.decay_factor), eos, begin))
         if repetition := params.decoding.repetition_penalty:
             found.append(RepetitionPenaltyLogitsProcessor(repetition))
         found.append(OutputPenalty(params.decoding.frequency_penalty, params.decoding.presence_penalty, begin))
+        if allowed is not None:
+            found.append(lambda _, scores: scores.masked_fill(~allowed, -torch.inf))
         if self.samples:
             found += self._warpers(params.sampling)
         return LogitsProcessorList(found)

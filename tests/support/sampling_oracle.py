@@ -94,14 +94,18 @@ def process(
     eos: Collection[int],
     context: Sequence[int],
     output: Sequence[int] = (),
+    allowed: Collection[int] | None = None,
 ) -> ProcessedScores:
-    """Penalties, then the filters of a sampled row; `context` is what a repetition penalty applies to."""
+    """Penalties, then what a grammar allows, then the filters of a sampled row; `context` is what a repetition penalty
+    applies to.
+    """
     result = ProcessedScores(np.array(logits, dtype=np.float64))
     if sampling.watermark is not None:
         result.scores = _watermarked(result.scores, *sampling.watermark, context)
     for token, bias in (sampling.logit_bias or {}).items():
         result.scores[token] += bias
-    _eos(result.scores, sampling, generated, eos)
+    only_eos = allowed is not None and not set(allowed) - set(eos)
+    _eos(result.scores, sampling, sampling.min_new_tokens if only_eos else generated, eos, generated)
     for token in set(context):
         score = result.scores[token]
         penalty = sampling.repetition_penalty
@@ -110,6 +114,8 @@ def process(
         result.scores[token] -= sampling.frequency_penalty
     for token in set(output):
         result.scores[token] -= sampling.presence_penalty
+    if allowed is not None:
+        result.scores[[token for token in range(len(result.scores)) if token not in allowed]] = -math.inf
     if sampling.temperature and result.scores.max() > -math.inf:
         result.scores /= sampling.temperature
         if sampling.top_k:
@@ -132,9 +138,10 @@ def _watermarked(scores: Scores, gamma: float, delta: float, context: Sequence[i
     return np.asarray(processed[0].numpy())
 
 
-def _eos(scores: Scores, sampling: SamplingParams, generated: int, eos: Collection[int]) -> None:
+def _eos(scores: Scores, sampling: SamplingParams, length: int, eos: Collection[int], generated: int) -> None:
+    """`length` is what the minimum is compared with."""
     for token in set(eos):
-        if generated < sampling.min_new_tokens:
+        if length < sampling.min_new_tokens:
             scores[token] = -math.inf
         elif sampling.length_penalty is not None:
             start, decay = sampling.length_penalty

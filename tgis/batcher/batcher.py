@@ -290,9 +290,12 @@ class Batcher:
         """In TGIS's order, without stop sequences, which need the text."""
         if seq.expired(now, self._next_answer(now)):
             return StopReason.TIME_LIMIT
-        if seq.num_generated_tokens < seq.request.sampling_params.min_new_tokens:
+        params, is_eos = seq.request.sampling_params, seq.tokens[-1] in self._eos_ids
+        if is_eos and seq.grammar is not None:
+            return StopReason.EOS_TOKEN  # nothing can follow, below the minimum neither
+        if seq.num_generated_tokens < params.min_new_tokens:
             return StopReason.NOT_FINISHED
-        if seq.tokens[-1] in self._eos_ids and not seq.request.sampling_params.ignore_eos:
+        if is_eos and not params.ignore_eos:
             return StopReason.EOS_TOKEN
         if seq.num_remaining_tokens <= 0:
             return StopReason.TOKEN_LIMIT if seq.request.limited_by_context else StopReason.MAX_TOKENS

@@ -31,6 +31,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as they have been needed
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
     adapter: Any = None  # soft prompt or LoRA adapter as the engine takes it; opaque to the batcher
+    grammar: Any = None  # what the output must be; likewise
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)

@@ -24,6 +24,7 @@ from tgis.ipc.messages import (
 )
 from tgis.ipc.request import Request, TokenLogprobs
 from tgis.prompts.resolver import AdapterResolver
+from tgis.structured_output.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class EngineCore:
     engine: Engine
     batcher: Batcher
     resolver: AdapterResolver | None = None
+    grammars: GrammarCompiler | None = None
 
     def run(self) -> None:
         """Serve until Shutdown."""
@@ -59,6 +61,8 @@ class EngineCore:
                     self.batcher.cancel(ids)
                     if self.resolver:
                         self.resolver.release(ids)
+                    if self.grammars:
+                        self.grammars.release(ids)
                 case GetSnapshot():
                     self.channel.send(self.batcher.snapshot(time.monotonic(), _MAX_SNAPSHOT_SEQS))
                 case Shutdown():
@@ -72,6 +76,9 @@ class EngineCore:
             if seq.request.adapter:  # loaded before: validation needs its length, and its errors come first
                 assert self.resolver is not None
                 seq.adapter = self.resolver.adapter(seq.request.adapter)
+            if seq.request.grammar is not None:
+                assert self.grammars is not None
+                seq.grammar = self.grammars.matcher(seq.request.grammar)
 
     def _step(self, plan: StepPlan) -> None:
         started_at = time.monotonic()
@@ -106,8 +113,8 @@ class EngineCore:
     def _drop_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """Fail the sequences that the engine could not sample for; the step of the others."""
         self.batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
-        for request_id, reason in result.failed.items():
-            self.channel.send(Failed([request_id], FailureKind.ERROR, reason))
+        for request_id, (kind, reason) in result.failed.items():
+            self.channel.send(Failed([request_id], kind, reason))
         rest = plan.without(result.failed)
         return rest, StepResult.gather(rest.sampled, [(plan.sampled, result)])
 

@@ -18,8 +18,11 @@ from tgis.engines import load_engine
 from tgis.errors import TgisError
 from tgis.ipc.adapters import ResolveAdapter
 from tgis.ipc.channel import Channel
+from tgis.ipc.grammars import CompileGrammar, Vocabulary
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, ToEngine
 from tgis.prompts.resolver import AdapterResolver
+from tgis.structured_output.compiler import GrammarCompiler
+from tgis.structured_output.matcher import TokenTable
 from tgis.utils import logs
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,8 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
     )
 
 
-def _serve(channel: Channel, options: EngineOptions) -> None:
+def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -> None:
+    """`received` is what has come after the options: the vocabulary, or nothing yet."""
     engine, fallback_reason = load_engine(options, channel.abort, channel.send)
     engine.warm_up()
     limits = batch_limits(options, engine.info)
@@ -54,8 +58,15 @@ def _serve(channel: Channel, options: EngineOptions) -> None:
 
         resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info), channel.send)
         channel.handle_inline(ResolveAdapter, resolver.resolve)
+    grammars = None
+    (vocabulary,) = received or channel.receive(wait=True)
+    assert isinstance(vocabulary, Vocabulary)
+    if vocabulary.tokens:
+        table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
+        grammars = GrammarCompiler(table, options.grammar_limits, channel.send)
+        channel.handle_inline(CompileGrammar, grammars.compile)
     channel.send(Ready(engine.info, fallback_reason))
-    EngineCore(channel, engine, batcher, resolver).run()
+    EngineCore(channel, engine, batcher, resolver, grammars).run()
     engine.close()
 
 
@@ -63,13 +74,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), ToEngine)
-    first = channel.receive(wait=True)
-    assert len(first) == 1
-    assert isinstance(first[0], EngineOptions)
-    logs.configure(level=first[0].log_level, json_output=first[0].json_output, process="engine")
+    options, *received = channel.receive(wait=True)
+    assert isinstance(options, EngineOptions)
+    logs.configure(level=options.log_level, json_output=options.json_output, process="engine")
     channel.start_heartbeat(lambda: Heartbeat(0, logs.num_dropped_lines()))
     try:
-        _serve(channel, first[0])
+        _serve(channel, options, received)
     except TgisError as error:
         channel.send(Fatal(str(error)))
         return 1

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.errors import StartError
-from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions, FailureKind
 from tgis.ipc.request import TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class StepResult:
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]  # one per token, or none; empty when no sequence asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request id
-    failed: dict[int, str] = field(default_factory=dict)  # request id -> why; its tokens are meaningless
+    failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)  # by request id; tokens are meaningless
 
     @classmethod
     def gather(cls, seqs: list[Sequence], results: "list[tuple[list[Sequence], StepResult]]") -> "StepResult":

@@ -15,7 +15,7 @@ from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.errors import OutOfMemory, StartError
-from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions, FailureKind
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 
@@ -49,7 +49,7 @@ class StepModel(msgspec.Struct, frozen=True):
 
 
 class FakeEngine:
-    """Token number n after the prompt is token n of the prompt, modulo its length."""
+    """Token number n after the prompt is token n of the prompt, modulo its length, or the first that is allowed."""
 
     def __init__(self, options: EngineOptions) -> None:
         config = json.loads((Path(options.model_path) / "config.json").read_bytes())
@@ -94,7 +94,9 @@ class FakeEngine:
             raise OutOfMemory("more tokens of context than the model's config allows")
         tokens = [self._next_tokens(seq) for seq in plan.sampled]
         logprobs = [self._token_logprobs(seq, new) for seq, new in zip(plan.sampled, tokens, strict=True)]
-        failed = {seq.id: "a poisoned row" for seq in plan.seqs if model.poison_token in seq.tokens}
+        failed = {
+            seq.id: (FailureKind.ERROR, "a poisoned row") for seq in plan.seqs if model.poison_token in seq.tokens
+        }
         return StepResult(tokens, logprobs, self._prompt_logprobs(plan.sampled), failed)
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -106,7 +108,11 @@ class FakeEngine:
 
     def _next_tokens(self, seq: Sequence) -> list[int]:
         first = seq.num_generated_tokens
-        return [seq.tokens[n % seq.prompt_length] for n in range(first, first + self._model.tokens_per_step)]
+        tokens = [seq.tokens[n % seq.prompt_length] for n in range(first, first + self._model.tokens_per_step)]
+        if seq.grammar is None:
+            return tokens
+        allowed = seq.grammar.allowed_ids(seq.tokens[seq.prompt_length :])
+        return tokens[:1] if tokens[0] in allowed else allowed[:1]
 
     def _write_kv(self, seq: Sequence, count: int) -> None:
         """Write tokens to the sequence's blocks, and check that all it has there is its own."""

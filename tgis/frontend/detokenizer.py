@@ -12,6 +12,7 @@ from itertools import chain
 
 from tgis.errors import StartError
 from tgis.frontend.tokenizer import Tokenizer
+from tgis.ipc.grammars import Vocabulary
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -70,6 +71,19 @@ class TokenDecoder:
         if previous is None:
             return self._cached_bytes(self._before_first, token_id)
         return self._cached_bytes(previous if self._context_dependent else self._placeholder, token_id)
+
+    def vocabulary(self) -> Vocabulary:
+        """What each token adds to an output; nothing where that depends on the token before."""
+        if self._context_dependent:
+            return Vocabulary([])
+        tokenizer = self.tokenizer
+        ids = range(tokenizer.max_token_id + 1)
+        text_ids = [token for token in ids if tokenizer.token_text(token) and not tokenizer.is_special(token)]
+        later = {token: self._compute_bytes(self._placeholder, token) for token in text_ids}
+        first = later if self._before_first is not None else {t: self._compute_bytes(None, t) for t in text_ids}
+        return Vocabulary(
+            [later.get(token, b"") for token in ids], {t: data for t, data in first.items() if data != later[t]}
+        )
 
     def _compute_bytes(self, context: int | None, token_id: int) -> bytes:
         before = [] if context is None else [context]

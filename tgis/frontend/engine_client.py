@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, assert_never
 
-from tgis.errors import EngineFailure, OutOfMemory, RequestError, Unavailable
-from tgis.frontend.engine_queries import AdapterQueries, SnapshotQuery
+from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
+from tgis.frontend.engine_queries import Lookups, SnapshotQuery
 from tgis.frontend.engine_watchdog import EngineWatchdog
 from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.ipc import messages
-from tgis.ipc.adapters import AdapterResolved
+from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarSpec, Vocabulary
 from tgis.ipc.request import Request
 from tgis.ipc.snapshot import Snapshot
 
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
     from tgis.frontend.metrics import Metrics
 
 _EXIT_TIMEOUT = 5.0
+_ADAPTER_TIMEOUT = 5.0
 _DIED = "the engine process has ended"
 _STOPPED = "the server has stopped"
+_NO_PROGRESS = messages.Heartbeat | Snapshot | AdapterResolved | GrammarCompiled  # a stuck engine sends these, too
 
 
 class EngineClient:
@@ -47,7 +50,7 @@ class EngineClient:
         self.ready: asyncio.Future[messages.EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
         self._snapshot_query = SnapshotQuery(lambda: self._send(messages.GetSnapshot()))
-        self._adapter_queries = AdapterQueries(self._send)
+        self._lookups = Lookups(self._send)
         self._dropped_log_lines: dict[int, int] = {}  # by rank
         self._death_cause = ""
         self._dead = False
@@ -66,6 +69,10 @@ class EngineClient:
         self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
         self._send(options)
         return self._process.pid
+
+    def send_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Once, after the start; the engine is not ready before."""
+        self._send(vocabulary)
 
     @property
     def queued_tokens(self) -> int:
@@ -112,7 +119,15 @@ class EngineClient:
         """Look an adapter up and keep it until the block is left; None if that takes too long."""
         if self._dead:
             raise Unavailable(self._death_cause)
-        return self._adapter_queries.acquire(self.next_id(), adapter_id)
+        return self._lookups.acquire(ResolveAdapter(self.next_id(), adapter_id), AdapterResolved, _ADAPTER_TIMEOUT)
+
+    def acquire_grammar(
+        self, spec: GrammarSpec, timeout: float
+    ) -> contextlib.AbstractAsyncContextManager[GrammarCompiled | None]:
+        """Compile a grammar and keep it until the block is left; None if that takes too long."""
+        if self._dead:
+            raise Unavailable(self._death_cause)
+        return self._lookups.acquire(CompileGrammar(self.next_id(), spec), GrammarCompiled, timeout)
 
     @contextlib.contextmanager
     def submit(self, requests: list[Request], *, eager: bool, arrived: float) -> Iterator[list[OutputQueue]]:
@@ -162,7 +177,7 @@ class EngineClient:
 
     def handle(self, message: messages.FromEngine) -> None:
         """Handle one message from the engine process."""
-        if not isinstance(message, messages.Heartbeat | Snapshot | AdapterResolved):  # a stuck engine sends these, too
+        if not isinstance(message, _NO_PROGRESS):
             self._watchdog.progress(time.monotonic())
         match message:
             case messages.Heartbeat(rank, num_dropped):
@@ -170,8 +185,8 @@ class EngineClient:
                 self._dropped_log_lines[rank] = num_dropped
             case Snapshot():
                 self._snapshot_query.resolve(message)
-            case AdapterResolved():
-                self._adapter_queries.resolve(message)
+            case AdapterResolved() | GrammarCompiled():
+                self._lookups.resolve(message)
             case messages.PromptLogprobs():
                 self._deliver_prompt_logprobs(message)
             case messages.Step():
@@ -191,7 +206,7 @@ class EngineClient:
         self._dead = True
         self._death_cause = self._death_cause or _DIED
         self._snapshot_query.fail(self._death_cause)
-        self._adapter_queries.fail(self._death_cause)
+        self._lookups.fail(self._death_cause)
         for request_id in list(self._queues):
             self._fail(request_id, Unavailable(self._death_cause))
         self._death_task = asyncio.ensure_future(self._report_death())
@@ -297,6 +312,8 @@ def _request_error(kind: messages.FailureKind, text: str) -> RequestError:
     match kind:
         case messages.FailureKind.OUT_OF_MEMORY:
             return OutOfMemory(text)
+        case messages.FailureKind.GRAMMAR:
+            return InvalidRequest("grammar", f"the grammar cannot be followed: {text}")
         case messages.FailureKind.ERROR:
             return EngineFailure(f"Request failed during generation: {text}")
 

@@ -1,4 +1,4 @@
-"""Questions to the engine process beside the requests: snapshots of the batch, and lookups of adapters.
+"""Questions to the engine process beside the requests: snapshots of the batch, and lookups.
 
 The engine answers between, before or after anything else that it says, or never; nobody waits for long.
 """
@@ -7,15 +7,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 from tgis.errors import Unavailable
 from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled
 from tgis.ipc.messages import Cancel
 from tgis.ipc.snapshot import Snapshot
 
 SNAPSHOT_MAX_AGE = 0.25  # seconds for which one answer serves all who ask: the engine has better things to do
 SNAPSHOT_TIMEOUT = 5.0
-ADAPTER_TIMEOUT = 5.0
 
 
 class SnapshotQuery:
@@ -53,30 +54,37 @@ class SnapshotQuery:
         return self._future
 
 
-class AdapterQueries:
-    """Open lookups of adapters; the engine process keeps what a lookup has found until it is cancelled."""
+Lookup = ResolveAdapter | CompileGrammar
+Answer = TypeVar("Answer", AdapterResolved, GrammarCompiled)
 
-    def __init__(self, send: Callable[[ResolveAdapter | Cancel], None]) -> None:
+
+class Lookups:
+    """Open lookups; the engine process keeps what a lookup has found until it is cancelled."""
+
+    def __init__(self, send: Callable[[Lookup | Cancel], None]) -> None:
         self._send = send
-        self._open: dict[int, asyncio.Future[AdapterResolved]] = {}
+        self._open: dict[int, asyncio.Future[AdapterResolved | GrammarCompiled]] = {}
         self._dead = False
 
     @contextlib.asynccontextmanager
-    async def acquire(self, lookup_id: int, adapter_id: str) -> AsyncIterator[AdapterResolved | None]:
-        """Look an adapter up and keep it until the block is left; None if that takes too long."""
+    async def acquire(self, lookup: Lookup, answer: type[Answer], timeout: float) -> AsyncIterator[Answer | None]:
+        """Look something up and keep it until the block is left; None if that takes too long."""
+        lookup_id = lookup.lookup_id
         future = self._open[lookup_id] = asyncio.get_running_loop().create_future()
-        self._send(ResolveAdapter(lookup_id, adapter_id))
+        self._send(lookup)
         try:
-            done, _ = await asyncio.wait([future], timeout=ADAPTER_TIMEOUT)
-            yield future.result() if done else None
+            done, _ = await asyncio.wait([future], timeout=timeout)
+            result = future.result() if done else None
+            assert result is None or isinstance(result, answer)
+            yield result
         finally:
             del self._open[lookup_id]
             if not self._dead:
                 self._send(Cancel([lookup_id]))
 
-    def resolve(self, resolved: AdapterResolved) -> None:
-        if (future := self._open.get(resolved.lookup_id)) and not future.done():
-            future.set_result(resolved)
+    def resolve(self, answer: AdapterResolved | GrammarCompiled) -> None:
+        if (future := self._open.get(answer.lookup_id)) and not future.done():
+            future.set_result(answer)
 
     def fail(self, cause: str) -> None:
         """The engine has died."""

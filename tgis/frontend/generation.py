@@ -7,8 +7,8 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, RequestError, Unavailable
@@ -17,6 +17,7 @@ from tgis.frontend.budget import INPUT, OFFSETS_PER_BYTE, TOKENS_PER_BYTE, Memor
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.grammars import GrammarClient
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
@@ -69,6 +70,7 @@ class Generator:
         client: EngineClient,
         decoder: TokenDecoder,
         adapters: AdapterClient,
+        grammars: GrammarClient,
         metrics: Metrics,
     ) -> None:
         self.server_info = server_info
@@ -81,6 +83,7 @@ class Generator:
         self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # of every token
         self._tokenizer = decoder.tokenizer
         self._adapters = adapters
+        self._grammars = grammars
         self._metrics = metrics
         self.slicer = Slicer()  # of all long work on the loop
         self._seeds = random.Random(server_info.random_seed)
@@ -101,8 +104,8 @@ class Generator:
             return []
         with log, self._admission(call):
             params = self._resolve_params(call)
-            async with self._adapters.acquire(call.adapter) as adapter:
-                requests = await self._prepare(call, params, adapter, log)
+            async with self._lookups(call, params) as (adapter, grammar):
+                requests = await self._prepare(call, params, adapter, grammar, log)
                 eager = bool(params.given.stop_sequences)
                 with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
@@ -122,8 +125,8 @@ class Generator:
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         with log, self._admission(call) as permit:
             params = self._resolve_params(call)
-            async with self._adapters.acquire(call.adapter) as adapter:
-                requests = await self._prepare(call, params, adapter, log)
+            async with self._lookups(call, params) as (adapter, grammar):
+                requests = await self._prepare(call, params, adapter, grammar, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
                     for output in outputs:
@@ -204,8 +207,24 @@ class Generator:
             raise InvalidRequest("request", "missing request")
         return validate(call.params, self.server_info.limits)
 
+    @asynccontextmanager
+    async def _lookups(
+        self, call: GenerateCall, params: ResolvedParams
+    ) -> AsyncIterator[tuple[AdapterRef | None, int | None]]:
+        """What the engine process keeps for the call until the block is left."""
+        async with (
+            self._adapters.acquire(call.adapter) as adapter,
+            self._grammars.acquire(params.given.grammar) as grammar,
+        ):
+            yield adapter, grammar
+
     async def _prepare(
-        self, call: GenerateCall, params: ResolvedParams, adapter: AdapterRef | None, log: RequestLog
+        self,
+        call: GenerateCall,
+        params: ResolvedParams,
+        adapter: AdapterRef | None,
+        grammar: int | None,
+        log: RequestLog,
     ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
         limits, limit = self.server_info.limits, params.given.truncate_input_tokens
@@ -226,6 +245,7 @@ class Generator:
                     field=field,
                     identity=call.identity,
                     answer_deadline=call.answer_deadline,
+                    grammar=grammar,
                 )
                 for field, encoding in some
                 for number in range(call.n)

@@ -151,6 +151,7 @@ def _describe_params(output: OutputBuilder) -> str:
         "stop_sequences": len(output.params.given.stop_sequences),
         "time_limit": request.deadline is not None,
         "details": options.generated_tokens or options.input_tokens,
+        "grammar": output.params.given.grammar and output.params.given.grammar.kind,
     }
     return " ".join(f"{name}={value}" for name, value in values.items() if value != _DEFAULTS.get(name))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from tgis.ipc.grammars import GrammarSpec
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
 
@@ -48,7 +49,7 @@ class RawParams:
     watermark: bool = False
     ignore_eos: bool = False
     truncate_input_tokens: int = 0
-    guided: str = ""  # the face's name for the constraint on the output, if any
+    grammar: GrammarSpec | None = None
     fill_context: bool = False  # without a number of tokens generate all that fits, whatever the server's default
     add_special_tokens: bool = True  # let the tokenizer add those that it adds, unless the server keeps it from that
     skip_special_tokens: bool | None = None  # in the output; None: as the server does

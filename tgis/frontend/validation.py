@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tgis.errors import InvalidRequest, Unimplemented
+from tgis.errors import InvalidRequest
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import Request
 
 MAX_OUTPUT_PENALTY = 2.0  # frequency and presence penalty, up and down
@@ -29,6 +30,7 @@ class RequestLimits:
     include_stop_sequence: bool  # where the request does not say
     default_max_new_tokens: int | None = 20  # likewise; None: all that fits
     max_top_n_tokens: int = 10
+    max_grammar_bytes: int = 1 << 16
     placeholder_id: int = 0  # the token that stands for each virtual token of a soft prompt
     max_request_tokens: int = 1 << 40  # input and output that fit into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
@@ -48,8 +50,6 @@ class _Rule:
 
 def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     """Check and resolve the parameters; InvalidRequest names the field of the first rule violated."""
-    if raw.guided:
-        raise Unimplemented(f"{raw.guided}: guided decoding is not supported yet")
     if raw.rules.max_top_n_tokens is not None:
         limits = replace(limits, max_top_n_tokens=raw.rules.max_top_n_tokens)
     default = None if raw.fill_context else limits.default_max_new_tokens
@@ -62,6 +62,8 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
         if not math.isfinite(number):
             raise InvalidRequest(name, f"{name} must be finite", f"{number:g}")
     _check_logit_bias(params.logit_bias, limits)
+    if params.grammar:
+        _check_grammar(params.grammar, limits.max_grammar_bytes)
     fill_context = not raw.max_new_tokens and default is None
     return params.resolve(
         include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context, watermark=limits.watermark
@@ -101,6 +103,7 @@ def make_request(
     identity: bytes = b"",
     answer_deadline: float | None = None,
     length: int = 0,
+    grammar: int | None = None,
 ) -> Request:
     """Check the length of one input and limit its output to what the maximum sequence length leaves.
 
@@ -136,6 +139,7 @@ def make_request(
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
         adapter=adapter,
         answer_deadline=answer_deadline,
+        grammar=grammar,
     )
     _check_capacity(request, limits, field)
     return request
@@ -159,6 +163,16 @@ def _check_capacity(request: Request, limits: RequestLimits, field: str) -> None
     if max(request.input_positions, request.output_positions) > limits.max_positions:
         text = f"input tokens ({request.input_positions}) and new tokens ({request.output_positions})"
         raise InvalidRequest(field, f"{text} must each be <= {limits.max_positions} for this model")
+
+
+def _check_grammar(grammar: GrammarSpec, max_bytes: int) -> None:
+    kind, size = grammar.kind, grammar.num_bytes
+    if kind is GrammarKind.CHOICE and len(grammar.choices) < 2:
+        raise InvalidRequest(kind, "must provide at least two choices", str(len(grammar.choices)))
+    if not size and kind is not GrammarKind.JSON_OBJECT:
+        raise InvalidRequest(kind, f"{kind} must not be empty")
+    if size > max_bytes:
+        raise InvalidRequest(kind, f"{kind} has {size} bytes, at most {max_bytes} allowed")
 
 
 def _float_fields(p: RawParams) -> Iterator[tuple[str, float]]:

@@ -9,6 +9,7 @@ import enum
 import msgspec
 
 from tgis.ipc.adapters import AdapterResolved, AdapterStoreOptions, ResolveAdapter
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarLimits, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.ipc.snapshot import Snapshot
 
@@ -44,6 +45,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
     batch_invariant: bool = True  # prefer kernels whose results do not depend on the batch
+    grammar_limits: GrammarLimits = GrammarLimits()
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -81,7 +83,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Requests or adapter lookups that nobody waits for any more; unknown ids are ignored."""
+    """Requests or lookups that nobody waits for any more; unknown ids are ignored."""
 
     ids: list[int]
 
@@ -171,6 +173,7 @@ class FailureKind(enum.StrEnum):
 
     ERROR = "error"
     OUT_OF_MEMORY = "oom"
+    GRAMMAR = "grammar"  # too complex to be followed
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -195,5 +198,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Submit | ResolveAdapter | Cancel | GetSnapshot | Shutdown
-FromEngine = Ready | PromptLogprobs | Step | Failed | AdapterResolved | Snapshot | Heartbeat | Fatal
+ToEngine = EngineOptions | Vocabulary | Submit | ResolveAdapter | CompileGrammar | Cancel | GetSnapshot | Shutdown
+FromEngine = Ready | PromptLogprobs | Step | Failed | AdapterResolved | GrammarCompiled | Snapshot | Heartbeat | Fatal

@@ -83,6 +83,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cache_salt: bytes = b""  # requests share cached prefixes only with others of the same salt
     adapter: AdapterRef | None = None
     answer_deadline: float | None = None  # of the client, who must have the whole output before it
+    grammar: int | None = None  # the lookup that has compiled it
 
     @property
     def soft_prompt_length(self) -> int:

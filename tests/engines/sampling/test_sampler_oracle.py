@@ -13,7 +13,10 @@ from sampling_steps import sample_batch
 
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
+from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
 from tgis.ipc.request import LogprobOptions, SamplingParams
+from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
 SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
 
@@ -39,8 +42,15 @@ details = st.builds(
 )
 
 
-# parameters, details, outputs so far, logits and contexts
-Batch = tuple[list[SamplingParams], list[LogprobOptions], list[list[int]], list[list[float]], list[list[int]]]
+# parameters, details, outputs so far, logits, contexts, and what grammars allow
+Batch = tuple[
+    list[SamplingParams],
+    list[LogprobOptions],
+    list[list[int]],
+    list[list[float]],
+    list[list[int]],
+    list[set[int] | None],
+]
 
 
 @st.composite
@@ -60,7 +70,18 @@ def batches(draw: st.DrawFn) -> Batch:
         per_row(st.lists(st.integers(0, vocabulary - 1), max_size=8)),
         rows_of(score, vocabulary),
         rows_of(st.integers(0, vocabulary - 1), width),
+        per_row(st.one_of(st.none(), st.none(), st.sets(st.integers(0, vocabulary - 1), max_size=5))),
     )
+
+
+def grammar_of(allowed: set[int], output: list[int], ends: list[int], vocab_size: int) -> GrammarMatcher:
+    """Of this output, with one of these tokens behind it or none."""
+    texts = [f"\\x{{{0x4E00 + token:x}}}" for token in range(vocab_size)]
+    tokens = [b"" if token in ends else chr(0x4E00 + token).encode() for token in range(vocab_size)]
+    more = f"[{''.join(texts[token] for token in allowed)}]?" if allowed else ""
+    pattern = "".join(texts[token] for token in output) + more
+    spec = GrammarSpec(GrammarKind.REGEX, pattern)
+    return compile_grammar(spec, TokenTable(Vocabulary(tokens), vocab_size, ends), GrammarLimits())
 
 
 @pytest.fixture(params=["as it is", "lists too short"], autouse=True)
@@ -85,13 +106,18 @@ def test_rows_match_the_naive_sampler(
     batch: Batch,
     eos: list[int],
 ) -> None:
-    params, asked, outputs, logits, context = batch
+    params, asked, outputs, logits, context, allowed = batch
     rows = [make_row(s, d, output=own) for s, d, own in zip(params, asked, outputs, strict=True)]
+    ends = sorted({token for token in eos if token < len(logits[0])})
+    for i, row in enumerate(rows):
+        chosen = allowed[i] if ends and not {*ends} & {*outputs[i]} else None
+        if chosen is not None:
+            row.grammar = grammar_of(chosen - {*ends}, outputs[i], ends, len(logits[0]))
+        allowed[i] = None if chosen is None else chosen | {*ends}
     sampled = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
-    ends = [token for token in eos if token < len(logits[0])]
     for i, sampling in enumerate(params):
         generated = len(outputs[i])
-        expected = oracle.process(logits[i], sampling, generated, ends, context[i], outputs[i])
+        expected = oracle.process(logits[i], sampling, generated, ends, context[i], outputs[i], allowed[i])
         bad = expected.scores.max() == -float("inf")
         assert (i in sampled.invalid) == bad
         if bad or expected.ambiguous:

@@ -8,6 +8,7 @@ from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
+from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
 from tgis.utils.slices import Slicer
@@ -28,6 +29,11 @@ _FIELD_PATHS = {
     "logit_bias": "params.decoding.logit_bias",
     "logprob_options": "params.response",
     "top_n_tokens": "params.response.top_n_tokens",
+    "json_object": "params.decoding.format",
+    "json_schema": "params.decoding.json_schema",
+    "regex": "params.decoding.regex",
+    "choice": "params.decoding.choice",
+    "grammar": "params.decoding.grammar",
 }
 
 _RESPONSES = pb.BatchedGenerationResponse.RESPONSES_FIELD_NUMBER
@@ -99,7 +105,7 @@ def raw_params(params: pb.Parameters) -> RawParams:
         watermark=decoding.watermark,
         ignore_eos=stopping.ignore_eos,
         truncate_input_tokens=params.truncate_input_tokens,
-        guided=_guided(decoding),
+        grammar=_grammar(decoding),
     )
 
 
@@ -217,12 +223,16 @@ def _adapter(message: HasAdapter) -> tuple[str, str] | None:
     return ("prefix_id", message.prefix_id) if message.HasField("prefix_id") else None
 
 
-def _guided(decoding: pb.DecodingParameters) -> str:
-    """The path of the guided-decoding field that is set, "" if none; format TEXT is no constraint."""
-    case = decoding.WhichOneof("guided")
-    if case is None or (case == "format" and decoding.format == pb.DecodingParameters.TEXT):
-        return ""
-    return f"params.decoding.{case}"
+def _grammar(decoding: pb.DecodingParameters) -> GrammarSpec | None:
+    """Format TEXT is no constraint, and neither is one that is unknown here."""
+    match decoding.WhichOneof("guided"):
+        case "format" if decoding.format == pb.DecodingParameters.JSON:
+            return GrammarSpec(GrammarKind.JSON_OBJECT)
+        case "choice":
+            return GrammarSpec(GrammarKind.CHOICE, choices=tuple(decoding.choice.choices))
+        case "json_schema" | "regex" | "grammar" as case:
+            return GrammarSpec(GrammarKind(case), getattr(decoding, case))
+    return None
 
 
 def _token_infos(infos: Iterable[TokenInfo]) -> list[pb.TokenInfo]:

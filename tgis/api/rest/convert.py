@@ -12,16 +12,19 @@ from tgis.api.rest.schema import (
     BestOfSequence,
     FinishReason,
     GenerateParameters,
+    Grammar,
     PrefillToken,
     SimpleToken,
     StreamDetails,
     Token,
 )
+from tgis.errors import InvalidRequest
 from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import FaceRules, RawParams
 from tgis.frontend.validation import RequestLimits
+from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
 from tgis.utils.slices import Slicer
 
@@ -60,7 +63,7 @@ def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: 
         frequency_penalty=given.frequency_penalty or 0.0,
         watermark=given.watermark,
         truncate_input_tokens=given.truncate or 0,
-        guided="grammar" if given.grammar else "",
+        grammar=_grammar(given.grammar) if given.grammar else None,
         fill_context=True,
         skip_special_tokens=True,
         rules=FaceRules(
@@ -70,6 +73,22 @@ def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: 
             min_room=_SLICED_ROOM,
         ),
     )
+
+
+class _NamedSchema(msgspec.Struct):
+    schema: msgspec.Raw
+
+
+def _grammar(given: Grammar) -> GrammarSpec:
+    """A schema may be JSON or a text that has it."""
+    try:
+        if given.type == "regex":
+            return GrammarSpec(GrammarKind.REGEX, msgspec.json.decode(given.value, type=str))
+        named = given.type == "json_schema"
+        text = bytes(msgspec.json.decode(given.value, type=_NamedSchema).schema if named else given.value).decode()
+        return GrammarSpec(GrammarKind.JSON_SCHEMA, msgspec.json.decode(text) if text.startswith('"') else text)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest("grammar", f"`grammar` {given.type}: {error}") from None
 
 
 def finish_reason(

@@ -16,6 +16,7 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.paged.prompt_logprobs import PromptChunk, PromptLogprobs
 from tgis.engines.sampling.batch_sampler import BatchSampler
+from tgis.engines.sampling.grammar_masks import append_forced_tokens, has_grammar
 from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.engines.sampling.sampler import SampledTokens
 
@@ -93,11 +94,11 @@ class AsyncDecoder:
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
         """The sequences that want another token whatever the next one is, unless it ends them. None where one lacks a
-        block for it or has not finished its prompt: what is left behind needs a second step, which costs more than is
-        gained.
+        block for it or has not finished its prompt, or has a grammar, which may force more tokens: what is left behind
+        needs a second step, which costs more than is gained.
         """
         seqs = [seq for seq in plan.sampled if seq.num_remaining_tokens > 1]
-        ready = all(self._has_free_slot(seq) for seq in seqs)
+        ready = all(self._has_free_slot(seq) and not has_grammar(seq) for seq in seqs)
         return seqs if ready and len(plan.sampled) == len(plan.seqs) else []
 
     def _has_free_slot(self, seq: Sequence) -> bool:
@@ -112,7 +113,9 @@ class AsyncDecoder:
             result, changed = step.wait(self.prompt_logprobs)
             results.append((step.sampled.seqs, result))
             self._discard([seq for seq in changed if last_steps[seq.id] is step and seq in plan.sampled])
-        return StepResult.gather(plan.sampled, results)
+        result = StepResult.gather(plan.sampled, results)
+        append_forced_tokens(plan.sampled, result)
+        return result
 
     def _discard(self, changed: list[Sequence]) -> None:
         """The step in flight was launched with other tokens of these sequences."""

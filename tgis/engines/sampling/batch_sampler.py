@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.sampling.grammar_masks import GrammarMasks
 from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.engines.sampling.penalties import Histories, Penalties, TokenHistory
 from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups, uniforms
@@ -53,7 +54,7 @@ class BatchSampler:
     def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
         """One token per sequence from `logits` [B, V], which may be overwritten; `newest` [B] are the tokens before.
 
-        Nothing here waits for the device.
+        Nothing here waits for the device. The tokens of sequences with a grammar must all be on the host.
         """
         assert logits.shape == (len(self._seqs), self._vocab_size)
         for history in (self._tokens, self._outputs) if self._append_newest else ():
@@ -61,9 +62,11 @@ class BatchSampler:
                 history.append(newest)
         self._sampled_lengths = self._next_lengths
         num_generated, uniform = step_metadata[:, :, None]
-        step = StepInputs(logits, Histories(self._tokens, self._outputs, num_generated), uniform)
+        masks = GrammarMasks.of(self._seqs, self._vocab_size, self._device)
+        histories = Histories(self._tokens, self._outputs, num_generated, masks and masks.only_eos)
+        step = StepInputs(logits, histories, uniform, masks)
         tables = [group.method(group, step) for group in self._groups]
-        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size)
+        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, masks.problems if masks else {})
 
     def sample_and_wait(self, seqs: list[Sequence], logits: Tensor) -> StepResult:
         """A whole step, of sequences whose tokens are all on the host."""

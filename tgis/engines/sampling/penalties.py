@@ -59,6 +59,7 @@ class Histories:
     tokens: TokenHistory | None  # what a repetition penalty and a watermark apply to; None: no row has one
     outputs: TokenHistory | None  # what the model has generated; None: no row has a frequency or presence penalty
     num_generated: Tensor  # [B, 1] float64
+    only_eos: Tensor | None = None  # [B, 1] bool: a grammar allows nothing but the end; None: no row has a grammar
 
 
 class _Penalty(Protocol):
@@ -143,7 +144,10 @@ class _EndPenalty:
         factor = self._decay.pow(past_start.clamp(min=0)).clamp(max=_MAX_PENALTY_FACTOR)
         boosted = old + old.abs() * (factor - 1)
         new = torch.where(old.isfinite(), boosted.to(old.dtype), old)
-        scores[self._rows, self._eos] = new.masked_fill(num_generated < self._minimum, -torch.inf)
+        below_minimum = num_generated < self._minimum
+        if histories.only_eos is not None:
+            below_minimum &= ~histories.only_eos[self._in_batch]
+        scores[self._rows, self._eos] = new.masked_fill(below_minimum, -torch.inf)
 
 
 class _RepetitionPenalty:

@@ -5,7 +5,7 @@ tokens that it has generated: neighbours, order, batch size and restarts do not 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
 from tgis.engines.sampling.logits_processors import (
     Candidates,
     Filters,
@@ -37,7 +38,8 @@ from tgis.engines.sampling.logprobs import (
 )
 from tgis.engines.sampling.penalties import Histories, Penalties
 from tgis.engines.transfers import to_device
-from tgis.ipc.request import LogprobOptions, SamplingParams
+from tgis.ipc.messages import FailureKind
+from tgis.ipc.request import LogprobOptions
 
 _TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k
 _DRAW_BLOCK = 256  # tokens
@@ -85,6 +87,7 @@ class StepInputs:
     logits: Tensor  # [B, V] of any float dtype; may be overwritten
     histories: Histories
     uniform: Tensor  # [B, 1] float64
+    masks: GrammarMasks | None = None
 
 
 Method = Callable[["SamplingGroup", StepInputs], LogprobTable]
@@ -103,6 +106,7 @@ class SamplingGroup:
         self.indices = indices
         self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)  # the same
         self.penalties = Penalties(params, indices, eos)
+        self.constrained = _constrained_rows(seqs, indices, eos.device)
         self.filters = Filters.of(params, vocab_size, eos.device)
         self.logprob_request = LogprobRequest.of(options, vocab_size, eos.device)
         # Without top_k the filters of a row need the mass of the whole vocabulary.
@@ -115,14 +119,31 @@ class SamplingGroup:
         if self.penalties:
             values = values if values.dtype == torch.float64 else values.float()
             self.penalties.apply(values, step.histories)
+        if self.constrained and step.masks:
+            rows, mask_rows = self.constrained
+            values[rows] = values[rows].masked_fill(~step.masks.allowed[mask_rows], -torch.inf)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
+
+
+def _constrained_rows(
+    seqs: list[Sequence], indices: list[int], device: torch.device
+) -> tuple[Tensor | slice, Tensor | slice] | None:
+    """Which rows of a group have a grammar, and their rows in the masks of the whole batch; None if no row has."""
+    mask_rows = {index: row for row, index in enumerate(i for i, seq in enumerate(seqs) if has_grammar(seq))}
+    rows = [row for row, index in enumerate(indices) if index in mask_rows]
+    if not rows:
+        return None
+    if len(rows) == len(seqs):
+        return slice(None), slice(None)  # the same
+    own_masks = [mask_rows[indices[row]] for row in rows]
+    return to_device(rows, torch.int64, device), to_device(own_masks, torch.int64, device)
 
 
 def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[SamplingGroup]:
     """The batch by method; `eos` [ids] are the tokens that penalties on the end of a sequence apply to."""
     indices: dict[Method, list[int]] = {}
     for index, seq in enumerate(seqs):
-        method = _method(seq.request.sampling_params, _logprob_options(seq), vocab_size)
+        method = _method(seq, vocab_size)
         indices.setdefault(method, []).append(index)
     return [SamplingGroup(method, seqs, own, vocab_size, eos) for method, own in indices.items()]
 
@@ -135,6 +156,7 @@ class SampledTokens:
     groups: list[SamplingGroup]
     tables: list[LogprobTable]  # by group
     vocab_size: int
+    problems: dict[int, str] = field(default_factory=dict)  # of grammars, by request id
 
     def token_ids(self) -> Tensor:
         """Those of the sequences, int64 [B]: valid ids even of invalid rows; an inexact row may get another one."""
@@ -162,7 +184,8 @@ class SampledTokens:
                 told = valid and own.wants_details
                 result.logprobs.append([token_logprobs(row, own)] if told else [])
             if not valid:
-                result.failed[seq.id] = "the model's scores are not finite"
+                result.failed[seq.id] = FailureKind.ERROR, "the model's scores are not finite"
+        result.failed |= {seq_id: (FailureKind.GRAMMAR, problem) for seq_id, problem in self.problems.items()}
         return result
 
     def changed(self, tables: list[HostTable]) -> list[Sequence]:
@@ -227,11 +250,13 @@ def _sample_candidates(
     return table_with_candidates(max_score, chosen, candidates, request)
 
 
-def _method(params: SamplingParams, options: LogprobOptions, vocab_size: int) -> Method:
+def _method(seq: Sequence, vocab_size: int) -> Method:
+    params = seq.request.sampling_params
     if not params.greedy:
         filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.typical_p < 1
         return _sample_filtered if filtered else _sample_full
-    return _sample_greedy if Penalties.used_by(params) or options.wants_details else _argmax
+    changed = Penalties.used_by(params) or has_grammar(seq)
+    return _sample_greedy if changed or _logprob_options(seq).wants_details else _argmax
 
 
 def _logprob_options(seq: Sequence) -> LogprobOptions:

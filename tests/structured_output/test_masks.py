@@ -1,0 +1,135 @@
+"""Masks against brute force: every token of a vocabulary tried with another library's matcher."""
+
+import random
+
+import pytest
+import regex
+from grammar_walks import EOS, byte_table, compiled, token_table, walk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tgis.errors import GrammarError
+from tgis.ipc.grammars import GrammarKind
+
+REGEXES = [
+    r"[a-c]{2,4}(x|yz)*",
+    r"(foo|bar)+ \d{1,3}",
+    r"a.b|.{3}",
+    r"[^a]*a?",
+    r"\w+@\w+\.(com|org)",
+    r"é(ü|世界)*|[äö]{2}",
+    r"(?i:abc)-\p{Lu}\p{Ll}+",
+    r"/\*[^*]*\*/",
+    r"^-?(0|[1-9]\d*)(\.\d+)?$",
+]
+PIECES = [
+    *"abcdefghijklmnoprstuvxyzABCÄÖäöéü世界0123456789@.-/* \n",
+    *(
+        "ab",
+        "abc",
+        "yz",
+        "zz",
+        "foo",
+        "foo ",
+        "bar 1",
+        "12",
+        ".com",
+        "ü世",
+        "/*",
+        "*/",
+        "0.5",
+        "AB",
+        "bC",
+        "-Ä",
+        "a\nb",
+    ),
+]
+TABLE = token_table([piece.encode() for piece in PIECES])
+
+
+@given(st.sampled_from(REGEXES), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_masks_are_those_of_a_naive_matcher(pattern: str, rng: random.Random) -> None:
+    matcher, naive = compiled(GrammarKind.REGEX, pattern, TABLE), regex.compile(pattern)
+    tokens, _ = walk(matcher, rng, 6, eager=0.2)
+    for length in range(len(tokens) + 1):
+        text = "".join(PIECES[token - 1] for token in tokens[:length])
+        expected = [EOS] if naive.fullmatch(text) else []
+        texts = enumerate((text + piece for piece in PIECES), 1)
+        expected += [token for token, more in texts if naive.fullmatch(more, partial=True)]
+        assert matcher.allowed_ids(tokens[:length]) == expected, (pattern, text)
+
+
+def test_characters_may_be_split_between_tokens() -> None:
+    table = byte_table(["世".encode()[:2], "界".encode()[1:], "é".encode()])
+    matcher = compiled(GrammarKind.REGEX, "[世é]界", table)
+    first, second = matcher.allowed_ids([]), matcher.allowed_ids([257])
+    assert first == [0xC3 + 1, 0xE4 + 1, 257, 259]
+    assert second == ["世".encode()[2] + 1]
+    assert matcher.allowed_ids([257, "世".encode()[2] + 1, "界".encode()[0] + 1]) == ["界".encode()[1] + 1, 258]
+
+
+def test_the_first_token_may_add_other_bytes() -> None:
+    """As of an encoder-decoder with sentencepiece, whose output begins without the space of its first word."""
+    table = token_table([b" yes", b" no", b"no", b" ", b"es"], first={1: b"yes", 2: b"no", 4: b""})
+    matcher = compiled(GrammarKind.CHOICE, "", table, choices=["yes", "no", "no no", " no"])
+    assert matcher.allowed_ids([]) == [1, 2, 3]
+    assert matcher.allowed_ids([2]) == [EOS, 2, 4]
+    assert matcher.allowed_ids([3, 4]) == [3]
+    assert matcher.allowed_ids([1]) == [EOS]
+
+
+def test_a_text_that_no_token_continues_fails() -> None:
+    matcher = compiled(GrammarKind.CHOICE, "", token_table([b"a", b"b", b"c"]), choices=["abx", "ac"])
+    assert matcher.allowed_ids([1]) == [2, 3]
+    with pytest.raises(GrammarError, match="no text of the model's tokens matches"):
+        matcher.allowed_ids([1, 2])
+
+
+def test_special_tokens_and_ids_beyond_the_model_are_never_allowed() -> None:
+    table = token_table([b"a", b"", b"b", b""])
+    assert compiled(GrammarKind.REGEX, "(?s:.*)", table).allowed_ids([]) == [EOS, 1, 3]
+
+
+def test_a_matcher_follows_a_sequence_back() -> None:
+    matcher = compiled(GrammarKind.CHOICE, "", byte_table(), choices=["abcd", "abxy"])
+    a, b, c, x = (byte + 1 for byte in b"abcx")
+    assert matcher.forced_tokens([a], 9) == [b]
+    assert matcher.allowed_ids([a, b]) == [c, x]
+    assert matcher.forced_tokens([a, b, c], 9) == [ord("d") + 1, EOS]
+    assert matcher.forced_tokens([a, b, c], 1) == [ord("d") + 1]
+    assert matcher.allowed_ids([]) == [a]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        (GrammarKind.REGEX, "(", "invalid regex: unclosed group"),
+        (GrammarKind.REGEX, "a\\", "ends with a backslash"),
+        (
+            GrammarKind.REGEX,
+            "a(?=b)",
+            "invalid regex: look-around, including look-ahead and look-behind, is not supported",
+        ),
+        (GrammarKind.REGEX, r"(a)\1", "invalid regex: backreferences are not supported"),
+        (GrammarKind.REGEX, "a{10001}", "{10001} is more than 10000 repetitions"),
+        (GrammarKind.REGEX, "(" * 65 + ")" * 65, "nested more than 64 levels deep"),
+        (GrammarKind.REGEX, "[a&&b]", "no text of the model's tokens matches"),
+        (GrammarKind.GRAMMAR, "root ::= root", "no text of the model's tokens matches"),
+        (GrammarKind.GRAMMAR, 'x: "a"', "no start rule found"),
+        (GrammarKind.GRAMMAR, "start: x\nx: /(/", "invalid regex: unclosed group in line 2, column 4"),
+        (GrammarKind.GRAMMAR, '%llguidance {}\nstart: "a"', "unsupported directive %llguidance"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(kind: GrammarKind, text: str, problem: str) -> None:
+    with pytest.raises(GrammarError) as error:
+        compiled(kind, text, TABLE)
+    assert str(error.value) == problem
+
+
+def test_lark_grammars_are_taken_as_they_are() -> None:
+    matcher = compiled(GrammarKind.GRAMMAR, 'start: "a" x?\nx: /[0-9]+/', byte_table())
+    assert matcher.allowed_ids([ord("a") + 1]) == [EOS, *(ord(digit) + 1 for digit in "0123456789")]
+    matcher = compiled(GrammarKind.REGEX, "a/b\\/c\n", byte_table())
+    text = [byte + 1 for byte in b"a/b/c\n"]
+    assert all(token in matcher.allowed_ids(text[:at]) for at, token in enumerate([*text, EOS]))

@@ -1,0 +1,40 @@
+"""Random walks through grammars, as a model would take them whose every allowed token is equally likely."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
+from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.matcher import GrammarMatcher, TokenTable
+
+EOS = 0
+LIMITS = GrammarLimits()
+
+
+def token_table(texts: Iterable[bytes], first: dict[int, bytes] | None = None) -> TokenTable:
+    """EOS, then tokens of these texts from 1 on."""
+    tokens = [b"", *texts]
+    return TokenTable(Vocabulary(tokens, first or {}), len(tokens), [EOS])
+
+
+def byte_table(more: Iterable[bytes] = ()) -> TokenTable:
+    """Byte b is token b + 1; then come more tokens."""
+    return token_table([*(bytes([byte]) for byte in range(256)), *more])
+
+
+def compiled(
+    kind: GrammarKind, text: str, table: TokenTable, *, choices: Sequence[str] = (), limits: GrammarLimits = LIMITS
+) -> GrammarMatcher:
+    return compile_grammar(GrammarSpec(kind, text, tuple(choices)), table, limits)
+
+
+def walk(matcher: GrammarMatcher, rng: random.Random, limit: int, eager: float = 0.5) -> tuple[list[int], bool]:
+    """Allowed tokens, and whether the end was among them; it is taken as soon as it may be with this probability."""
+    tokens: list[int] = []
+    while len(tokens) < limit:
+        allowed = matcher.allowed_ids(tokens)
+        assert allowed
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < eager):
+            return tokens, True
+        tokens.append(rng.choice([token for token in allowed if token != EOS]))
+    return tokens, False

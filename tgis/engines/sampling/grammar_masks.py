@@ -1,0 +1,74 @@
+"""The tokens that grammars allow the rows of a batch next.
+
+Masks are made on the host, while a GPU still computes the logits.
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgis.batcher.sequence import Sequence
+from tgis.engines.base import StepResult
+from tgis.engines.transfers import to_device
+from tgis.errors import GrammarError
+from tgis.ipc.messages import FailureKind
+
+
+def has_grammar(seq: Sequence) -> bool:
+    return seq.grammar is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """Those of the rows with a grammar, in their order."""
+
+    allowed: Tensor  # bool [rows with a grammar, V]
+    only_eos: Tensor  # bool [B, 1]: nothing but the end is allowed
+    problems: dict[int, str] = field(default_factory=dict)  # by request id: why there is no mask
+
+    @classmethod
+    def of(cls, seqs: list[Sequence], vocab_size: int, device: torch.device) -> Self | None:
+        """None if no row has a grammar."""
+        constrained = [seq for seq in seqs if has_grammar(seq)]
+        if not constrained:
+            return None
+        packed = constrained[0].grammar.table.new_masks(len(constrained))
+        problems, ends = {}, set()
+        for seq, mask in zip(constrained, packed, strict=True):
+            try:
+                if seq.grammar.fill_mask(seq.tokens[seq.prompt_length :], mask):
+                    ends.add(seq.id)
+            except GrammarError as error:
+                problems[seq.id] = str(error)
+                mask[:] = 0xFF
+        only_eos = to_device([[seq.id in ends] for seq in seqs], torch.bool, device)
+        return cls(_unpack(packed, device)[:, :vocab_size], only_eos, problems)
+
+
+def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:
+    """Take the tokens that a grammar forces after those of a step, without a pass for each."""
+    for seq, tokens in zip(seqs, result.tokens, strict=True):
+        if tokens and has_grammar(seq) and not _wants_logprobs(seq):
+            generated = seq.tokens[seq.prompt_length :] + tokens
+            try:
+                tokens += seq.grammar.forced_tokens(generated, seq.num_remaining_tokens - len(tokens))
+            except GrammarError as error:
+                result.failed[seq.id] = FailureKind.GRAMMAR, str(error)
+
+
+def _wants_logprobs(seq: Sequence) -> bool:
+    options = seq.request.logprob_options
+    return options.generated_tokens and options.wants_details
+
+
+def _unpack(packed: NDArray[np.uint8], device: torch.device) -> Tensor:
+    """The bits of each row, as bool."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little").view(np.bool_))
+    on_device = to_device(packed, torch.uint8, device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((on_device[:, :, None] >> shifts) & 1).bool().flatten(1)

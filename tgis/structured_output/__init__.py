@@ -1,0 +1,1 @@
+"""Structured output: grammars that generated text must follow, compiled, and the tokens that they allow."""

@@ -1,0 +1,93 @@
+"""Compiles grammars for the front end, in threads of its own so that no step waits for one, and keeps the latest.
+
+llguidance bounds the work by counting it, so that neither a compilation nor a mask takes long, whatever the grammar.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import llguidance
+
+from tgis.errors import GrammarError
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarLimits, GrammarSpec
+from tgis.structured_output.ebnf import is_ebnf
+from tgis.structured_output.lark import problem_of, to_lark
+from tgis.structured_output.matcher import GrammarMatcher, TokenTable
+
+log = logging.getLogger(__name__)
+
+_THREADS = 2  # one expensive grammar does not delay all others
+_INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
+_STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
+_STEP_MAX_ITEMS = 30_000  # likewise, about 2 ms
+_MAX_GRAMMAR_SIZE = 200_000  # symbols
+
+
+def compile_grammar(spec: GrammarSpec, table: TokenTable, limits: GrammarLimits) -> GrammarMatcher:
+    """GrammarError if it cannot be used."""
+    bounds = llguidance.LLParserLimits(
+        initial_lexer_fuel=_INITIAL_LEXER_FUEL,
+        step_lexer_fuel=_STEP_LEXER_FUEL,
+        step_max_items=_STEP_MAX_ITEMS,
+        max_lexer_states=limits.max_states,
+        max_grammar_size=_MAX_GRAMMAR_SIZE,
+        verbose_errors=False,  # they would quote the grammar
+    )
+    matcher = llguidance.LLMatcher(table.tokenizer, to_lark(spec, limits), log_level=0, limits=bounds)
+    if matcher.is_error():
+        raise GrammarError(problem_of(matcher.get_error(), None if is_ebnf(spec.text) else spec.kind))
+    compiled = GrammarMatcher(matcher, table)
+    compiled.copy().allowed_ids([])  # is there a first token?
+    return compiled
+
+
+class GrammarCompiler:
+    """All lookups that are not released, and the cache."""
+
+    def __init__(self, table: TokenTable, limits: GrammarLimits, send: Callable[[GrammarCompiled], None]) -> None:
+        self._table = table
+        self._limits = limits
+        self._send = send
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+        self._lock = threading.Lock()
+        self._cache: dict[GrammarSpec, Future[GrammarMatcher]] = {}  # the least recently used first
+        self._held: dict[int, Future[GrammarMatcher]] = {}  # by lookup id
+
+    def compile(self, lookup: CompileGrammar) -> None:
+        """Start a lookup; another thread sends the answer, or this one if it is known."""
+        spec = lookup.spec
+        with self._lock:
+            future = self._cache.pop(spec, None)
+            if future is None:
+                future = self._pool.submit(compile_grammar, spec, self._table, self._limits)
+            self._cache[spec] = self._held[lookup.lookup_id] = future
+            while len(self._cache) > self._limits.cache_size:
+                del self._cache[next(iter(self._cache))]
+        future.add_done_callback(lambda done: self._answer(lookup.lookup_id, done))
+
+    def matcher(self, lookup_id: int) -> GrammarMatcher:
+        """For one more output of what a lookup has compiled."""
+        return self._held[lookup_id].result(timeout=0).copy()
+
+    def release(self, lookup_ids: Iterable[int]) -> None:
+        """Drop these lookups, and what nobody waits for any more; unknown ids are ignored."""
+        with self._lock:
+            released = [future for id_ in lookup_ids if (future := self._held.pop(id_, None))]
+            for future in released:
+                if future not in self._held.values() and future.cancel():
+                    self._cache = {spec: other for spec, other in self._cache.items() if other is not future}
+
+    def _answer(self, lookup_id: int, done: "Future[GrammarMatcher]") -> None:
+        if done.cancelled():
+            return
+        match done.exception():
+            case None:
+                problem = ""
+            case GrammarError() as error:
+                problem = str(error)
+            case error:
+                log.error("failed to compile a grammar", exc_info=error)
+                problem = f"internal error: {type(error).__name__}"
+        self._send(GrammarCompiled(lookup_id, problem))

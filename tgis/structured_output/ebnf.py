@@ -1,0 +1,271 @@
+"""EBNF as llama.cpp (GBNF), vLLM and XGrammar write it, converted to llguidance's Lark.
+
+`root ::= "a" rule* | [0-9]{1,3}` with comments after `#`. Such a grammar describes characters, but Lark matches the
+longest terminal: where one terminal may begin another, they are written character by character here.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tgis.errors import GrammarError
+
+_TOKEN = re.compile(
+    r"""(?P<skip>[ \t\r\n]+|\#[^\n]*)
+    |(?P<define>::=)
+    |(?P<name>[A-Za-z_][\w.-]*)
+    |(?P<literal>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    |(?P<chars>\[\^?(?:[^\]\\\n]|\\.)*\])
+    |(?P<repeat>[*+?]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})
+    |(?P<mark>[.()|])""",
+    re.VERBOSE,
+)
+_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL)
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in "\\\"'[]^-/"}
+_ROOT = "root"
+
+
+def is_ebnf(text: str) -> bool:
+    return "::=" in text
+
+
+def ebnf_to_lark(text: str, max_depth: int, max_repetitions: int) -> str:
+    """GrammarError says what is wrong, and where."""
+    return _Parser(text, max_depth, max_repetitions).lark()
+
+
+@dataclass(frozen=True, slots=True)
+class _Literal:
+    """A text, which may have to be written character by character."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Chars:
+    """One character of a class."""
+
+    ranges: tuple[tuple[str, str], ...]  # first and last
+    negated: bool = False
+
+    def matches(self, char: str) -> bool:
+        return any(first <= char <= last for first, last in self.ranges) is not self.negated
+
+    @property
+    def regex(self) -> str:
+        if not self.ranges:
+            return "(?s:.)"
+        ranges = (f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}" for first, last in self.ranges)
+        return f"[{'^' * self.negated}{''.join(ranges)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+    at: int
+
+
+_Piece = str | _Literal | _Chars  # a str is Lark as it stands
+
+
+@dataclass(slots=True)
+class _Parser:
+    """Recursive descent: the output is the input with other words in it."""
+
+    text: str
+    max_depth: int
+    max_repetitions: int
+    _tokens: list[_Token] = field(init=False)
+    _at: int = 0
+    _depth: int = 0
+    _defined: set[str] = field(default_factory=set)
+    _used: dict[str, _Token] = field(default_factory=dict)
+    _pieces: list[_Piece] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._tokens = list(self._scan())
+
+    def lark(self) -> str:
+        while self._peek().kind != "end":
+            self._rule()
+        if _ROOT not in self._defined:
+            raise GrammarError(f"no rule is named {_ROOT}")
+        for name, token in self._used.items():
+            if name not in self._defined:
+                raise self._error(f"no rule is named {name}", token)
+        unsafe = _unsafe_literals(self._pieces)
+        return "start: " + _rule_name(_ROOT) + "".join(_lark(piece, unsafe) for piece in self._pieces) + "\n"
+
+    def _scan(self) -> Iterator[_Token]:
+        at = 0
+        while at < len(self.text):
+            match = _TOKEN.match(self.text, at)
+            if match is None:
+                raise self._error(f"unexpected {self.text[at]!r}", _Token("", "", at))
+            assert match.lastgroup is not None
+            if match.lastgroup != "skip":
+                yield _Token(match.lastgroup, match[0], at)
+            at = match.end()
+        yield _Token("end", "the end", at)
+
+    def _rule(self) -> None:
+        name = self._take("name")
+        self._take("define")
+        if name.text in self._defined:
+            raise self._error(f"rule {name.text} is defined twice", name)
+        self._defined.add(name.text)
+        self._pieces.append(f"\n{_rule_name(name.text)}: ")
+        self._alternatives()
+
+    def _alternatives(self) -> None:
+        self._sequence()
+        while self._peek().text == "|" and self._peek().kind == "mark":
+            self._at += 1
+            self._pieces.append(" | ")
+            self._sequence()
+
+    def _sequence(self) -> None:
+        empty = True
+        while self._element():
+            empty = False
+            if self._peek().kind == "repeat":
+                self._repeat(self._take("repeat"))
+            self._pieces.append(" ")
+        if empty:
+            self._pieces.append('""')
+
+    def _element(self) -> bool:
+        """Whether there is one more."""
+        token = self._peek()
+        match token.kind:
+            case "name" if self._tokens[self._at + 1].kind != "define":
+                self._used.setdefault(token.text, token)
+                self._pieces.append(_rule_name(token.text))
+            case "literal":
+                text = "".join(char for char, _ in self._characters(token))
+                self._pieces.append(_Literal(text) if text else '""')
+            case "chars":
+                self._pieces.append(self._class(token))
+            case "mark" if token.text == ".":
+                self._pieces.append(_Chars((), negated=True))
+            case "mark" if token.text == "(":
+                self._group(token)
+                return True
+            case _:
+                return False
+        self._at += 1
+        return True
+
+    def _group(self, token: _Token) -> None:
+        self._depth += 1
+        if self._depth > self.max_depth:
+            raise self._error(f"nested more than {self.max_depth} levels deep", token)
+        self._at += 1
+        self._pieces.append("(")
+        self._alternatives()
+        if (end := self._take("mark")).text != ")":
+            raise self._error(f"unexpected {end.text}", end)
+        self._pieces.append(")")
+        self._depth -= 1
+
+    def _repeat(self, token: _Token) -> None:
+        counts = [int(number) for number in re.findall(r"\d+", token.text)]
+        if counts and max(counts) > self.max_repetitions:
+            raise self._error(f"more than {self.max_repetitions} repetitions", token)
+        if len(counts) == 2 and counts[0] > counts[1]:
+            raise self._error(f"no number is in {token.text}", token)
+        self._pieces.append(re.sub(r"\s", "", token.text))
+
+    def _class(self, token: _Token) -> _Chars:
+        negated = token.text.startswith("[^")
+        chars = list(self._characters(token))
+        ranges = []
+        while chars:
+            first, _ = chars.pop(0)
+            last = first
+            if len(chars) > 1 and chars[0] == ("-", False):
+                last = chars[1][0]
+                del chars[:2]
+            if last < first:
+                raise self._error(f"no character is in {first}-{last}", token)
+            ranges.append((first, last))
+        if not ranges and not negated:
+            raise self._error("an empty class of characters", token)
+        return _Chars(tuple(ranges), negated)
+
+    def _characters(self, token: _Token) -> Iterator[tuple[str, bool]]:
+        """Those of a literal or a class, and whether they were escaped."""
+        text = token.text[1:-1].removeprefix("^" if token.kind == "chars" else "")
+        at = 0
+        while at < len(text):
+            escape = _ESCAPE.match(text, at)
+            yield (self._unescape(escape[1], token), True) if escape else (text[at], False)
+            at = escape.end() if escape else at + 1
+
+    def _unescape(self, escape: str, token: _Token) -> str:
+        if len(escape) == 1:
+            if escape not in _ESCAPED:
+                raise self._error(f"unknown escape \\{escape}", token)
+            return _ESCAPED[escape]
+        code = int(escape[1:], 16)
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise self._error(f"\\{escape} is no character", token)
+        return chr(code)
+
+    def _peek(self) -> _Token:
+        return self._tokens[self._at]
+
+    def _take(self, kind: str) -> _Token:
+        token = self._peek()
+        if token.kind != kind:
+            raise self._error(f"unexpected {'literal' if token.kind == 'literal' else token.text}", token)
+        self._at += 1
+        return token
+
+    def _error(self, problem: str, token: _Token) -> GrammarError:
+        line = self.text.count("\n", 0, token.at) + 1
+        column = token.at - (self.text.rfind("\n", 0, token.at) + 1) + 1
+        return GrammarError(f"{problem} in line {line}, column {column}")
+
+
+def _rule_name(name: str) -> str:
+    """Lark's rules are in lower case, without hyphens and dots; different names stay different."""
+    return "r_" + re.sub(r"[^a-z0-9]", lambda match: f"_{ord(match[0]):x}_", name)
+
+
+def _unsafe_literals(pieces: list[_Piece]) -> set[str]:
+    """Literals with a begin that is another terminal, until none is left whole that has one."""
+    texts = {piece.text for piece in pieces if isinstance(piece, _Literal)}
+    classes = {piece for piece in pieces if isinstance(piece, _Chars)}
+    shortest = {text for text in texts if len(text) == 1}
+    unsafe: set[str] = set()
+    while True:
+        found = {
+            text
+            for text in texts - shortest - unsafe
+            if text[0] in shortest
+            or any(chars.matches(text[0]) for chars in classes)
+            or any(text[:end] in texts for end in range(1, len(text)))
+        }
+        if not found:
+            return unsafe
+        unsafe |= found
+        shortest |= {char for text in found for char in text}
+
+
+def _lark(piece: _Piece, unsafe: set[str]) -> str:
+    match piece:
+        case _Literal(text) if text in unsafe:
+            return f"({' '.join(map(_quote, text))})"
+        case _Literal(text):
+            return _quote(text)
+        case _Chars() as chars:
+            return f"/{chars.regex}/"
+        case lark:
+            return lark
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

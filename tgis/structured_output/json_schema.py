@@ -1,0 +1,72 @@
+"""Checks of JSON schemas before they are compiled: what would take too long, or would be ignored.
+
+llguidance refuses the keywords that it does not implement itself, by name, and ignores unknown ones, as the standard
+says.
+"""
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from math import lcm
+from typing import Any
+
+from tgis.errors import GrammarError
+from tgis.ipc.grammars import GrammarLimits
+
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
+OWN_KEYWORD = "x-guidance"  # of llguidance: options of the compiler, not for clients
+
+
+def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
+    """A JSON schema that is safe to compile; GrammarError."""
+    try:
+        schema = json.loads(text, parse_float=Decimal, parse_constant=_no_number)
+    except RecursionError:
+        raise GrammarError(f"nested more than {limits.max_depth} levels deep") from None
+    except ValueError as error:
+        raise GrammarError(f"not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("a JSON schema is an object or a boolean")
+    multiple = 1
+    for name, value in _members(schema, limits.max_depth):
+        if name == OWN_KEYWORD:
+            raise GrammarError(f"unsupported keyword {name}")
+        if name in _COUNTS and isinstance(value, int | Decimal) and value > limits.max_repetitions:
+            raise GrammarError(f"{name} {value} is more than {limits.max_repetitions}")
+        if name == "multipleOf" and isinstance(value, int | Decimal) and value > 0:
+            multiple = lcm(multiple, _coefficient(value))
+    if multiple > _MAX_MULTIPLE:
+        raise GrammarError(f"multipleOf: the common multiple of all values is more than {_MAX_MULTIPLE}")
+    if isinstance(schema, bool):
+        return {} if schema else {"enum": []}
+    plain: dict[str, Any] = json.loads(text)
+    return plain
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _coefficient(value: int | Decimal) -> int:
+    """The digits of a number without the decimal point, a large number for one that is too long."""
+    digits, exponent = Decimal(value).normalize().as_tuple()[1:]
+    assert isinstance(exponent, int)
+    if exponent > len(str(_MAX_MULTIPLE)):
+        return _MAX_MULTIPLE + 1
+    coefficient: int = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
+    return coefficient
+
+
+def _members(schema: Any, max_depth: int) -> Iterator[tuple[str, Any]]:
+    """Every name and value anywhere in a JSON value."""
+    values = [(schema, 1)]
+    while values:
+        value, depth = values.pop()
+        if depth > max_depth:
+            raise GrammarError(f"nested more than {max_depth} levels deep")
+        if isinstance(value, dict):
+            yield from value.items()
+            values += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list):
+            values += [(each, depth + 1) for each in value]

@@ -1,0 +1,90 @@
+"""Every kind of grammar as one in Lark, the language that llguidance compiles.
+
+Forced bytes are off: a mask has every token that the grammar allows, not only the tokenizer's own spelling of them.
+"""
+
+import json
+import re
+from typing import Any, assert_never
+
+import llguidance
+
+from tgis.errors import GrammarError
+from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec
+from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
+from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
+
+_DIRECTIVE = "%llguidance"
+_HEAD = f'{_DIRECTIVE} {{"no_forcing": true}}\n'
+# Between the tokens of JSON: without a bound, a model could fill its limit with blanks.
+_WHITESPACE = r" |\r?\n[ \t]{0,32}"
+_NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
+_PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
+_COUNTS = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}")
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+def to_lark(spec: GrammarSpec, limits: GrammarLimits) -> str:
+    """GrammarError if the text is none of its kind, or too deep, or repeats too much."""
+    match spec.kind:
+        case GrammarKind.JSON_OBJECT:
+            return _HEAD + _json({"type": "object"})
+        case GrammarKind.JSON_SCHEMA:
+            return _HEAD + _json(parse_schema(spec.text, limits))
+        case GrammarKind.REGEX:
+            return _HEAD + f"start: /{_regex(spec.text, limits)}/\n"
+        case GrammarKind.CHOICE:
+            return _HEAD + "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choices) + "\n"
+        case GrammarKind.GRAMMAR if is_ebnf(spec.text):
+            return _HEAD + ebnf_to_lark(spec.text, limits.max_depth, limits.max_repetitions)
+        case GrammarKind.GRAMMAR:
+            return _HEAD + _lark(spec.text, limits)
+        case unknown:
+            assert_never(unknown)
+
+
+def problem_of(message: str, kind: GrammarKind | None = None) -> str:
+    """What is wrong, from llguidance's message: without the text, and with the place if that is one of the client's."""
+    text = re.sub(r"\s*\n\s+\d+ \| .*", "", message.removesuffix("<non-verbose/>"), flags=re.DOTALL).strip()
+    if not text or text in _NOTHING_MATCHES:
+        return "no text of the model's tokens matches" if text else "too complex"
+    line, column, problem = _PLACE.fullmatch(text).groups()  # type: ignore[union-attr]
+    if "\nerror: " in problem:  # above it are the regex and an arrow
+        problem = f"invalid regex: {problem.rpartition('error: ')[2]}"
+    if line is None or kind is not GrammarKind.GRAMMAR:
+        return problem.removeprefix("failed to compile JSON schema: ").replace(
+            "Unimplemented keys", "unsupported keywords"
+        )
+    return f"{problem} in line {int(line) - 1}, column {column}"  # the first is ours
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"start: %json {json.dumps({**schema, OWN_KEYWORD: {'whitespace_pattern': _WHITESPACE}})}\n"
+
+
+def _regex(text: str, limits: GrammarLimits) -> str:
+    _check_costs(text, limits)
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise GrammarError("ends with a backslash")
+    escaped: str = llguidance.regex_to_lark(text)
+    return escaped
+
+
+def _lark(text: str, limits: GrammarLimits) -> str:
+    _check_costs(text, limits)
+    if _DIRECTIVE in text:
+        raise GrammarError(f"unsupported directive {_DIRECTIVE}")
+    return text
+
+
+def _check_costs(text: str, limits: GrammarLimits) -> None:
+    depth = deepest = 0
+    for char in text:
+        depth += _BRACKETS.get(char, 0)
+        deepest = max(deepest, depth)
+    if deepest > limits.max_depth:
+        raise GrammarError(f"nested more than {limits.max_depth} levels deep")
+    for match in _COUNTS.finditer(text):
+        for count in match.groups():
+            if count and (len(count) > len(str(limits.max_repetitions)) or int(count) > limits.max_repetitions):
+                raise GrammarError(f"{match[0]} is more than {limits.max_repetitions} repetitions")

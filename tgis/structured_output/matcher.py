@@ -1,0 +1,133 @@
+"""A compiled grammar, and where in it one output is."""
+
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from tgis.errors import GrammarError
+from tgis.ipc.grammars import Vocabulary
+from tgis.structured_output.lark import problem_of
+
+_WORD_BITS = 32  # llguidance writes whole words
+_SPECIAL = b"\xff"  # begins no text
+_MAX_FORCED_TOKENS = 64  # of a step
+
+Mask = NDArray[np.uint8]  # a bit for each token, the lowest first
+
+
+class TokenTable:
+    """The tokens of a model as llguidance takes them.
+
+    Tokens that add other bytes at the begin of an output have a second number there, above all ids.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """`vocab_size` is the width of the logits; ids from there on cannot be generated."""
+        padded_size = -(-vocab_size // _WORD_BITS) * _WORD_BITS
+        first_tokens = {token: data for token, data in vocabulary.first_tokens.items() if token < vocab_size}
+        tokens = vocabulary.tokens[:vocab_size]
+        tokens += [b""] * (padded_size - len(tokens))
+        self.vocab_size = vocab_size
+        self.eos_ids = [token for token in eos_ids if 0 <= token < vocab_size]
+        self.first_numbers = {token: padded_size + index for index, token in enumerate(first_tokens)}
+        self._mask_size = padded_size // 8
+        self._full_mask_size = -(-(padded_size + len(first_tokens)) // _WORD_BITS) * _WORD_BITS // 8
+        wrapper = llguidance.TokenizerWrapper(_Tokens([*tokens, *first_tokens.values()], self.eos_ids))
+        self.tokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.eos_ids)
+        self._first_ids = np.fromiter(first_tokens, np.int64)
+        self._not_eos = _packed(np.isin(np.arange(padded_size), self.eos_ids, invert=True))
+
+    def new_masks(self, count: int) -> Mask:
+        """Room for masks, [count, bytes]."""
+        return np.zeros((count, self._mask_size), np.uint8)
+
+    def fill(self, matcher: llguidance.LLMatcher, mask: Mask, *, first: bool) -> None:
+        """The tokens that may come next."""
+        if not self.first_numbers:
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            return
+        numbers = np.zeros(self._full_mask_size, np.uint8)
+        matcher.unsafe_compute_mask_ptr(numbers.ctypes.data, numbers.nbytes)
+        mask[:] = numbers[: self._mask_size]
+        if first:
+            allowed = np.unpackbits(numbers, bitorder="little")
+            ids = allowed[: 8 * self._mask_size]
+            ids[self._first_ids] = allowed[len(ids) : len(ids) + len(self._first_ids)]
+            mask[:] = _packed(ids)
+
+    def only_eos(self, mask: Mask) -> bool:
+        return not (mask & self._not_eos).any()
+
+
+class GrammarMatcher:
+    """Where one output is in its grammar: it follows the tokens of a sequence, also back."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, table: TokenTable) -> None:
+        self.table = table
+        self._matcher = matcher
+        self._num_consumed = 0
+
+    def copy(self) -> "GrammarMatcher":
+        """For another output, of which there is nothing yet."""
+        assert self._num_consumed == 0
+        return GrammarMatcher(self._matcher.deep_copy(), self.table)
+
+    def fill_mask(self, tokens: Sequence[int], mask: Mask) -> bool:
+        """The tokens that may follow those generated; returns whether only the end may.
+
+        GrammarError if that cannot be found out within the limits.
+        """
+        self._advance(tokens)
+        self.table.fill(self._matcher, mask, first=not tokens)
+        self._check()
+        return self.table.only_eos(mask)
+
+    def allowed_ids(self, tokens: Sequence[int]) -> list[int]:
+        (mask,) = self.table.new_masks(1)
+        self.fill_mask(tokens, mask)
+        ids: list[int] = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        return ids
+
+    def forced_tokens(self, tokens: list[int], limit: int) -> list[int]:
+        """The tokens that follow because no other may, the end included, up to a limit."""
+        forced: list[int] = []
+        while len(forced) < min(limit, _MAX_FORCED_TOKENS) and (tokens + forced)[-1] not in self.table.eos_ids:
+            allowed = self.allowed_ids(tokens + forced)
+            if len(allowed) != 1:
+                break
+            forced += allowed
+        return forced
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        if len(tokens) < self._num_consumed:
+            self._matcher.reset()
+            self._num_consumed = 0
+        for index in range(self._num_consumed, len(tokens)):
+            token = tokens[index]
+            self._matcher.consume_token(token if index else self.table.first_numbers.get(token, token))
+        self._num_consumed = len(tokens)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(problem_of(self._matcher.get_error()))
+
+
+class _Tokens:
+    """What llguidance asks a tokenizer. It never tokenizes: bytes are not forced."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], eos_ids: list[int]) -> None:
+        self.tokens = [data or _SPECIAL + str(token).encode() for token, data in enumerate(tokens)]
+        self.special_token_ids = [token for token, data in enumerate(tokens) if not data]
+        self.eos_token_id = eos_ids[0] if eos_ids else None
+
+    def __call__(self, _text: bytes) -> list[int]:
+        raise AssertionError("a mask has been restricted to one spelling")
+
+
+def _packed(bits: NDArray[np.uint8] | NDArray[np.bool_]) -> Mask:
+    return np.packbits(bits, bitorder="little")
