@@ -18,7 +18,10 @@ from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, RmsNorm, RotaryEmbedding
 from tgis.engines.kernels.cpu.gemm import CpuGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.race import CpuRace
 from tgis.engines.kernels.cpu.recording import Recorder
+from tgis.engines.sampling import draws
+from tgis.engines.sampling.logits_processors import Scores
 
 ERROR = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -99,6 +102,16 @@ def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> No
     assert_close(CpuGemm(weight, kernels)(x, bias), expected, dtype)
 
 
+def run_race(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    rows, vocab_size = draw.choice([0, 1, draw.randint(2, 9)]), draw.randint(1, 3000)
+    values = (torch.randn(rows, vocab_size) * draw.choice([0.1, 3, 300])).to(dtype)
+    temperature = torch.full((rows, 1), draw.choice([1e-30, 0.5, 100.0]), dtype=torch.float64)
+    scores = Scores(values, values.amax(-1, keepdim=True).float(), temperature)
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows, 1))
+    found = CpuRace(kernels)(values, scores.max_score, temperature, keys)
+    assert found.tolist() == (draws.draw(scores, keys).tolist() if rows else [])
+
+
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     assert found.shape == expected.shape
@@ -123,7 +136,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     for _ in range(runs):
         torch.set_num_threads(draw.choice([1, 2, 3]))
-        run = draw.choice([run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm])
+        run = draw.choice([run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm, run_race])
         run(kernels, draw, draw.choice(list(ERROR)))
         counts[run.__name__] += 1
     print(dict(counts))

@@ -38,15 +38,19 @@ def make_row(
     return row
 
 
-def uniform(seed: int, generated: int) -> float:
-    """What a row draws, in plain integers."""
+def noise(seed: int, generated: int, token: int) -> float:
+    """Exponentially distributed, of a token in a row's draw, in plain integers."""
 
     def mix(z: int) -> int:
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         return z ^ (z >> 31)
 
-    return (mix((mix(seed) + (generated + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) / 2**53
+    def splitmix64(start: int, index: int) -> int:
+        return mix((start + (index + 1) * 0x9E3779B97F4A7C15) & _MASK)
+
+    bits = splitmix64(splitmix64(mix(seed), generated), token)
+    return -math.log1p(-((bits >> 12) + 0.5) / 2**52)
 
 
 def softmax(scores: Scores) -> Scores:
@@ -80,11 +84,14 @@ class ProcessedScores:
         logprobs = self.logprobs()
         return sorted(((token, float(logprobs[token])) for token in ids), key=lambda pair: (-pair[1], pair[0]))
 
-    def draw(self, number: float) -> tuple[int, bool]:
-        """The token of `number` when they stand in the order of ids, and whether that is clear."""
-        upto = np.cumsum(softmax(self.scores))
-        token = int(np.argmax(upto > number))
-        return token, bool(np.abs(upto - number).min() > CLOSE)
+    def draw(self, seed: int, generated: int) -> tuple[int, bool]:
+        """The token that arrives first, and whether that is clear."""
+        times = [
+            noise(seed, generated, token) / p if p else math.inf
+            for token, p in enumerate(softmax(self.scores).tolist())
+        ]
+        first, second = sorted(times)[:2]
+        return times.index(first), second > first * (1 + CLOSE)
 
 
 def process(
@@ -191,7 +198,7 @@ def check_token(token: int, expected: ProcessedScores, sampling: SamplingParams,
     if sampling.greedy:
         assert token == int(expected.scores.argmax())
         return
-    drawn, certain = expected.draw(uniform(sampling.seed, generated))
+    drawn, certain = expected.draw(sampling.seed, generated)
     assert token == drawn or not certain
 
 

@@ -8,6 +8,8 @@ import torch
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.sampling.batch_sampler import BatchSampler
+from tgis.engines.sampling.draws import Draw
+from tgis.engines.sampling.draws import draw as plain_draw
 from tgis.ipc.request import TokenLogprobs
 
 
@@ -18,11 +20,15 @@ class Sampled(NamedTuple):
 
 
 def sample_batch(
-    seqs: list[Sequence], logits: torch.Tensor, histories: list[list[int]], eos: Iterable[int] = ()
+    seqs: list[Sequence],
+    logits: torch.Tensor,
+    histories: list[list[int]],
+    eos: Iterable[int] = (),
+    draw: Draw = plain_draw,
 ) -> Sampled:
     """By a new sampler; `histories` are the tokens that repetition penalties apply to."""
     by_seq = {id(seq): history for seq, history in zip(seqs, histories, strict=True)}
-    sampler = BatchSampler(logits.shape[1], eos, torch.device("cpu"), lambda seq: by_seq[id(seq)])
+    sampler = BatchSampler(logits.shape[1], eos, torch.device("cpu"), lambda seq: by_seq[id(seq)], draw)
     return by_row(sampler.sample_and_wait(seqs, logits.clone()), seqs)
 
 

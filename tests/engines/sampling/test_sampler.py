@@ -17,8 +17,8 @@ from transformers.generation import logits_process as theirs
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
 from tgis.engines.sampling.batch_sampler import BatchSampler
+from tgis.engines.sampling.draws import draw
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
-from tgis.engines.sampling.sampler import inverse_cdf
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
 CPU = torch.device("cpu")
@@ -339,7 +339,7 @@ def test_a_retry_beside_an_invalid_row() -> None:
 def test_logits_may_be_a_view() -> None:
     rows = [make_row(SamplingParams(temperature=t, repetition_penalty=2.0), LOGPROBS) for t in (0.0, 1.0, 0.0)]
     whole, history = normal(3, 4, 700), list(range(300))
-    sampler = BatchSampler(700, (), CPU, lambda _: history)
+    sampler = BatchSampler(700, (), CPU, lambda _: history, draw)
     found = by_row(sampler.sample_and_wait(rows, whole.clone()[:, -1]), rows)
     assert found == sample_batch(rows, whole[:, -1], [history] * 3)
 
@@ -347,7 +347,7 @@ def test_logits_may_be_a_view() -> None:
 def test_a_sampler_follows_its_batch() -> None:
     """It samples as a new one does, whichever rows come and go, whether steps fail halfway or are rolled back."""
     rng, logits = random.Random(1), normal(4, 60, spread=1.0)
-    sampler = BatchSampler(60, EOS, CPU, lambda seq: seq.tokens)
+    sampler = BatchSampler(60, EOS, CPU, lambda seq: seq.tokens, draw)
     params = [
         SamplingParams(temperature=1.0, seed=9, repetition_penalty=3.0),
         SamplingParams(repetition_penalty=1.5),
@@ -469,69 +469,6 @@ def test_a_draw_depends_on_seed_and_length_only() -> None:
             assert choose(others, everything).tokens[place] == expected
         steps = {choose([make_row(sampling, generated=i)], logits).tokens[0] for i in range(30)}
         assert len(steps) > 20
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63, 2**64 - 1])
-@pytest.mark.parametrize("vocabulary", [7, 256, 700, 2048])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_p": 0.9, "typical_p": 0.9}])
-def test_a_draw_walks_the_ids_from_the_lowest(seed: int, vocabulary: int, filters: dict[str, float]) -> None:
-    logits = normal(60, vocabulary, seed=seed % 1000, spread=1.5)
-    sampling = SamplingParams(temperature=0.9, seed=seed, **filters)  # type: ignore[arg-type]
-    sampled = choose([make_row(sampling, generated=i) for i in range(60)], logits)
-    clear = 0
-    for i in range(60):
-        expected = oracle.process(logits[i].tolist(), sampling, i, [], [])
-        token, certain = expected.draw(oracle.uniform(seed, i))
-        clear += certain
-        assert sampled.tokens[i] == token or not certain
-    assert clear > 50
-
-
-@pytest.mark.parametrize("vocabulary", [20, 1000])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=1.3),
-        SamplingParams(temperature=1.0, top_k=9),
-        SamplingParams(temperature=0.7, top_p=0.8),
-        SamplingParams(temperature=1.0, typical_p=0.7),
-        SamplingParams(temperature=0.9, top_k=12, top_p=0.95, typical_p=0.9),
-    ],
-)
-@pytest.mark.parametrize("vary", ["seed", "generated"])
-def test_draws_are_distributed_as_the_probabilities(vocabulary: int, sampling: SamplingParams, vary: str) -> None:
-    """Chi-square over the likely tokens, against about its 99.99 % point; the seeds are fixed."""
-    count, logits = 4000, normal(1, vocabulary, spread=2.0)
-    rows = [
-        make_row(replace(sampling, seed=i), generated=3) if vary == "seed" else make_row(sampling, generated=i)
-        for i in range(count)
-    ]
-    tokens = choose(rows, logits.expand(count, -1)).tokens
-    expected = oracle.softmax(oracle.process(logits[0].tolist(), sampling, 0, [], []).scores) * count
-    assert set(tokens) <= set(np.flatnonzero(expected))
-    likely = np.flatnonzero(expected >= 8)
-    found = np.bincount(tokens, minlength=vocabulary)
-    cells = np.append(expected[likely], count - expected[likely].sum())
-    seen = np.append(found[likely], count - found[likely].sum())
-    statistic = ((seen - cells)[cells > 1] ** 2 / cells[cells > 1]).sum()
-    freedom = (cells > 1).sum() - 1
-    assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 8
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1, 4, 256, 257, 1000])
-def test_a_draw_never_falls_on_a_removed_token(dtype: torch.dtype, size: int) -> None:
-    uniform = torch.tensor([[0.0], [1 - 2**-53], [0.5]], dtype=torch.float64)
-    for place in {0, size // 2, size - 1}:
-        mass = torch.zeros(3, size, dtype=dtype)
-        mass[:, place] = 1e-3
-        assert inverse_cdf(mass, uniform).tolist() == [[place]] * 3
-    generator = torch.Generator().manual_seed(size)
-    for _ in range(50):
-        mass = torch.rand(3, size, generator=generator).to(dtype) ** 9
-        mass *= torch.rand(3, size, generator=generator) < 0.2
-        mass[:, size // 2] = 1.0
-        assert (mass.gather(1, inverse_cdf(mass, uniform)) > 0).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-60, 1e-45, 1e-4])

@@ -12,7 +12,6 @@ from sampling_oracle import make_row
 from sampling_steps import sample_batch
 
 from tgis.engines.sampling import logits_processors, logprobs
-from tgis.engines.sampling import sampler as ours
 from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
 from tgis.ipc.request import LogprobOptions, SamplingParams
 from tgis.structured_output.compiler import compile_grammar
@@ -93,7 +92,6 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
     with (
         mock.patch.multiple(logprobs, _MIN_CANDIDATES=4, _MAX_CANDIDATES=8, _TIE_MARGIN=2, _RETRY_GROWTH=2),
         mock.patch.multiple(logits_processors, _MAX_TOPK=9, _CPU_BLOCK_SCORES=50, _STRIDE=4),
-        mock.patch.object(ours, "_DRAW_BLOCK", 4),
     ):
         yield
 

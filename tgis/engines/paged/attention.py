@@ -6,7 +6,6 @@ model passes unknown arguments on. The backends here are plain PyTorch and run e
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import AttentionInterface
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cuda import has_kernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.kv_cache import PagedKVCache
@@ -94,16 +94,11 @@ class PagedAttention:
 
 def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> tuple[_Decode, _Prefill]:
     """The fastest for the device, the dtypes and the parameters."""
-    if not _has_cuda_kernels(q.device):
+    if not has_kernels(q.device):
         return _torch_decode, _torch_prefill
     if q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
         return _torch_decode, _torch_prefill
     return _triton_decode, _varlen_prefill if is_supported(q, *kv_cache, params) else _triton_prefill
-
-
-@cache
-def _has_cuda_kernels(device: torch.device) -> bool:
-    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def _triton_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:

@@ -17,7 +17,7 @@ from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
 from tgis.engines.transfers import upload
 from tgis.prompts.lora import LoraAdapter
 
-_NO_METADATA = np.empty(0)
+_NO_METADATA = np.empty(0, np.int64)
 
 _Work = list[tuple[Sequence, range]]  # sequences and the positions that they compute, decodes first
 
@@ -35,7 +35,7 @@ class FlatBatch:
     logits_indices: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[PromptSpan]  # of soft prompts
     adapters: list[LoraAdapter | None] = field(default_factory=list)  # by token; empty: none has any
-    step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # float64, of the sampler, in the same copy
+    step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler, in the same copy
     decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
     paged_chunks: PagedChunks | None = None  # likewise
@@ -67,7 +67,7 @@ class BatchBuilder:
         self._device = device
 
     def build(
-        self, plan: StepPlan, step_metadata: NDArray[np.float64] = _NO_METADATA
+        self, plan: StepPlan, step_metadata: NDArray[np.int64] = _NO_METADATA
     ) -> tuple[FlatBatch, dict[int, slice]]:
         """The batch of a plan, and where in `logits_indices` the logits for prompt logprobs are, by request id. First
         come those of the sampled sequences, in the plan's order.
@@ -87,7 +87,7 @@ class BatchBuilder:
         return batch, prompt_slices
 
     def build_next(
-        self, seqs: list[Sequence], tokens: Tensor, token_indices: list[int], step_metadata: NDArray[np.float64]
+        self, seqs: list[Sequence], tokens: Tensor, token_indices: list[int], step_metadata: NDArray[np.int64]
     ) -> FlatBatch:
         """The decode batch of the tokens that follow those on the host: each sequence's is in `tokens` on the device,
         at its index.
@@ -98,7 +98,7 @@ class BatchBuilder:
         return batch
 
     def _build(
-        self, work: _Work, input_ids: list[int], logits_indices: list[int], step_metadata: NDArray[np.float64]
+        self, work: _Work, input_ids: list[int], logits_indices: list[int], step_metadata: NDArray[np.int64]
     ) -> FlatBatch:
         """Without soft prompts."""
         size = self._block_size
@@ -112,7 +112,7 @@ class BatchBuilder:
             [block for seq, _ in decodes for block in _padded(seq.block_table, max_blocks)],
             [seq_len for _, seq_len in decodes],
             logits_indices,
-            step_metadata.view(np.int64).ravel().tolist(),
+            step_metadata.ravel().tolist(),
             *(seq.block_table[: -(-positions.stop // size)] for seq, positions in prefills),
         ]
         on_device = upload(parts, self._device)
@@ -125,7 +125,7 @@ class BatchBuilder:
             *(tokens, positions, slot_mapping, tables.view(len(decodes), max_blocks), seq_lens, chunks, indices),
             spans=[],
             adapters=_adapters(work),
-            step_metadata=metadata.view(torch.float64).view(step_metadata.shape),
+            step_metadata=metadata.view(step_metadata.shape),
         )
 
 

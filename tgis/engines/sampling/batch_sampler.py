@@ -9,10 +9,11 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.sampling.draws import Draw, noise_keys
 from tgis.engines.sampling.grammar_masks import GrammarMasks
 from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.engines.sampling.penalties import Histories, Penalties, TokenHistory
-from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups, uniforms
+from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups
 from tgis.engines.transfers import to_device
 
 _Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
@@ -24,7 +25,12 @@ class BatchSampler:
     """
 
     def __init__(
-        self, vocab_size: int, eos_ids: Iterable[int], device: torch.device, history_of: Callable[[Sequence], list[int]]
+        self,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        device: torch.device,
+        history_of: Callable[[Sequence], list[int]],
+        draw: Draw,
     ) -> None:
         """`vocab_size` is the width of the logits; penalties on the end of a sequence apply to all of `eos_ids`, a
         repetition penalty and a watermark to the tokens that `history_of` returns, the newest last.
@@ -32,15 +38,16 @@ class BatchSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._history_of = history_of
+        self._draw = draw
         self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
         self._sampled_lengths: _Lengths | None = None  # of the last step, if the next one may reuse it
         self._next_lengths: _Lengths = []  # of the step that is prepared
         self._append_newest = False
         self._set_batch([])
 
-    def prepare(self, seqs: list[Sequence], lookahead: int = 0) -> NDArray[np.float64]:
+    def prepare(self, seqs: list[Sequence], lookahead: int = 0) -> NDArray[np.int64]:
         """The step metadata [2, B] that `sample` takes on the device: how many tokens each sequence has generated, and
-        the uniform number it draws with. The newest `lookahead` tokens, at most one, are on the device only.
+        the key of its noise. The newest `lookahead` tokens, at most one, are on the device only.
         """
         self._next_lengths = [(seq.id, len(seq.tokens) + lookahead) for seq in seqs]
         advanced = self._is_next(self._next_lengths)
@@ -48,8 +55,8 @@ class BatchSampler:
         if not advanced:
             self._set_batch(seqs)
         self._append_newest = advanced or lookahead > 0
-        num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.uint64)
-        return np.stack([num_generated.astype(np.float64), uniforms(self._seeds, num_generated)])
+        num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.int64)
+        return np.stack([num_generated, noise_keys(self._seeds, num_generated)])
 
     def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
         """One token per sequence from `logits` [B, V], which may be overwritten; `newest` [B] are the tokens before.
@@ -61,17 +68,17 @@ class BatchSampler:
             if history is not None:
                 history.append(newest)
         self._sampled_lengths = self._next_lengths
-        num_generated, uniform = step_metadata[:, :, None]
+        num_generated, keys = step_metadata[:, :, None]
         masks = GrammarMasks.of(self._seqs, self._vocab_size, self._device)
         histories = Histories(self._tokens, self._outputs, num_generated, masks and masks.only_eos)
-        step = StepInputs(logits, histories, uniform, masks)
+        step = StepInputs(logits, histories, keys, self._draw, masks)
         tables = [group.method(group, step) for group in self._groups]
         return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, masks.problems if masks else {})
 
     def sample_and_wait(self, seqs: list[Sequence], logits: Tensor) -> StepResult:
         """A whole step, of sequences whose tokens are all on the host."""
         with torch.inference_mode():
-            step_metadata = to_device(self.prepare(seqs), torch.float64, self._device)
+            step_metadata = to_device(self.prepare(seqs), torch.int64, self._device)
             newest = to_device([seq.tokens[-1] for seq in seqs], torch.int64, self._device)
             sampled = self.sample(logits, newest, step_metadata)
             return sampled.result(PendingCopy(sampled.tables).wait())

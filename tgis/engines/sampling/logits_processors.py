@@ -24,7 +24,7 @@ _ID_BITS = 32  # of a sort key, below the score
 _ID_MASK = (1 << _ID_BITS) - 1
 _STRIDE = 256  # tokens per block of a blocked argmax
 _MAX_TOPK = 256  # beyond it a full sort takes no longer than topk
-_CPU_BLOCK_SCORES, _GPU_BLOCK_SCORES = 1 << 19, 1 << 26  # scores per block: what fits the cache, or at least the memory
+_CPU_BLOCK_SCORES, _GPU_BLOCK_SCORES = 1 << 19, 1 << 24  # scores per block: what fits the cache, or at least the memory
 
 
 def column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -87,9 +87,9 @@ class Scores:
         vocab_size: int = self.values.shape[1]
         return max(1, (_CPU_BLOCK_SCORES if self.values.is_cpu else _GPU_BLOCK_SCORES) // vocab_size)
 
-    def scaled_logits(self) -> Tensor:
-        """(score - max) / temperature, [b, V] float32."""
-        return torch.sub(self.values.float(), self.max_score).div_(self.temperature.float())
+    def scaled_logits(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(score - max) / temperature, [b, V]."""
+        return torch.sub(self.values.to(dtype), self.max_score).div_(self.temperature.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +208,9 @@ class Candidates:
         if filters.typical_p is not None:
             self._typical_p(filters.typical_p)
 
-    def order_by_id(self) -> Tensor:
-        """The indices into the list that order it by ascending id, [b, C]."""
-        indices = torch.arange(self.ids.shape[1], device=self.ids.device)
-        return _sort((self.ids << _ID_BITS) | indices) & _ID_MASK
+    def kept_logits(self) -> Tensor:
+        """Those of kept tokens, else -inf, [b, C]."""
+        return self.logits.masked_fill(~self.kept, -torch.inf)
 
     def _keep(self, kept: Tensor, complete: Tensor) -> None:
         self.kept = self.kept & kept

@@ -58,7 +58,7 @@ class Histories:
 
     tokens: TokenHistory | None  # what a repetition penalty and a watermark apply to; None: no row has one
     outputs: TokenHistory | None  # what the model has generated; None: no row has a frequency or presence penalty
-    num_generated: Tensor  # [B, 1] float64
+    num_generated: Tensor  # [B, 1] int64
     only_eos: Tensor | None = None  # [B, 1] bool: a grammar allows nothing but the end; None: no row has a grammar
 
 

@@ -1,20 +1,17 @@
 """Samples the next token of every row of a batch, and says what was asked about it.
 
-There are four methods, and each row pays for its own only. A draw is a function of the row's seed and of the number of
-tokens that it has generated: neighbours, order, batch size and restarts do not matter.
+There are four methods, and each row pays for its own only.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.sampling.draws import Draw, race
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
 from tgis.engines.sampling.logits_processors import (
     Candidates,
@@ -42,42 +39,6 @@ from tgis.ipc.messages import FailureKind
 from tgis.ipc.request import LogprobOptions
 
 _TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k
-_DRAW_BLOCK = 256  # tokens
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _splitmix64_mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def uniforms(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """A number in [0, 1) of 53 bits for each pair: output `steps` of splitmix64 started at the mixed seed."""
-    bits = _splitmix64_mix(_splitmix64_mix(seeds) + (steps + np.uint64(1)) * _GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _search_cumsum(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the running sum of `mass` [b, C] float64 passes `target` [b, 1], and what of the target is left there.
-
-    Never an index without mass, whatever the rounding.
-    """
-    cumulative, indices, nonzero = mass.cumsum(-1), torch.arange(mass.shape[1], device=mass.device), mass > 0
-    passed = torch.where(nonzero & (cumulative > target), indices, mass.shape[1]).amin(-1, keepdim=True)
-    at = passed.minimum(torch.where(nonzero, indices, 0).amax(-1, keepdim=True))
-    return at, target - (cumulative.gather(1, at) - mass.gather(1, at))
-
-
-def inverse_cdf(mass: Tensor, uniform: Tensor) -> Tensor:
-    """The index [b, 1] into the rows of `mass` [b, C] that `uniform` [b, 1] in [0, 1) falls on."""
-    size = min(_DRAW_BLOCK, mass.shape[1])
-    blocks = pad(mass, (0, -mass.shape[1] % size)).unflatten(1, (-1, size))
-    sums = blocks.sum(-1).double()
-    block, rest = _search_cumsum(sums, uniform * sums.sum(-1, keepdim=True))
-    inside = blocks[torch.arange(len(blocks), device=mass.device), block[:, 0]]
-    return block * size + _search_cumsum(inside.double(), rest)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +47,8 @@ class StepInputs:
 
     logits: Tensor  # [B, V] of any float dtype; may be overwritten
     histories: Histories
-    uniform: Tensor  # [B, 1] float64
+    noise_keys: Tensor  # [B, 1] int64
+    draw: Draw
     masks: GrammarMasks | None = None
 
 
@@ -123,6 +85,10 @@ class SamplingGroup:
             rows, mask_rows = self.constrained
             values[rows] = values[rows].masked_fill(~step.masks.allowed[mask_rows], -torch.inf)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
+
+    def stats(self, scores: Scores) -> SoftmaxStats:
+        """What logprobs of rows without filters need."""
+        return SoftmaxStats.of(scores) if self.logprob_request.logprobs else SoftmaxStats.zeros(scores)
 
 
 def _constrained_rows(
@@ -205,45 +171,38 @@ def _sample_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token after the penalties."""
     scores = group.scores(step)
     _, token_ids = argmax_lowest_id(scores.values)
-    stats = SoftmaxStats.of(scores) if group.logprob_request.logprobs else SoftmaxStats.zeros(scores)
-    return logprob_table(scores, stats, token_ids, torch.ones_like(token_ids), group.logprob_request)
+    return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
 
 
 def _sample_full(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """A draw from the whole vocabulary."""
-    scores, uniform = group.scores(step), step.uniform[group.selector]
-    token_ids, totals = [], []
-    for rows in scores.row_blocks():
-        mass = scores.take(rows).scaled_logits().exp_()
-        token_ids.append(inverse_cdf(mass, uniform[rows]))
-        totals.append(mass.sum(-1, keepdim=True))
-    chosen, total = torch.cat(token_ids), torch.cat(totals).double()
-    rank = token_ranks(scores, chosen) if group.logprob_request.ranks else torch.zeros_like(chosen)
-    return logprob_table(scores, SoftmaxStats(total, torch.zeros_like(total)), chosen, rank, group.logprob_request)
+    scores = group.scores(step)
+    token_ids = step.draw(scores, step.noise_keys[group.selector])
+    rank = token_ranks(scores, token_ids) if group.logprob_request.ranks else torch.zeros_like(token_ids)
+    return logprob_table(scores, group.stats(scores), token_ids, rank, group.logprob_request)
 
 
 def _sample_filtered(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """A draw from what the filters keep."""
-    scores, uniform = group.scores(step), step.uniform[group.selector]
+    scores, keys = group.scores(step), step.noise_keys[group.selector]
     stats = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
 
     def retry(rows: Tensor, num_candidates: int) -> Tensor:
         candidates = Candidates.of(scores.take(rows), stats.take(rows), num_candidates)
         filters, request = group.filters.take(rows), group.logprob_request.take(rows)
-        return _sample_candidates(scores.max_score[rows], candidates, filters, uniform[rows], request)
+        return _sample_candidates(scores.max_score[rows], candidates, filters, keys[rows], request)
 
     candidates = Candidates.of(scores, stats, group.num_candidates)
-    table = _sample_candidates(scores.max_score, candidates, group.filters, uniform, group.logprob_request)
+    table = _sample_candidates(scores.max_score, candidates, group.filters, keys, group.logprob_request)
     return LogprobTable(table, group.num_candidates, scores.map_row_blocks(retry))
 
 
 def _sample_candidates(
-    max_score: Tensor, candidates: Candidates, filters: Filters, uniform: Tensor, request: LogprobRequest
+    max_score: Tensor, candidates: Candidates, filters: Filters, keys: Tensor, request: LogprobRequest
 ) -> Tensor:
-    """The table of a draw; in the order of ids, which near-equal scores cannot shuffle."""
+    """The table of a draw."""
     candidates.filter(filters)
-    order = candidates.order_by_id()
-    at = order.gather(1, inverse_cdf(candidates.mass.gather(1, order), uniform))
+    at = race(candidates.kept_logits(), candidates.ids, keys)
     logit = candidates.logits.gather(1, at)
     rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
     chosen = ChosenTokens(candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank)

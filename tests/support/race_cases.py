@@ -1,0 +1,82 @@
+"""Test cases of races over whole vocabularies: the CPU kernel, and the GPU kernel on a GPU or interpreted.
+
+Triton decides at import whether to interpret, so `TRITON_INTERPRET=1 python race_cases.py` runs as a process of its
+own. It prints one line of JSON: for each case the share of rows whose token is not that of plain PyTorch.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tgis.engines.sampling import draws
+from tgis.engines.sampling.draws import exponential_noise
+from tgis.engines.sampling.logits_processors import Scores
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int
+    vocab_size: int
+    temperature: float = 1.0
+    spread: float = 3.0
+    dtype: torch.dtype = torch.float32
+    removed: float = 0.0  # share of tokens
+
+
+CASES = {
+    "one token": Case(3, 1),
+    "less than a vector": Case(50, 3),
+    "a vector": Case(50, 16),
+    "a token more": Case(50, 17),
+    "a large vocabulary": Case(9, 50_257),
+    "flat": Case(60, 5000, temperature=100.0),
+    "equal scores": Case(60, 5000, spread=0.0),
+    "steep": Case(200, 1000, temperature=0.1),
+    "steeper than single precision": Case(50, 1000, temperature=1e-3),
+    "the lowest temperature": Case(50, 1000, temperature=1e-30),
+    "far below the best": Case(50, 1000, spread=200.0),
+    "grammar": Case(50, 5000, removed=0.999),
+    "bfloat16": Case(60, 5000, dtype=torch.bfloat16),
+}
+
+
+def inputs(case: Case) -> tuple[Scores, Tensor]:
+    generator = torch.Generator().manual_seed(case.vocab_size)
+    shape = case.rows, case.vocab_size
+    values = torch.randn(shape, generator=generator) * case.spread
+    removed = torch.rand(shape, generator=generator) < case.removed
+    removed[:, case.vocab_size // 3] = False
+    values = values.masked_fill(removed, -torch.inf).to(case.dtype)
+    temperature = torch.full((case.rows, 1), case.temperature, dtype=torch.float64)
+    keys = torch.randint(-(2**63), 2**63 - 1, (case.rows, 1), generator=generator)
+    return Scores(values, values.amax(-1, keepdim=True).float(), temperature), keys
+
+
+def changed(case: Case, race: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], device: str) -> float:
+    """The share of rows with another token than in plain PyTorch; infinite if one is not of a near tie."""
+    scores, keys = inputs(case)
+    on_device = (each.to(device) for each in (scores.values, scores.max_score, scores.temperature, keys))
+    found = race(*on_device).cpu()
+    arrivals = scores.scaled_logits(torch.float64) - exponential_noise(keys, torch.arange(case.vocab_size)).log()
+    late = arrivals.amax(-1, keepdim=True) - arrivals.gather(1, found)
+    other = found != draws.draw(scores, keys)
+    return math.inf if (late > 1e-5).any() else other.double().mean().item()
+
+
+def main() -> None:
+    from triton_interpreter import repair
+
+    from tgis.engines.kernels.cuda.race import race_winners
+
+    repair()
+    cases = {name: replace(case, rows=min(case.rows, 5)) for name, case in CASES.items()}
+    del cases["bfloat16"]  # Triton cannot interpret it
+    print(json.dumps({name: changed(case, race_winners, "cpu") for name, case in cases.items()}))
+
+
+if __name__ == "__main__":
+    main()
