@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for GPUs on a machine without one. Prints one line of JSON: for each model and GPU the
+"""Compiles the Triton kernels for GPUs on a machine without one. Prints one line of JSON: for each model and GPU the
 bytes of shared memory, the number of asynchronous 16-byte copies to it, and of matrix multiply instructions.
 """
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import decode_cases
 import prefill_cases
+import race_cases
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tgis.engines.kernels.attention_inputs import make_paged_chunks
-from tgis.engines.kernels.cuda import paged_decode, paged_prefill
+from tgis.engines.kernels.cuda import paged_decode, paged_prefill, race
 
-KERNELS = ("_split_attention", "_combine_splits", "_prefill_attention")
+KERNELS = ("_split_attention", "_combine_splits", "_prefill_attention", "_race_block")
 
 
 class FakeTritonDriver:
@@ -74,12 +75,19 @@ def build_prefill(case: prefill_cases.Case, capability: int) -> tuple[int, int, 
     return build(paged_prefill, "_prefill_attention", capability, run)
 
 
+def build_race(case: race_cases.Case, capability: int) -> tuple[int, int, int]:
+    scores, keys = race_cases.inputs(case)
+    run = partial(race.race_winners, scores.values, scores.max_score, scores.temperature, keys)
+    return build(race, "_race_block", capability, run)
+
+
 def main() -> None:
     decodes, prefills = decode_cases.BFLOAT16, prefill_cases.BFLOAT16
     builds = {name: build_decode(decodes[name], 90) for name in ("Llama", "StarCoder", "GPT-OSS")}
     builds["Gemma on sm_86"] = build_decode(decodes["Gemma"], 86)
     builds |= {f"{name}, prefill": build_prefill(case, 90) for name, case in prefills.items()}
     builds["Gemma on sm_86, prefill"] = build_prefill(prefills["Gemma"], 86)
+    builds["a race"] = build_race(race_cases.CASES["bfloat16"], 80)
     print(json.dumps(builds))
 
 

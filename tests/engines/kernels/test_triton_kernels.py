@@ -43,8 +43,9 @@ def test_interpreted_races_end_as_in_pytorch() -> None:
 
 
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    """With wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
+    """Attention with wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
     builds = child("triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert builds.pop("a race")[0] <= 1024
     assert len(builds) == 8
     for name, (shared, wide_copies, products) in builds.items():
         assert shared <= 99 * 1024, name
