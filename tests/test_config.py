@@ -94,6 +94,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "http_api_port": (("0", 0), ("8443", 8443)),
     "api_key": (("a", Secret("a")), ("b c", Secret("b c"))),
     "cors_allow_origin": (("*", ("*",)), ("https://a, https://b", ("https://a", "https://b"))),
+    "strict_model_names": (("true", True), ("1", True)),
     "max_best_of": (("1", 1), ("8", 8)),
     "max_stop_sequences": (("0", 0), ("6", 6)),
     "max_client_batch_size": (("1", 1), ("32", 32)),

@@ -21,17 +21,20 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "config": "errors foreign_options utils",
     "security": "errors utils",
     "models": "errors utils",
+    "prompts": "errors ipc models utils",
     # the front-end process
     "frontend": "errors ipc models utils",
     "api": "",
     "api/grpc": "config errors frontend ipc pb security utils",
     "api/http": "config errors frontend ipc security utils",
     "api/rest": "api/http config errors frontend ipc utils",
+    "api/openai": "api/http config errors frontend ipc prompts utils",
     "startup_log": "config ipc utils",
-    "server": "api/grpc api/http api/rest config errors frontend ipc models security startup_log utils",
+    "server": (
+        "api/grpc api/http api/openai api/rest config errors frontend ipc models prompts security startup_log utils"
+    ),
     # the engine process
     "batcher": "errors ipc",
-    "prompts": "errors ipc models utils",
     "structured_output": "errors ipc",
     "engines": "batcher errors ipc",
     "engines/kernels": "engines errors utils",

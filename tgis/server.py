@@ -26,11 +26,13 @@ from tgis.api.http.calls import HttpApi
 from tgis.api.http.openapi import with_documents
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
+from tgis.api.openai.operations import OpenAIApi
 from tgis.api.rest.routes import TgiApi
 from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError, Unavailable
 from tgis.frontend import request_log
 from tgis.frontend.adapters import AdapterClient
+from tgis.frontend.chat_template import ChatTemplate
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_watchdog import TICK_SECONDS
@@ -56,6 +58,7 @@ from tgis.models.files import (
     max_sequence_length,
     pad_token_id,
 )
+from tgis.prompts.catalog import AdapterCatalog
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
@@ -142,6 +145,8 @@ class Server:
         api_key = config.api_key.text if config.api_key else None
         self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failed)
         self._http_api = HttpApi(config, self._http_auth)
+        self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store))
+        self._chat_template: ChatTemplate | None = None
 
     def convert_weights(self) -> None:
         """Make safetensors if the model has older weights; StartError if that fails."""
@@ -172,6 +177,8 @@ class Server:
             await http_ports.stop()
             loop_lag.cancel()
             self._tokenizer.close()
+            if self._chat_template:
+                self._chat_template.close()
             stop_signals.ignore()
 
     def _make_grpc_server(self) -> GrpcServer:
@@ -190,6 +197,9 @@ class Server:
         vocabulary = await asyncio.to_thread(self._decoder.vocabulary)
         client.send_vocabulary(vocabulary)
         self._structured_output = bool(vocabulary.tokens)
+        if template := await asyncio.to_thread(ChatTemplate.load, self._model.path):
+            self._chat_template = template
+            self._openai_api.chat.use_template(template)
         info = await asyncio.shield(client.ready)
         try:
             await self._load_lora_modules(client, info)
@@ -302,8 +312,9 @@ class Server:
         snapshot = client.snapshot if self._config.debug_batch else None
         scrape = functools.partial(self._scrape, client)
         probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, snapshot)
-        operations = with_documents(TgiApi(self._config).operations(), needs_token=self._http_auth.needed)
-        routes = [operation.route(self._http_api) for operation in operations]
+        operations = [*TgiApi(self._config).operations(), *self._openai_api.operations()]
+        documented = with_documents(operations, needs_token=self._http_auth.needed)
+        routes = [operation.route(self._http_api) for operation in documented]
         return HttpPorts(self._config, probes, routes, self._certificates)
 
     def _placeholder_id(self, vocab_size: int) -> int:

@@ -102,7 +102,10 @@ TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 LAST_MESSAGE = "{%- if tools %}{# <tool_call> #}{% endif %}{{- messages[-1].content -}}"
 
 
+_TOKEN = {"__type": "AddedToken", "content": "</s>", "special": True}  # as in files of transformers
+
+
 def write_template(directory: Path, template: str | list[dict[str, str]]) -> None:
     """Give a model a template, and names for its special tokens."""
-    config = {"chat_template": template, "bos_token": "</s>", "eos_token": {"content": "</s>", "special": True}}
+    config = {"chat_template": template, "bos_token": "</s>", "eos_token": _TOKEN}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

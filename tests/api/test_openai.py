@@ -1,0 +1,319 @@
+"""OpenAI's API end to end: a server process with the fake engine, which repeats its prompt, and OpenAI's client."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from chat_templates import LAST_MESSAGE, write_template
+from harness import Server, run_async, running_server
+from openai.types.chat import ChatCompletionChunk
+
+from tgis.models.fake import make_fake_model
+
+MAX_LENGTH, MAX_NEW = 200, 169
+NAME = "served"
+PARIS = {"city": "Paris"}
+TOOL_OUTPUT = f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {json.dumps(PARIS)}}}\n</tool_call>'
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("openai")
+    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.002, poison_token=0)
+    write_template(model, LAST_MESSAGE)
+    adapter = directory / "store" / "tuned" / "one"
+    adapter.mkdir(parents=True)
+    (adapter / "decoder.pt").touch()
+    options: dict[str, Any] = {"SERVED_MODEL_NAME": NAME, "PREFIX_STORE_PATH": directory / "store"}
+    options |= {"MAX_NEW_TOKENS": MAX_NEW, "MAX_BEST_OF": 4}
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://localhost:{server.http_port}/v1", api_key="x", max_retries=0) as made:
+        yield made
+
+
+def chat(client: openai.OpenAI, content: str, **params: Any) -> Any:
+    messages: Any = [{"role": "user", "content": content}]
+    return client.chat.completions.create(**{"model": NAME, "messages": messages, "max_tokens": 20} | params)
+
+
+def streamed(client: openai.OpenAI, content: str, **params: Any) -> list[ChatCompletionChunk]:
+    return list(chat(client, content, stream=True, **params))
+
+
+def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
+    """Status and JSON of a request that no client would send."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"http://localhost:{server.http_port}{path}"
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_a_chat_is_answered(client: openai.OpenAI) -> None:
+    answer = chat(client, "hello ")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "hello hello hello he")
+    assert (choice.finish_reason, choice.logprobs, choice.message.tool_calls) == ("length", None, None)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (6, 20, 26)
+    assert (answer.object, answer.model) == ("chat.completion", NAME)
+    assert answer.id.startswith("chatcmpl-")
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    chunks = streamed(client, "hällo ", stream_options={"include_usage": True})
+    whole = chat(client, "hällo ")
+    assert text_of(chunks) == whole.choices[0].message.content
+    *rest, last = chunks
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert [chunk.usage for chunk in rest] == [None] * len(rest)
+    assert [chunk.choices[0].delta.role for chunk in rest] == ["assistant"] + [None] * (len(rest) - 1)
+    assert [chunk.choices[0].finish_reason for chunk in rest] == [None] * (len(rest) - 1) + ["length"]
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = streamed(client, "abc", max_tokens=3, stream_options=options, logprobs=True)  # so a chunk for each token
+    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 3]
+
+
+def test_without_stream_options_every_chunk_has_a_choice(server: Server, client: openai.OpenAI) -> None:
+    assert all(len(chunk.choices) == 1 for chunk in streamed(client, "abc"))
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 1, "stream": True}
+    url = f"http://localhost:{server.http_port}/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        *events, done, end = answer.read().split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert [json.loads(event.removeprefix(b"data: "))["choices"] for event in events] == [
+        [{"index": 0, "delta": {"role": "assistant", "content": "a"}, "logprobs": None, "finish_reason": "length"}],
+    ]
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("wo", False), (["xx", "wo"], True)])
+def test_a_stop_string_is_cut(client: openai.OpenAI, stop: Any, kept: bool) -> None:
+    params = {"stop": stop, "extra_body": {"include_stop_str_in_output": kept}}
+    (choice,) = chat(client, "one two ", **params).choices
+    assert (choice.message.content, choice.finish_reason) == ("one two "[:5] + "wo" * kept, "stop")
+    chunks = streamed(client, "one two ", **params)
+    assert text_of(chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_several_choices(client: openai.OpenAI) -> None:
+    answer = chat(client, "abc", n=3, temperature=1.0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {("abc" * 7)[:20]}
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 60)
+    chunks = streamed(client, "abc", n=3, stream_options={"include_usage": True})
+    assert [text_of(chunks, index) for index in range(3)] == [("abc" * 7)[:20]] * 3
+    assert chunks[-1].usage == answer.usage
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    (choice,) = chat(client, "aé", max_tokens=3, logprobs=True, top_logprobs=2).choices
+    first, second, third = choice.logprobs.content
+    assert (first.token, first.bytes, len(first.top_logprobs)) == ("a", [97], 2)
+    assert bytes(second.bytes + third.bytes).decode() == "é"
+    assert first.logprob == first.top_logprobs[0].logprob < 0
+    chunks = streamed(client, "aé", max_tokens=3, logprobs=True, top_logprobs=2)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token for part in parts if part for token in part.content or ()] == choice.logprobs.content
+
+
+def test_a_tool_call(client: openai.OpenAI) -> None:
+    (choice,) = chat(client, TOOL_OUTPUT, tools=TOOLS, max_tokens=len(TOOL_OUTPUT)).choices
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "weather", PARIS)
+    assert choice.message.content == "I look."
+    (plain,) = chat(client, TOOL_OUTPUT, tools=TOOLS, tool_choice="none", max_tokens=len(TOOL_OUTPUT)).choices
+    assert (plain.message.content, plain.message.tool_calls) == (TOOL_OUTPUT, None)
+
+
+def test_a_streamed_tool_call_ends_with_its_reason(client: openai.OpenAI) -> None:
+    chunks = streamed(client, TOOL_OUTPUT + "\n\n#", tools=TOOLS, stop="#", max_tokens=110)
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [call.index for call in calls] == [0] * len(calls)
+    assert (calls[0].function and calls[0].function.name, calls[0].type) == ("weather", "function")
+    assert all(call.id is None and call.function and call.function.name is None for call in calls[1:])
+    assert json.loads("".join(call.function.arguments or "" for call in calls if call.function)) == PARIS
+    assert text_of(chunks) == "I look."
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].choices[0].delta.tool_calls
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=NAME, prompt=["ab", "cde"], max_tokens=6, n=2, temperature=1)
+    assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [
+        (0, "ababab", "length"),
+        (1, "ababab", "length"),
+        (2, "cdecde", "length"),
+        (3, "cdecde", "length"),
+    ]
+    assert answer.usage
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 24)
+    chunks = list(client.completions.create(model=NAME, prompt=["ab", "cde"], max_tokens=6, n=2, stream=True))
+    for choice in answer.choices:
+        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.text for c in own) == choice.text
+        assert [c.finish_reason for c in own] == [None] * (len(own) - 1) + ["length"]
+
+
+def test_completions_echo_and_logprobs(client: openai.OpenAI) -> None:
+    params: Any = {"model": NAME, "prompt": "abc", "max_tokens": 3, "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(**params).choices
+    found = choice.logprobs
+    assert choice.text == "abcabc"
+    assert found
+    assert (found.tokens, found.text_offset) == (list("abcabc"), [0, 1, 2, 3, 4, 5])
+    assert found.token_logprobs
+    assert len(found.token_logprobs) == 6
+    chunks = list(client.completions.create(**params, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abcabc"
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token for part in parts if part for token in part.tokens or ()] == list("abcabc")
+
+
+def test_the_best_of_several(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=NAME, prompt=["ab", "cd"], max_tokens=4, n=1, best_of=3)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "abab"), (1, "cdcd")]
+    assert answer.usage
+    assert answer.usage.completion_tokens == 24
+    with pytest.raises(openai.BadRequestError, match="best_of must be >= n"):
+        client.completions.create(model=NAME, prompt="ab", n=3, best_of=2)
+
+
+def test_a_prompt_goes_on_as_far_as_the_context(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=NAME, prompt="a" * 40)
+    assert answer.usage
+    assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (MAX_LENGTH, "length")
+
+
+def test_models(client: openai.OpenAI) -> None:
+    first, second = client.models.list().data
+    assert (first.id, second.id, second.model_extra and second.model_extra["parent"]) == (NAME, "tuned/one", NAME)
+    assert client.models.retrieve("tuned/one") == second
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        client.models.retrieve("other")
+
+
+def test_other_names_mean_the_model(client: openai.OpenAI) -> None:
+    assert chat(client, "ab", model="gpt-4", max_tokens=2).model == NAME
+    with pytest.raises(openai.BadRequestError, match="takes no adapters"):
+        chat(client, "ab", model="tuned/one")
+
+
+@run_async
+async def test_the_client_of_asyncio(server: Server) -> None:
+    url = f"http://localhost:{server.http_port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+
+        async def ask(text: str) -> str:
+            messages: Any = [{"role": "user", "content": text}]
+            create = client.chat.completions.create
+            chunks: Any = await create(model=NAME, messages=messages, stream=True, max_tokens=30)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+        texts = [f"text {number} " for number in range(16)]
+        assert await asyncio.gather(*map(ask, texts)) == [(text * 5)[:30] for text in texts]
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(model=NAME, prompt="x", temperature=-1)
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "temperature": ({"temperature": -0.5}, "temperature", "temperature must be >= 0, got -0.5"),
+    "top_p": ({"top_p": 1.5}, "top_p", "top_p must be > 0.0 and <= 1.0, got 1.5"),
+    "max_tokens": ({"max_tokens": 170}, "max_tokens", "max_tokens must be <= 169, got 170"),
+    "max_tokens 0": ({"max_tokens": 0}, "max_tokens", "max_tokens must be >= 1, got 0"),
+    "stop": ({"stop": [""]}, "stop", "can specify at most 16 non-empty stop sequences"),
+    "n": ({"n": 5}, "n", "n must be <= 4, got 5"),
+    "seed": ({"seed": 2**64}, "seed", "seed must be a 64-bit integer"),
+    "frequency": ({"frequency_penalty": 3}, "frequency_penalty", "frequency_penalty must be >= -2.0 and <= 2.0, got 3"),
+    "bias": ({"logit_bias": {"999": 1}}, "logit_bias", "logit_bias must have token ids below 257, got 999"),
+    "top_logprobs": (
+        {"logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "top_logprobs must be <= 20, got 21",
+    ),
+    "format": ({"response_format": {"type": "json_object"}}, "response_format", "response_format must be absent"),
+    "tool_choice": ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "tool_choice must be none or auto"),
+    "long": ({"messages": [{"role": "user", "content": "x" * 190}]}, "messages", "plus max_tokens (20) must be"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages[0]", "messages[0] has neither content nor tool_calls"),
+    "no messages": ({"messages": []}, "messages", "messages cannot be empty"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}]},
+        "messages[0].content[0]",
+        "must have the type text and a text, got image_url",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_name_their_field(client: openai.OpenAI, name: str, stream: bool) -> None:
+    params, field, said = BAD[name]
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, "abc", stream=stream, **params)
+    assert caught.value.param == field
+    assert said in caught.value.message
+    assert (caught.value.type, caught.value.code) == ("invalid_request_error", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        ({}, 400),
+        ({"messages": "hello"}, 400),
+        ({"messages": [{"role": "user", "content": "a"}], "max_tokens": -1}, 400),
+        ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1.5}, 400),
+    ],
+)
+def test_bodies_of_the_wrong_types(server: Server, body: Any, status: int) -> None:
+    found, answer = post(server, "/v1/chat/completions", body)
+    assert (found, answer["error"]["type"], answer["error_type"]) == (status, "invalid_request_error", "validation")
+
+
+def test_a_failed_step_is_an_error(server: Server, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match="failed during generation"):
+        chat(client, "!")  # a poisoned token
+
+
+def test_fields_may_be_null_and_unknown(server: Server) -> None:
+    nulls = dict.fromkeys(
+        (
+            "model",
+            "stop",
+            "n",
+            "seed",
+            "temperature",
+            "top_p",
+            "tools",
+            "stream",
+            "stream_options",
+            "logit_bias",
+            "user",
+        )
+    )
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}
+    status, answer = post(server, "/v1/chat/completions", nulls | body | {"max_tokens": 4, "future": {"x": 1}})
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "abab")

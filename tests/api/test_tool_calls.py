@@ -1,0 +1,126 @@
+"""tgis.api.openai.tool_calls: outputs as the models' templates and cards show them, however they are cut."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tgis.api.openai.tool_calls import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    Piece,
+    ToolCallParser,
+    ToolCallPiece,
+    ToolFormat,
+    complete_calls,
+)
+
+PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
+
+
+def call(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments})
+
+
+# format, output, text, calls
+OUTPUTS: dict[str, tuple[ToolFormat, str, str, list[tuple[str, Any]]]] = {
+    "hermes": (HERMES, f"<tool_call>\n{call('w', PARIS)}\n</tool_call>", "", [("w", PARIS)]),
+    "hermes-two": (
+        HERMES,
+        f"Let me see.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>\n<tool_call>\n{call('x', ROME)}\n</tool_call>",
+        "Let me see.",
+        [("w", PARIS), ("x", ROME)],
+    ),
+    "hermes-reordered": (
+        HERMES,
+        '<tool_call>{"arguments": {"city": "Paris", "unit": "c"}, "name": "w"}</tool_call>',
+        "",
+        [("w", PARIS)],
+    ),
+    "hermes-no-arguments": (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+    "hermes-more-keys": (
+        HERMES,
+        '<tool_call>{"name": "w", "arguments": {"city": "Paris", "unit": "c"}, "id": "}"}</tool_call> Done.',
+        " Done.",
+        [("w", PARIS)],
+    ),
+    "hermes-text": (HERMES, "a < b, <tool_cal and <tool", "a < b, <tool_cal and <tool", []),
+    "hermes-space": (HERMES, "two lines\n\nand space \n", "two lines\n\nand space \n", []),
+    "hermes-cut": (HERMES, 'So: <tool_call>\n{"name": "w', 'So:<tool_call>\n{"name": "w', []),
+    "hermes-no-json": (HERMES, "<tool_call>now</tool_call>", "<tool_call>now</tool_call>", []),
+    "llama": (LLAMA3, call("w", PARIS, "parameters"), "", [("w", PARIS)]),
+    "llama-tag": (LLAMA3, f"<|python_tag|>{call('w', PARIS, 'parameters')}", "", [("w", PARIS)]),
+    "llama-two": (
+        LLAMA3,
+        f"{call('w', PARIS, 'parameters')}; {call('x', ROME, 'parameters')}",
+        "",
+        [("w", PARIS), ("x", ROME)],
+    ),
+    "llama-type": (
+        LLAMA3,
+        '{"type": "function", "name": "w", "parameters": {"city": "Paris", "unit": "c"}}',
+        "",
+        [("w", PARIS)],
+    ),
+    "llama-json": (LLAMA3, '{"answer": {"city": "Paris"}} is it', '{"answer": {"city": "Paris"}} is it', []),
+    "llama-text": (LLAMA3, " The weather {in} Paris", " The weather {in} Paris", []),
+    "mistral": (MISTRAL, f"[TOOL_CALLS] [{call('w', PARIS)}, {call('x', ROME)}]", "", [("w", PARIS), ("x", ROME)]),
+    "mistral-named": (MISTRAL, f"[TOOL_CALLS]w{json.dumps(PARIS)}", "", [("w", PARIS)]),
+    "mistral-args": (
+        MISTRAL,
+        f"I look.[TOOL_CALLS]get-w[ARGS]{json.dumps(PARIS)}[TOOL_CALLS]x[ARGS]{json.dumps(ROME)}",
+        "I look.",
+        [("get-w", PARIS), ("x", ROME)],
+    ),
+    "mistral-text": (MISTRAL, "[TOOLS] are [1, 2]", "[TOOLS] are [1, 2]", []),
+}
+
+
+def parse(tool_format: ToolFormat, parts: list[str]) -> list[Piece]:
+    parser = ToolCallParser(tool_format)
+    return [piece for part in parts for piece in parser.add(part)] + parser.finish()
+
+
+def check(name: str, parts: list[str]) -> None:
+    tool_format, output, text, calls = OUTPUTS[name]
+    assert "".join(parts) == output
+    pieces = parse(tool_format, parts)
+    found, named = complete_calls(pieces)
+    assert (found, [(name, json.loads(arguments)) for name, arguments in named]) == (text, calls)
+    names = [piece for piece in pieces if not isinstance(piece, str) and piece.name is not None]
+    assert [piece.index for piece in names] == list(range(len(calls)))
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_whole_outputs(name: str) -> None:
+    check(name, [OUTPUTS[name][1]])
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_character_by_character(name: str) -> None:
+    check(name, list(OUTPUTS[name][1]))
+
+
+@given(st.sampled_from(sorted(OUTPUTS)), st.data())
+def test_outputs_in_any_parts(name: str, data: st.DataObject) -> None:
+    output = OUTPUTS[name][1]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
+    check(name, [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)])
+
+
+@given(
+    st.sampled_from([HERMES, LLAMA3, MISTRAL]), st.text('<tool_cal>/|python_tag[]TOOL_CALLS{}",:;name \n1', max_size=60)
+)
+def test_any_text_is_parsed_to_its_end(tool_format: ToolFormat, output: str) -> None:
+    assert parse(tool_format, [output]) is not None
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    parser = ToolCallParser(HERMES)
+    assert parser.add('<tool_call>{"name": "w", "arguments": ') == []
+    assert parser.add('{"city"') == [ToolCallPiece(0, "", "w"), ToolCallPiece(0, '{"city"')]
+    assert parser.add(': "Pa') == [ToolCallPiece(0, ': "Pa')]
+    assert parser.add('ris"}}</tool_call>') == [ToolCallPiece(0, 'ris"}')]

@@ -1,0 +1,242 @@
+"""The bodies of requests and responses, as in OpenAI's API reference; null is the same as absent.
+
+Fields that OpenAI does not have are vLLM's. Unknown fields are ignored.
+"""
+
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Stop = str | list[str]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage in every chunk
+
+
+class SamplingBody(Struct, kw_only=True):
+    """What both kinds of completions have."""
+
+    model: str | None = None
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    n: Count | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    skip_special_tokens: bool | None = None
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    structured_outputs: Any = None
+    temperature: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+
+class FunctionCall(Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Function(Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Struct):
+    function: Function
+    type: str = "function"
+
+
+class ChatCompletionRequest(SamplingBody, kw_only=True):
+    messages: list[ChatMessage]
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    max_completion_tokens: Count | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    top_logprobs: Count | None = None
+
+
+class CompletionRequest(SamplingBody, kw_only=True):
+    prompt: str | list[str]
+    best_of: Count | None = None
+    echo: bool | None = None
+    logprobs: Count | None = None
+    response_format: dict[str, Any] | None = None
+    suffix: str | None = None
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(Struct):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(Struct):
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(Struct, omit_defaults=True):
+    """In a stream, what is new of it."""
+
+    arguments: str
+    name: str | None = None
+
+
+class CalledTool(Struct):
+    function: CalledFunction
+    id: str
+    type: str = "function"
+
+
+class AssistantMessage(Struct):
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    object: str = "chat.completion"
+
+
+class ToolCallDelta(Struct, omit_defaults=True):
+    function: CalledFunction
+    index: int
+    id: str | None = None
+    type: str | None = None
+
+
+class Delta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class CompletionLogprobs(Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(Struct):
+    """Also a chunk of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class Model(Struct):
+    id: str
+    created: int
+    owned_by: str
+    max_model_len: int
+    parent: str | None = None  # of an adapter: the model that it changes
+    object: str = "model"
+
+
+class ModelList(Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    http_status_code: int  # also where it comes as an event of a stream
+
+
+class ErrorBody(Struct):
+    error: ErrorDetail
+    error_type: str  # as on TGI's routes

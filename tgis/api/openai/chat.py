@@ -1,0 +1,205 @@
+"""POST /v1/chat/completions."""
+
+import random
+import string
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from tgis.api.http.calls import HttpCall
+from tgis.api.openai.answers import (
+    DONE,
+    FINGERPRINT,
+    Answer,
+    UsageCounter,
+    check_at_most,
+    finish_reason,
+    make_call,
+)
+from tgis.api.openai.bodies import (
+    AssistantMessage,
+    CalledFunction,
+    CalledTool,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatLogprobs,
+    ChunkChoice,
+    Delta,
+    ToolCallDelta,
+)
+from tgis.api.openai.logprobs import TokenTexts
+from tgis.api.openai.messages import template_messages, template_tools
+from tgis.api.openai.models import ServedModels
+from tgis.api.openai.params import chat_params, num_choices
+from tgis.api.openai.tool_calls import (
+    Piece,
+    ToolCallParser,
+    ToolCallPiece,
+    ToolFormat,
+    complete_calls,
+    tool_format,
+)
+from tgis.errors import InvalidRequest
+from tgis.frontend.calls import GenerateCall
+from tgis.frontend.chat_template import ChatTemplate, TemplateError
+from tgis.frontend.output import RequestOutput
+
+_ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the route has made of a request."""
+
+    body: ChatCompletionRequest
+    generate_call: GenerateCall
+    model: str
+    parses_tools: bool
+
+
+class ChatCompletions:
+    """The route."""
+
+    def __init__(self, models: ServedModels, max_choices: int) -> None:
+        self._models = models
+        self._max_choices = max_choices
+        self._template: ChatTemplate | None = None
+        self._format: ToolFormat | None = None
+
+    def use_template(self, template: ChatTemplate) -> None:
+        """That of the model, once it has loaded."""
+        self._template, self._format = template, tool_format(template)
+
+    async def __call__(self, call: HttpCall) -> web.StreamResponse:
+        request = await self._read(call)
+        if request.body.stream:
+            return await self._stream(call, request)
+        outputs = await call.generator.generate(request.generate_call)
+        answer, usage = Answer.of("chatcmpl-", request.body, request.model), UsageCounter(len(outputs))
+        for output in outputs:
+            usage.count(output)
+        choices = [await self._choice(call, request, output) for output in outputs]
+        body = ChatCompletion(answer.id, answer.created, answer.model, choices, usage.usage(), FINGERPRINT)
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    async def _read(self, call: HttpCall) -> _Request:
+        body = await call.body(ChatCompletionRequest)
+        tools, n = template_tools(body), num_choices(body)
+        check_at_most("n", n, self._max_choices)
+        parses_tools = tools is not None and self._format is not None
+        params = chat_params(body, parses_tools=parses_tools)
+        if self._template is None:
+            raise TemplateError("messages", "the model has no chat template")
+        if tools and not self._template.mentions("tools"):
+            raise InvalidRequest("tools", "the model's chat template takes no tools")
+        messages = template_messages(body.messages)
+        text = await self._template.render(messages, tools, **(body.chat_template_kwargs or {}))
+        adapter = await self._models.adapter(body.model)
+        generate_call = make_call(call, params, [text], ["messages"], n, adapter, stream=bool(body.stream))
+        return _Request(body, generate_call, adapter or self._models.names[0], parses_tools)
+
+    def _parser(self, request: _Request) -> ToolCallParser | None:
+        return ToolCallParser(self._format) if request.parses_tools and self._format else None
+
+    async def _choice(self, call: HttpCall, request: _Request, output: RequestOutput) -> ChatChoice:
+        text, calls = output.text, []
+        if parser := self._parser(request):
+            pieces = _limited([*parser.add(output.text), *parser.finish()], request.body)
+            text, named = complete_calls(pieces)
+            calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
+        message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
+        logprobs = None
+        if request.body.logprobs:
+            texts, logprobs = TokenTexts(call.generator.token_decoder), ChatLogprobs([])
+            async for some in call.generator.slicer.slices(output.tokens, cost=output.details_per_token):
+                logprobs.content += texts.chat_logprobs(some).content
+        return ChatChoice(output.index, message, logprobs, finish_reason(output.stop_reason, len(calls)) or "stop")
+
+    async def _stream(self, call: HttpCall, request: _Request) -> web.StreamResponse:
+        events, answer = call.event_stream(), Answer.of("chatcmpl-", request.body, request.model)
+        n = request.generate_call.n
+        usage, decoder = UsageCounter(n), call.generator.token_decoder
+        choices = [
+            _StreamedChoice(index, request.body, self._parser(request), TokenTexts(decoder)) for index in range(n)
+        ]
+        async with aclosing(call.generator.stream(request.generate_call)) as outputs:
+            async for output in outputs:
+                usage.count(output)
+                for chunk in choices[output.index].chunks(output):
+                    await events.send(_encoded_chunk(answer, [chunk], usage, last=False))
+        if answer.include_usage:
+            await events.send(_encoded_chunk(answer, [], usage, last=True))
+        await events.send(DONE)
+        return events.response
+
+
+class _StreamedChoice:
+    """One output while it is streamed."""
+
+    def __init__(
+        self, index: int, body: ChatCompletionRequest, parser: ToolCallParser | None, texts: TokenTexts
+    ) -> None:
+        self._index = index
+        self._body = body
+        self._parser = parser
+        self._texts = texts
+        self._has_begun = False
+        self._held: list[Piece] = []  # of a tool call: the last one must have the finish reason
+
+    def chunks(self, output: RequestOutput) -> list[ChunkChoice]:
+        """What a message of the front end adds."""
+        if not output.generated_token_count and not output.stop_reason:
+            return []  # before the first token
+        finish = finish_reason(output.stop_reason, self._parser.num_calls if self._parser else 0)
+        deltas = [self._delta(piece) for piece in self._pieces(output)]
+        logprobs = self._texts.chat_logprobs(output.tokens) if self._body.logprobs else None
+        if not deltas and (finish or logprobs):
+            deltas = [Delta() if finish else Delta(content="")]
+        if deltas and not self._has_begun:
+            self._has_begun, deltas[0].role = True, "assistant"
+        found = [ChunkChoice(self._index, delta) for delta in deltas]
+        if found:
+            found[0].logprobs, found[-1].finish_reason = logprobs, finish
+        return found
+
+    def _pieces(self, output: RequestOutput) -> list[Piece]:
+        if self._parser is None:
+            return [output.text] if output.text else []
+        pieces = [*self._held, *_limited(self._parser.add(output.text), self._body)]
+        self._held = []
+        if output.stop_reason:
+            return [*pieces, *self._parser.finish()]
+        if pieces and isinstance(pieces[-1], ToolCallPiece):
+            self._held = [pieces.pop()]
+        return pieces
+
+    def _delta(self, piece: Piece) -> Delta:
+        if isinstance(piece, str):
+            return Delta(content=piece)
+        function = CalledFunction(piece.arguments, piece.name)
+        if piece.name is None:
+            return Delta(tool_calls=[ToolCallDelta(function, piece.index)])
+        return Delta(tool_calls=[ToolCallDelta(function, piece.index, _new_id(), "function")])
+
+
+def _encoded_chunk(answer: Answer, choices: list[ChunkChoice], usage: UsageCounter, *, last: bool) -> bytes:
+    chunk = ChatCompletionChunk(answer.id, answer.created, answer.model, choices, FINGERPRINT)
+    if answer.include_usage:
+        chunk.usage = usage.usage() if last or answer.usage_in_chunks else None
+    return msgspec.json.encode(chunk)
+
+
+def _limited(pieces: list[Piece], body: ChatCompletionRequest) -> list[Piece]:
+    """Without the calls after the first, where only one is wanted."""
+    if body.parallel_tool_calls is not False:
+        return pieces
+    return [piece for piece in pieces if isinstance(piece, str) or not piece.index]
+
+
+def _new_id() -> str:
+    return "".join(random.choices(string.ascii_letters + string.digits, k=_ID_LENGTH))

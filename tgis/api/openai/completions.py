@@ -1,0 +1,132 @@
+"""POST /v1/completions."""
+
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import chain
+
+import msgspec
+from aiohttp import web
+
+from tgis.api.http.calls import HttpCall
+from tgis.api.openai.answers import (
+    DONE,
+    FINGERPRINT,
+    Answer,
+    UsageCounter,
+    check_at_most,
+    finish_reason,
+    make_call,
+)
+from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from tgis.api.openai.logprobs import TokenTexts
+from tgis.api.openai.models import ServedModels
+from tgis.api.openai.params import completion_params, num_candidates, num_choices
+from tgis.errors import InvalidRequest
+from tgis.frontend.calls import GenerateCall
+from tgis.frontend.output import RequestOutput, best_first
+
+
+class Completions:
+    """The route."""
+
+    def __init__(self, models: ServedModels, max_choices: int, max_prompts: int) -> None:
+        self._models = models
+        self._max_choices = max_choices
+        self._max_prompts = max_prompts
+
+    async def __call__(self, call: HttpCall) -> web.StreamResponse:
+        body = await call.body(CompletionRequest)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if not prompts:
+            raise InvalidRequest("prompt", "prompt cannot be empty")
+        check_at_most("prompt", len(prompts), self._max_prompts)
+        params, candidates = completion_params(body), num_candidates(body)
+        check_at_most("n" if body.best_of is None else "best_of", candidates, self._max_choices)
+        adapter = await self._models.adapter(body.model)
+        fields = [f"prompt[{index}]" for index in range(len(prompts))]
+        generate_call = make_call(call, params, prompts, fields, candidates, adapter, stream=bool(body.stream))
+        answer = Answer.of("cmpl-", body, adapter or self._models.names[0])
+        if body.stream:
+            return await _stream(call, body, generate_call, answer)
+        return await _unary(call, body, generate_call, answer)
+
+
+async def _unary(
+    call: HttpCall, body: CompletionRequest, generate_call: GenerateCall, answer: Answer
+) -> web.StreamResponse:
+    outputs = await call.generator.generate(generate_call)
+    usage = UsageCounter(generate_call.n)
+    for output in outputs:
+        usage.count(output)
+    choices = []
+    for output in _chosen(outputs, generate_call.n, num_choices(body)):
+        prompt = generate_call.texts[output.index // num_choices(body)] if body.echo else ""
+        logprobs = await _logprobs(call, body, output) if body.logprobs is not None else None
+        reason = finish_reason(output.stop_reason)
+        choices.append(CompletionChoice(output.index, prompt + output.text, logprobs, reason))
+    return web.Response(
+        body=msgspec.json.encode(
+            Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT, usage.usage())
+        ),
+        content_type="application/json",
+    )
+
+
+def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:
+    """The `n` best of each prompt, numbered anew."""
+    if candidates == n:
+        return outputs
+    groups = [outputs[start : start + candidates] for start in range(0, len(outputs), candidates)]
+    best = chain.from_iterable(best_first(group)[:n] for group in groups)
+    return [replace(output, index=index) for index, output in enumerate(best)]
+
+
+async def _logprobs(call: HttpCall, body: CompletionRequest, output: RequestOutput) -> CompletionLogprobs:
+    texts, infos = TokenTexts(call.generator.token_decoder), chain(output.input_tokens, output.tokens)
+    found = texts.completion_logprobs((), with_top=bool(body.logprobs))
+    async for some in call.generator.slicer.slices(infos, cost=output.details_per_token):
+        _extend(found, texts.completion_logprobs(some, with_top=bool(body.logprobs)))
+    return found
+
+
+def _extend(found: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    found.text_offset += more.text_offset
+    found.tokens += more.tokens
+    found.token_logprobs += more.token_logprobs
+    if found.top_logprobs is not None:
+        found.top_logprobs += more.top_logprobs or []
+
+
+async def _stream(
+    call: HttpCall, body: CompletionRequest, generate_call: GenerateCall, answer: Answer
+) -> web.StreamResponse:
+    events, usage, n = call.event_stream(), UsageCounter(generate_call.n), generate_call.n
+    count = len(generate_call.texts) * n
+    prompts = {index: generate_call.texts[index // n] if body.echo else "" for index in range(count)}  # to be sent
+    texts = [TokenTexts(call.generator.token_decoder) for _ in range(count)]
+    pending = [CompletionLogprobs([], [], [], [] if body.logprobs else None) for _ in range(count)]
+    async with aclosing(call.generator.stream(generate_call)) as outputs:
+        async for output in outputs:
+            usage.count(output)
+            if body.logprobs is not None:
+                infos = chain(output.input_tokens, output.tokens)
+                more = texts[output.index].completion_logprobs(infos, with_top=bool(body.logprobs))
+                _extend(pending[output.index], more)
+            if not output.generated_token_count and not output.stop_reason:
+                continue  # before the first token
+            logprobs = pending[output.index] if body.logprobs is not None else None
+            pending[output.index] = CompletionLogprobs([], [], [], [] if body.logprobs else None)
+            text = prompts.pop(output.index, "") + output.text
+            choice = CompletionChoice(output.index, text, logprobs, finish_reason(output.stop_reason))
+            await events.send(_encoded_chunk(answer, [choice], usage, last=False))
+    if answer.include_usage:
+        await events.send(_encoded_chunk(answer, [], usage, last=True))
+    await events.send(DONE)
+    return events.response
+
+
+def _encoded_chunk(answer: Answer, choices: list[CompletionChoice], usage: UsageCounter, *, last: bool) -> bytes:
+    chunk = Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT)
+    if answer.include_usage:
+        chunk.usage = usage.usage() if last or answer.usage_in_chunks else None
+    return msgspec.json.encode(chunk)

@@ -1,0 +1,61 @@
+"""Errors in OpenAI's shape, with TGI's name of the kind of error beside it."""
+
+import msgspec
+
+from tgis.api.http.errors import HttpError
+from tgis.api.openai.bodies import ErrorBody, ErrorDetail
+from tgis.api.openai.params import FIELDS
+from tgis.errors import (
+    ClientTimeout,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    Unimplemented,
+)
+
+# Status -> the type of OpenAI's error, and TGI's.
+_TYPES = {
+    400: ("invalid_request_error", "validation"),
+    401: ("authentication_error", "authentication"),
+    404: ("not_found_error", "not_found"),
+    408: ("timeout_error", "timeout"),
+    413: ("invalid_request_error", "validation"),
+    415: ("invalid_request_error", "validation"),
+    429: ("rate_limit_error", "overloaded"),
+    503: ("service_unavailable_error", "unavailable"),
+}
+_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+_SERVER_ERROR = ("server_error", "generation")
+_UNPROCESSABLE = 422
+
+
+class OpenAIFace:
+    """How the routes of this API tell about errors."""
+
+    error = ErrorBody
+    last_event = b"[DONE]"
+
+    def status(self, error: RequestError) -> int:
+        match error:
+            case HttpError(status=status):
+                return 400 if status == _UNPROCESSABLE else status  # OpenAI has one status for both
+            case InvalidRequest() | Unimplemented():
+                return 400
+            case ClientTimeout():
+                return 408
+            case Overloaded():
+                return 429
+            case Unavailable():
+                return 503
+        return 500
+
+    def error_body(self, error: RequestError) -> bytes:
+        status = self.status(error)
+        kind, tgi_kind = _TYPES.get(status, _SERVER_ERROR)
+        message, param = str(error.detail), None
+        if isinstance(error, InvalidRequest):
+            param = FIELDS.get(error.field, error.field) or None
+            for name, field in FIELDS.items():
+                message = message.replace(name, field)
+        return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, _CODES.get(status), status), tgi_kind))

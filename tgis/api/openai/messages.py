@@ -1,0 +1,66 @@
+"""From the messages and tools of a chat to what its template takes."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from tgis.api.openai.bodies import ChatCompletionRequest, ChatMessage, ContentPart, Tool, ToolCall
+from tgis.errors import InvalidRequest
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Without what is null: templates expect it to be absent."""
+    if not messages:
+        raise InvalidRequest("messages", "messages cannot be empty")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def template_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """The tools that the model may call, None if there are none."""
+    if body.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice", "tool_choice must be none or auto: others are not supported")
+    if not body.tools or body.tool_choice == "none":
+        return None
+    return [_tool(tool) for tool in body.tools]
+
+
+def _message(message: ChatMessage, path: str) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(path, f"{path} has neither content nor tool_calls")
+    found = {
+        "role": message.role,
+        "content": _text(message.content, path),
+        "name": message.name,
+        "reasoning_content": message.reasoning_content,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": [_tool_call(call) for call in message.tool_calls or ()] or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _text(content: str | list[ContentPart] | None, path: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            field = f"{path}.content[{index}]"
+            raise InvalidRequest(field, f"{field} must have the type text and a text", part.type[:40])
+    return "".join(part.text or "" for part in content)
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):  # templates write them as JSON themselves
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = msgspec.to_builtins(tool.function)
+    given = {name: value for name, value in function.items() if value is not None}
+    return {"type": tool.type, "function": given}

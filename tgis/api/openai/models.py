@@ -1,0 +1,69 @@
+"""The names of models: what is served, and its adapters."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from tgis.api.http.calls import HttpCall
+from tgis.api.http.errors import HttpError
+from tgis.api.openai.bodies import Model, ModelList
+from tgis.prompts.catalog import AdapterCatalog
+
+_ANY_MODEL = ("", "tgi")  # names that clients send where they have none
+_OWNER = "tgis"
+_SHOWN_CHARACTERS = 100
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The model under its names, and the adapters of the store."""
+
+    names: tuple[str, ...]  # the first is the one that is shown
+    catalog: AdapterCatalog  # reads directories
+    strict: bool  # an unknown name is an error, else another name of the model
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def adapter(self, name: str | None) -> str | None:
+        """The adapter that the `model` of a request means, None for the model itself."""
+        if name is None or name in _ANY_MODEL or name in self.names:
+            return None
+        if await asyncio.to_thread(self.catalog.has, name):
+            return name
+        if self.strict:
+            raise _not_found(name)
+        log.warning("a request names an unknown model: it gets the one that is served")
+        return None
+
+    async def list_models(self, call: HttpCall) -> web.StreamResponse:
+        """GET /v1/models."""
+        adapter_ids = await asyncio.to_thread(self.catalog.ids)
+        models = [self._model(call, None), *(self._model(call, adapter_id) for adapter_id in adapter_ids)]
+        return _response(ModelList(models))
+
+    async def get_model(self, call: HttpCall) -> web.StreamResponse:
+        """GET /v1/models/{id}, whose slashes may be part of the id."""
+        name = call.request.match_info["id"]
+        if name in self.names:
+            return _response(self._model(call, None))
+        if not await asyncio.to_thread(self.catalog.has, name):
+            raise _not_found(name)
+        return _response(self._model(call, name))
+
+    def _model(self, call: HttpCall, adapter_id: str | None) -> Model:
+        name, length = self.names[0], call.generator.server_info.limits.max_sequence_length
+        return Model(adapter_id or name, self.created, _OWNER, length, None if adapter_id is None else name)
+
+
+def _not_found(name: str) -> HttpError:
+    shown = "".join(c if c.isprintable() else "?" for c in name[:_SHOWN_CHARACTERS])
+    return HttpError(404, f"the model {shown!r} does not exist")
+
+
+def _response(body: Model | ModelList) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
