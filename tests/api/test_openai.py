@@ -38,7 +38,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://localhost:{server.http_port}/v1", api_key="x", max_retries=0) as made:
+    with openai.OpenAI(
+        base_url=f"http://localhost:{server.http_port}/v1", api_key="x", max_retries=0, timeout=50
+    ) as made:
         yield made
 
 
@@ -225,7 +227,7 @@ def test_other_names_mean_the_model(client: openai.OpenAI) -> None:
 @run_async
 async def test_the_client_of_asyncio(server: Server) -> None:
     url = f"http://localhost:{server.http_port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=50) as client:
 
         async def ask(text: str) -> str:
             messages: Any = [{"role": "user", "content": text}]

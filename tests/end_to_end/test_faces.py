@@ -1,0 +1,134 @@
+"""One request through every face of a real server: gRPC, TGI's REST API and OpenAI's give the same tokens."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_model import write_prompts
+from harness import Server, running_server
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from benchmarks.soak.reconcile import parse_metrics
+from tgis.pb import generation_pb2 as pb
+
+PROMPTS = ["The Queen", "“Off with her head!” the Queen shouted", "very very very very"]
+ADAPTER = "tuned/hatter"
+HITS = ("tgi_prefix_cache_hit_tokens_total",)
+
+requests = st.fixed_dictionaries(
+    {
+        "prompt": st.sampled_from(PROMPTS),
+        "max_tokens": st.integers(1, 24),
+        "temperature": st.sampled_from([0.0, 0.4, 1.0, 1.5]),
+        "seed": st.integers(0, 2**32 - 1),
+    },
+    optional={
+        "top_k": st.integers(1, 40),
+        "top_p": st.sampled_from([0.2, 0.9]),
+        "repetition_penalty": st.sampled_from([0.9, 1.3]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.7]),
+        "stop": st.sampled_from([["e"], [" the", "\n"], ["never there"]]),
+        "adapter": st.just(ADAPTER),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def server(glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("faces")
+    write_prompts({ADAPTER: {"decoder.pt": "The Hatter was"}}, glassllm_dir, directory / "store")
+    options: dict[str, Any] = {"PREFIX_STORE_PATH": directory / "store", "DTYPE": "float32", "MAX_BEST_OF": 4}
+    with running_server(directory, glassllm_dir, MAX_SEQUENCE_LENGTH=128, **options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tokenizer(glassllm_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(glassllm_dir / "tokenizer.json"))
+
+
+def over_grpc(server: Server, request: dict[str, Any]) -> pb.GenerationResponse:
+    names = ("temperature", "top_k", "top_p", "seed")
+    params = pb.Parameters(
+        method=pb.SAMPLE if request["temperature"] else pb.GREEDY,
+        sampling=pb.SamplingParameters(**{name: request[name] for name in names if name in request}),
+        stopping=pb.StoppingCriteria(max_new_tokens=request["max_tokens"], stop_sequences=request.get("stop", [])),
+        decoding=pb.DecodingParameters(
+            repetition_penalty=request.get("repetition_penalty", 0),
+            frequency_penalty=request.get("frequency_penalty", 0),
+        ),
+        response=pb.ResponseOptions(generated_tokens=True, token_logprobs=True),
+    )
+    inputs = [pb.GenerationRequest(text=request["prompt"])]
+    message = pb.BatchedGenerationRequest(requests=inputs, params=params, adapter_id=request.get("adapter"))
+    response: pb.GenerationResponse
+    with server.stub() as stub:
+        (response,) = stub.Generate(message, timeout=60).responses
+    return response
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> Any:
+    url = f"http://localhost:{server.http_port}{path}"
+    http = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(http, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def over_tgi(server: Server, request: dict[str, Any]) -> Any:
+    names = ("top_k", "top_p", "repetition_penalty", "frequency_penalty", "stop")
+    parameters: dict[str, Any] = {name: request[name] for name in names if name in request}
+    parameters |= {"max_new_tokens": request["max_tokens"], "details": True, "adapter_id": request.get("adapter")}
+    if request["temperature"]:
+        parameters |= {"do_sample": True, "temperature": request["temperature"], "seed": request["seed"]}
+    else:
+        parameters = {name: value for name, value in parameters.items() if name not in ("top_k", "top_p")}
+    return post(server, "/generate", {"inputs": request["prompt"], "parameters": parameters})
+
+
+def over_openai(server: Server, request: dict[str, Any]) -> Any:
+    body = {name: value for name, value in request.items() if name != "adapter"}
+    model = request.get("adapter")
+    return post(server, "/v1/completions", body | {"model": model, "logprobs": 0, "include_stop_str_in_output": True})
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(request=requests)
+def test_all_faces_give_the_same_tokens(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
+    grpc, tgi, openai = over_grpc(server, request), over_tgi(server, request), over_openai(server, request)
+    (choice,) = openai["choices"]
+    assert tgi["generated_text"] == choice["text"] == grpc.text
+    details = tgi["details"]
+    assert [tokenizer.id_to_token(token["id"]) for token in details["tokens"]] == [one.text for one in grpc.tokens]
+    logprobs = [one.logprob for one in grpc.tokens]
+    assert [token["logprob"] for token in details["tokens"]] == pytest.approx(logprobs, abs=1e-6)
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-6)
+    assert details["seed"] == (grpc.seed if request["temperature"] else None)
+    usage = openai["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (grpc.input_token_count, grpc.generated_token_count)
+    assert details["generated_tokens"] == grpc.generated_token_count
+    ended = grpc.stop_reason in (pb.EOS_TOKEN, pb.STOP_SEQUENCE)
+    assert choice["finish_reason"] == ("stop" if ended else "length")
+    reasons = {pb.EOS_TOKEN: "eos_token", pb.STOP_SEQUENCE: "stop_sequence", pb.MAX_TOKENS: "length"}
+    at_most = grpc.generated_token_count == request["max_tokens"]  # comes first in TGI
+    assert details["finish_reason"] == ("length" if at_most else reasons[grpc.stop_reason])
+
+
+def test_outputs_of_one_prompt_share_its_prefill(server: Server) -> None:
+    """And are those of the seeds that follow the given one."""
+    prompt = " ".join(f"the {word} said" for word in ("Queen", "King", "Hatter", "Hare", "Mouse") * 4)
+    before = parse_metrics(server.get("/metrics")[1])
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 1.2, "seed": 41}
+    many = post(server, "/v1/completions", body | {"n": 4})
+    after = parse_metrics(server.get("/metrics")[1])
+    length = many["usage"]["prompt_tokens"]
+    assert length > 48
+    found = after[HITS] - before[HITS]
+    assert found >= 3 * (length - length % 16 - 16)
+    alone = [post(server, "/v1/completions", body | {"seed": 41 + number}) for number in range(4)]
+    assert [choice["text"] for choice in many["choices"]] == [one["choices"][0]["text"] for one in alone]
+    assert len({choice["text"] for choice in many["choices"]}) > 1
