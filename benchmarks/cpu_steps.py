@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from tgis.utils.cpus import usable_cores
 ROWS = (1, 8, 32, 128, 512)
 STREAMS = (1, 8, 32)
 INPUT_TOKENS, STEPS = 130, 40
-READ_BYTES = 1 << 30
+READ_BYTES = 1 << 29
+REPEATS = 5
 
 
 @dataclass(slots=True)
@@ -51,24 +53,40 @@ class DecodeTimer:
 
 def measure_machine(kernels: CpuKernels | None) -> dict[str, Any]:
     known: set[str] = set().union(*ISAS.values())
-    memory = torch.ones(READ_BYTES // 4)
     return {
         "cpu": cpu_model(),
         "flags": " ".join(sorted(known & cpu_flags())),
         "threads": torch.get_num_threads(),
         "kernels": kernels.isa if kernels else "none",
         "torch": torch.__version__,
-        "read_gb_s": READ_BYTES / _best_seconds(memory.sum) / 1e9,
+        "read_gb_s": _read_gb_s(kernels),
     }
 
 
+def _read_gb_s(kernels: CpuKernels | None) -> float:
+    """Of PyTorch's sum or a GEMM of ours with one row, whichever reads memory faster."""
+    weight = torch.ones(READ_BYTES // 2048, 1024, dtype=torch.bfloat16)
+    gemms = [make(weight) for make in our_gemms(weight, kernels).values()]
+    runs = [weight.view(torch.float32).sum, *(partial(gemm, weight[:1], None) for gemm in gemms)]
+    return READ_BYTES / min(_best_seconds(*runs)) / 1e9
+
+
 def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, dict[int, float]]:
-    """Milliseconds for all of them, by GEMM and number of rows."""
-    found = {}
-    for name in _gemms(weights[0], kernels):
-        layers = [_gemms(weight, kernels)[name](weight) for weight in weights]
-        found[name] = {rows: 1e3 * _time_layers(layers, weights, rows) for rows in ROWS}
+    """Milliseconds for all of them, by GEMM and number of rows; the best of runs that alternate between the GEMMs."""
+    names = list(_gemms(weights[0], kernels))
+    layers = {name: [_gemms(weight, kernels)[name](weight) for weight in weights] for name in names}
+    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    for rows in ROWS:
+        inputs = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
+        runs = [partial(_multiply, layers[name], [inputs[weight.shape[1]] for weight in weights]) for name in names]
+        for name, seconds in zip(names, _best_seconds(*runs), strict=True):
+            found[name][rows] = 1e3 * seconds
     return found
+
+
+def _multiply(layers: list[Gemm], inputs: list[Tensor]) -> None:
+    for gemm, x in zip(layers, inputs, strict=True):
+        gemm(x, None)
 
 
 def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
@@ -76,24 +94,16 @@ def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
     return our_gemms(weight, kernels) | onednn
 
 
-def _time_layers(layers: list[Gemm], weights: list[Tensor], rows: int) -> float:
-    inputs = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
-
-    def run() -> None:
-        for gemm, weight in zip(layers, weights, strict=True):
-            gemm(inputs[weight.shape[1]], None)
-
-    return _best_seconds(run)
+def _best_seconds(*runs: Callable[[], object]) -> list[float]:
+    """Of each, after a first round in which nothing is measured."""
+    found = [[_seconds(run) for run in runs] for _ in range(1 + REPEATS)]
+    return [min(times) for times in zip(*found[1:], strict=True)]
 
 
-def _best_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
     run()
-    found = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - started)
-    return min(found)
+    return time.perf_counter() - started
 
 
 def measure_steps(model: Path, dtype: str, cache: Path) -> dict[int, float]:

@@ -45,12 +45,13 @@ def expected(model: Path, requests: list[Request]) -> list[list[int]]:
     return [output[0, len(request.tokens) :].tolist() for output, request in zip(outputs, requests, strict=True)]
 
 
-@pytest.mark.parametrize("isa", ["none", *ISAS])
+@pytest.mark.parametrize(("isa", "batch_invariant"), [*((isa, True) for isa in ("none", *ISAS)), ("generic", False)])
 def test_every_instruction_set_gives_transformers_tokens(
-    model: Path, requests: list[Request], expected: list[list[int]], isa: str
+    model: Path, requests: list[Request], expected: list[list[int]], isa: str, *, batch_invariant: bool
 ) -> None:
     if isa != "none":
         kernels_of(isa)
-    engine = PagedEngine(msgspec.structs.replace(engine_options(model, 4, threads=2), cpu_isa=isa))
+    options = msgspec.structs.replace(engine_options(model, 4, threads=2), cpu_isa=isa, batch_invariant=batch_invariant)
+    engine = PagedEngine(options)
     bounds = limits(200, padded=False, block_size=16, max_batch_size=4, prefill_tokens=20)
     assert generate_all(engine, bounds, requests, random.Random(1)) == expected
