@@ -256,7 +256,22 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "top_logprobs",
         "top_logprobs must be <= 20, got 21",
     ),
-    "format": ({"response_format": {"type": "json_object"}}, "response_format", "response_format must be absent"),
+    "format": ({"response_format": {"type": "xml"}}, "response_format", "text, json_object or json_schema, got xml"),
+    "no schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format",
+        "response_format.json_schema must have a schema",
+    ),
+    "format and tools": (
+        {"response_format": {"type": "json_object"}, "tools": TOOLS},
+        "response_format",
+        "Grammar and tools are mutually exclusive",
+    ),
+    "structured": (
+        {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b", "c"]}}},
+        "structured_outputs",
+        "must have one of json, regex, choice, grammar and json_object, got 2",
+    ),
     "tool_choice": ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "tool_choice must be none or auto"),
     "long": ({"messages": [{"role": "user", "content": "x" * 190}]}, "messages", "plus max_tokens (20) must be"),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0]", "messages[0] has neither content nor tool_calls"),

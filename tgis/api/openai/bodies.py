@@ -16,6 +16,16 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None  # usage in every chunk
 
 
+class StructuredOutputs(Struct):
+    """What the output must be, as in vLLM: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class SamplingBody(Struct, kw_only=True):
     """What both kinds of completions have."""
 
@@ -34,7 +44,8 @@ class SamplingBody(Struct, kw_only=True):
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    structured_outputs: Any = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     temperature: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: float | None = None
@@ -83,7 +94,6 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
     logprobs: bool | None = None
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[Tool] | None = None
     top_logprobs: Count | None = None
@@ -94,7 +104,6 @@ class CompletionRequest(SamplingBody, kw_only=True):
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: Count | None = None
-    response_format: dict[str, Any] | None = None
     suffix: str | None = None
 
 

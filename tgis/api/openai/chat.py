@@ -95,6 +95,8 @@ class ChatCompletions:
         params = chat_params(body, parses_tools=parses_tools)
         if self._template is None:
             raise TemplateError("messages", "the model has no chat template")
+        if tools and params.grammar:
+            raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
         if tools and not self._template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
         messages = template_messages(body.messages)

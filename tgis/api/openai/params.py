@@ -1,6 +1,7 @@
 """From the fields of a request to the parameters of the front end, whose rules are those of all faces."""
 
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
+from tgis.api.openai.grammars import grammar
 from tgis.errors import InvalidRequest
 from tgis.frontend.sampling_params import FaceRules, RawParams
 from tgis.ipc.request import LogprobOptions
@@ -30,7 +31,6 @@ RULES = FaceRules(
 
 def chat_params(body: ChatCompletionRequest, *, parses_tools: bool) -> RawParams:
     """Of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
-    _refuse_grammars(body.response_format, body.structured_outputs)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     options = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=body.top_logprobs or 0)
     return _params(
@@ -44,7 +44,6 @@ def chat_params(body: ChatCompletionRequest, *, parses_tools: bool) -> RawParams
 
 def completion_params(body: CompletionRequest) -> RawParams:
     """Of a completion."""
-    _refuse_grammars(body.response_format, body.structured_outputs)
     if body.suffix is not None:
         raise InvalidRequest("suffix", "suffix is not supported")
     wants_logprobs = body.logprobs is not None
@@ -100,6 +99,7 @@ def _params(
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=body.logit_bias or {},
         ignore_eos=bool(body.ignore_eos),
+        grammar=grammar(body),
         fill_context=True,
         add_special_tokens=add_special_tokens,
         skip_special_tokens=skip_special_tokens,
@@ -121,10 +121,3 @@ def _positive(field: str, value: int | None) -> int:
     if value == 0:
         raise InvalidRequest(field, f"{field} must be >= 1", "0")
     return value or 1
-
-
-def _refuse_grammars(response_format: dict[str, object] | None, structured_outputs: object) -> None:
-    if response_format is not None and response_format.get("type") != "text":
-        raise InvalidRequest("response_format", "response_format must be absent or of type text: no other is supported")
-    if structured_outputs is not None:
-        raise InvalidRequest("structured_outputs", "structured_outputs are not supported")
