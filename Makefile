@@ -78,7 +78,7 @@ wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside t
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt \
 	--python-version 3.12 --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
 	--platform manylinux_2_34_x86_64 --dest $(WHEELS) cffi cryptography googleapis-common-protos grpcio \
-	grpcio-health-checking grpcio-reflection grpcio-status msgspec protobuf pycparser
+	grpcio-health-checking grpcio-reflection grpcio-status msgspec protobuf pycparser uvloop
 
 clean: ## remove everything that make created, except the demo models in .cache
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from tgis import __version__
 from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
@@ -85,7 +87,7 @@ def run(config: Config) -> int:
             os.environ["TMPDIR"] = str(scratch)
         gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
         gc.set_threshold(*GC_THRESHOLDS)
-        return asyncio.run(server.serve())
+        return uvloop.run(server.serve())
 
 
 def prepare(config: Config) -> "Server":

@@ -64,7 +64,9 @@ class EngineClient:
         with theirs:
             fd = theirs.fileno()
             command = (sys.executable, "-m", "tgis.engine_core.main", str(fd))
-            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(fd,), process_group=0)  # no Ctrl-C
+            self._process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=(fd,), start_new_session=True
+            )  # no Ctrl-C
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
         self._send(options)
