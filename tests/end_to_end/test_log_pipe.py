@@ -84,7 +84,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_ends(tmp_path: Path) -> None
         wait_until_healthy(address)
         assert os.read(reading, len(FILLING)) == FILLING  # not one line has fitted, and now all come
         log = b""
-        while log.count(b"single request: 3 tokens") < 20 or not log.endswith(b"\n"):
+        while log.count(b"single request: 3 tokens") < 20 or b'"engine"' not in log or not log.endswith(b"\n"):
             log += os.read(reading, 1 << 16)
         lines = [json.loads(line) for line in log.splitlines()]
         assert {line.get("process") for line in lines} == {None, "engine"}
