@@ -144,7 +144,7 @@ def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineO
         kernels = select_kernels(options, device)
         gemms = GemmSelector(kernels, options.cache_dir, batch_invariant=options.batch_invariant)
         packed, fused = pack_linears(model, gemms), fuse(model, kernels)
-        by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items())
+        by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
         log.info("packed %d linear layers (%s), fused the small operators of %d others", packed, by, fused)
     else:
         log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))

@@ -129,7 +129,6 @@ def _read(path: Path) -> dict[str, str]:
 
 def _write(path: Path, kept: dict[str, str]) -> None:
     with contextlib.suppress(OSError):  # the directory may be read-only
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         made = path.with_suffix(".part")
         made.write_text(json.dumps(kept, indent=1) + "\n")
         made.replace(path)
