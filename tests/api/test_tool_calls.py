@@ -1,12 +1,16 @@
 """tgis.api.openai.tool_calls: outputs as the models' templates and cards show them, however they are cut."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tgis.api.openai.bodies import ChatCompletionRequest
+from tgis.api.openai.chat import StreamedChoice
+from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.tool_calls import (
     HERMES,
     LLAMA3,
@@ -17,6 +21,18 @@ from tgis.api.openai.tool_calls import (
     ToolFormat,
     complete_calls,
 )
+from tgis.frontend.detokenizer import TokenDecoder
+from tgis.frontend.output import RequestOutput
+from tgis.frontend.tokenizer import Tokenizer
+from tgis.ipc.request import StopReason
+from tgis.models.fake import make_fake_model
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
+    tokenizer = Tokenizer.load(make_fake_model(tmp_path_factory.mktemp("bytes")), workers=1)
+    return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=True)
+
 
 PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
 
@@ -116,6 +132,26 @@ def test_outputs_in_any_parts(name: str, data: st.DataObject) -> None:
 )
 def test_any_text_is_parsed_to_its_end(tool_format: ToolFormat, output: str) -> None:
     assert parse(tool_format, [output]) is not None
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 999])
+def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDecoder, parts: int) -> None:
+    """However many tokens a message has: one may have them all, if the reader was behind."""
+    output = f"I look.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>"
+    size = -(-len(output) // parts)
+    body = ChatCompletionRequest(messages=[])
+    choice = StreamedChoice(0, body, ToolCallParser(HERMES), TokenTexts(decoder))
+    messages = [
+        RequestOutput(text=output[at : at + size], generated_token_count=1) for at in range(0, len(output), size)
+    ]
+    messages[-1] = replace(messages[-1], stop_reason=StopReason.EOS_TOKEN)
+    chunks = [chunk for message in messages for chunk in choice.chunks(message)]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    calls = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+    assert json.loads("".join(each.function.arguments for each in calls)) == PARIS
+    assert [each.function.name for each in calls] == ["w"] + [None] * (len(calls) - 1)
+    assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
 
 
 def test_arguments_are_streamed_as_they_come() -> None:

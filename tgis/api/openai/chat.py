@@ -127,7 +127,7 @@ class ChatCompletions:
         n = request.generate_call.n
         usage, decoder = UsageCounter(n), call.generator.token_decoder
         choices = [
-            _StreamedChoice(index, request.body, self._parser(request), TokenTexts(decoder)) for index in range(n)
+            StreamedChoice(index, request.body, self._parser(request), TokenTexts(decoder)) for index in range(n)
         ]
         async with aclosing(call.generator.stream(request.generate_call)) as outputs:
             async for output in outputs:
@@ -140,7 +140,7 @@ class ChatCompletions:
         return events.response
 
 
-class _StreamedChoice:
+class StreamedChoice:
     """One output while it is streamed."""
 
     def __init__(
@@ -157,8 +157,8 @@ class _StreamedChoice:
         """What a message of the front end adds."""
         if not output.generated_token_count and not output.stop_reason:
             return []  # before the first token
-        finish = finish_reason(output.stop_reason, self._parser.num_calls if self._parser else 0)
         deltas = [self._delta(piece) for piece in self._pieces(output)]
+        finish = finish_reason(output.stop_reason, self._parser.num_calls if self._parser else 0)
         logprobs = self._texts.chat_logprobs(output.tokens) if self._body.logprobs else None
         if not deltas and (finish or logprobs):
             deltas = [Delta() if finish else Delta(content="")]
