@@ -34,6 +34,7 @@ class FlatBatch:
     chunks: list[PrefillChunk]
     logits_indices: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[PromptSpan]  # of soft prompts
+    all_logits: bool = False  # these are all tokens, in order
     adapters: list[LoraAdapter | None] = field(default_factory=list)  # by token; empty: none has any
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler, in the same copy
     decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
@@ -124,6 +125,7 @@ class BatchBuilder:
         return FlatBatch(
             *(tokens, positions, slot_mapping, tables.view(len(decodes), max_blocks), seq_lens, chunks, indices),
             spans=[],
+            all_logits=logits_indices == list(range(len(input_ids))),
             adapters=_adapters(work),
             step_metadata=metadata.view(step_metadata.shape),
         )

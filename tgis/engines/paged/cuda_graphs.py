@@ -101,4 +101,4 @@ class DecodeGraphs:
         self._inputs.pad(count, size, self._scratch_slot)
         replay, output = self._captured[size]
         replay()
-        return output[:count].clone()  # the next replay overwrites the output
+        return output[:count][batch.logits_indices]  # a copy: the next replay overwrites the output

@@ -220,7 +220,8 @@ class PagedEngine:
 
     def _sample(self, batch: FlatBatch, logits: torch.Tensor) -> SampledTokens:
         """`logits` are those of the first of `batch.logits_indices`."""
-        newest = batch.input_ids[batch.logits_indices[: len(logits)]]
+        count = len(logits)
+        newest = batch.input_ids[:count] if batch.all_logits else batch.input_ids[batch.logits_indices[:count]]
         return self._sampler.sample(logits, newest, batch.step_metadata)
 
     def _run_model(self, batch: FlatBatch) -> torch.Tensor:
@@ -233,7 +234,8 @@ class PagedEngine:
         input_ids = batch.input_ids[None]
         embeds = embed_with_prompts(self._embed_tokens, input_ids, batch.spans)
         arguments = {"input_ids": input_ids} if embeds is None else {"inputs_embeds": embeds}
-        if self._signature.logits_to_keep:
+        selects = self._signature.logits_to_keep
+        if selects and not batch.all_logits:
             arguments["logits_to_keep"] = batch.logits_indices
         # Compiled graphs guard the storage offset of a view, which differs from step to step.
         arguments["position_ids"] = (batch.positions.clone() if self._compiled else batch.positions)[None]
@@ -244,7 +246,7 @@ class PagedEngine:
 
         with self._lora.applied(batch.adapters):
             logits = self._compiled.run(forward, eager=bool(batch.adapters)) if self._compiled else forward()
-        return logits if self._signature.logits_to_keep else logits[batch.logits_indices]
+        return logits if selects or batch.all_logits else logits[batch.logits_indices]
 
     def _num_available_blocks(self, bytes_per_block: int) -> int:
         """What there is memory for, but no more than the largest batch can fill."""

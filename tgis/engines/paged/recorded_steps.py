@@ -37,6 +37,7 @@ class RecordedSteps:
         self._forward = forward
         self._recorder = Recorder(kernels)
         self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"))
+        self._sequences = self._inputs.batch(max_batch_size).cpu_sequences
         self._steps: dict[int, _RecordedStep] = {}
         self._enabled = True
 
@@ -45,15 +46,18 @@ class RecordedSteps:
         if not self._enabled or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)
+        self._sequences[: batch.num_decodes, 2] = batch.seq_lens
         try:
-            return self._run(batch.num_decodes)
+            logits = self._run(batch.num_decodes)
         except Unsupported as error:
             self._enabled = False
             log.warning("decode steps are not recorded: %s", error)
             return None
+        return logits if batch.all_logits else logits[batch.logits_indices]
 
     def _run(self, count: int) -> Tensor:
         batch = self._inputs.batch(count)
+        batch.cpu_sequences = self._sequences[:count]
         step = self._steps.get(count)
         if step is None:
             self._steps[count] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(batch)))

@@ -144,8 +144,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
     def _end_calls(self) -> None:
         if self._calls:
             calls = (_Call * len(self._calls))(*self._calls)
-            self._kept.append(calls)
-            self._parts.append(partial(_run_calls, self._replay, ctypes.addressof(calls), len(calls)))
+            self._parts.append(partial(_run_calls, self._replay, calls))
             self._calls = []
 
 
@@ -216,9 +215,9 @@ def _run_all(parts: Iterable[Replay], _kept: object) -> None:
         part()
 
 
-def _run_calls(replay: Callable[[int, int], int], calls: int, count: int) -> None:
-    if failed := replay(calls, count):
-        raise MemoryError(f"no memory for call {failed} of {count} of a recorded step")
+def _run_calls(replay: Callable[..., int], calls: "ctypes.Array[_Call]") -> None:
+    if failed := replay(calls, len(calls)):
+        raise MemoryError(f"no memory for call {failed} of {len(calls)} of a recorded step")
 
 
 def _run_into(targets: list[Tensor], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
