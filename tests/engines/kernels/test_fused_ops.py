@@ -110,6 +110,10 @@ def test_norms_of_transformers_are_replaced(
     assert error(expected, model.part(x)) < ERROR[dtype]
     assert torch.equal(model.part(x)[:, 7:8], model.part(x[:, 7:8]))
     assert torch.equal(model.part(x.transpose(0, 1)), model.part(x).transpose(0, 1))
+    heads = torch.cat([x, x], -1).unflatten(1, (5, 8))[None, ..., size:]  # of a wider product
+    assert torch.equal(model.part(heads), model.part(x).unflatten(1, (5, 8))[None])
+    assert torch.equal(model.part(heads.transpose(1, 2))[0, :, 0], model.part(x)[0].unflatten(0, (5, 8)))
+    assert torch.equal(model.part(x[0].T.contiguous().T), model.part(x[0]))
 
 
 @pytest.mark.parametrize("dtype", ERROR)

@@ -140,14 +140,13 @@ def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineO
     longest = options.max_sequence_length
     if fixed := freeze_frequencies(model, longest):
         log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
-    if device.type == "cpu":  # merging brings nothing beyond packing there
+    log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))
+    if device.type == "cpu":
         kernels = select_kernels(options, device)
         gemms = GemmSelector(kernels, options.cache_dir, batch_invariant=options.batch_invariant)
         packed, fused = pack_linears(model, gemms), fuse(model, kernels)
         by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
         log.info("packed %d linear layers (%s), fused the small operators of %d others", packed, by, fused)
-    else:
-        log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))
 
 
 def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:

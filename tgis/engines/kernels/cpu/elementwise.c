@@ -12,12 +12,16 @@ typedef struct {
     float weight_offset, eps;
 } rms_norm_params;
 
-/* y [rows, size] = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) */
-void EXPORT(rms_norm)(const rms_norm_params *norm, const scalar_t *x, scalar_t *y, int64_t rows, int64_t threads) {
-    const int64_t size = norm->size;
+/* y [outer, inner, size] = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), where x has any strides but for the last
+   dimension. */
+void EXPORT(rms_norm)(
+    const rms_norm_params *norm, const scalar_t *x, scalar_t *y, int64_t outer, int64_t inner, int64_t outer_stride,
+    int64_t inner_stride, int64_t threads
+) {
+    const int64_t size = norm->size, rows = outer * inner;
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        const scalar_t *x_row = x + row * size;
+        const scalar_t *x_row = x + row / inner * outer_stride + row % inner * inner_stride;
         f32_vec squares = {0};
         for (int64_t i = 0; i < size; i += LANES) {
             const f32_vec part = load_partial(x_row + i, size - i);

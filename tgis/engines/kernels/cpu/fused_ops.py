@@ -53,7 +53,7 @@ class RmsNorm(nn.Module):  # type: ignore[misc]
 
     def __init__(self, plain: nn.Module, eps: float, offset: float, kernels: CpuKernels) -> None:
         super().__init__()
-        argtypes = [ctypes.POINTER(_RmsNormParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2]
+        argtypes = [ctypes.POINTER(_RmsNormParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 5]
         self.weight = plain.weight
         self._plain = plain.forward
         self._function = kernels.function("rms_norm", self.weight.dtype, argtypes)
@@ -63,10 +63,13 @@ class RmsNorm(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         if x.dtype != self._dtype:  # some models add up in float32
             return self._plain(x)
-        x = x.contiguous()
         assert x.shape[-1] == self._size, x.shape
-        y = torch.empty_like(x)
-        self._function(self._params, x.data_ptr(), y.data_ptr(), x.numel() // self._size, torch.get_num_threads())
+        y = x.new_empty(x.shape)
+        rows = x.view(1, -1, self._size) if x.is_contiguous() else x[None].flatten(0, -3)  # [outer, inner, size]
+        if rows.stride(2) != 1:
+            rows = rows.contiguous()
+        numbers = *rows.shape[:2], *rows.stride()[:2]
+        self._function(self._params, rows.data_ptr(), y.data_ptr(), *numbers, torch.get_num_threads())
         return y
 
 
