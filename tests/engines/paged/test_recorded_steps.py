@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from tgis.engines.kernels.cpu.recording import Recorder, Replay
+from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -39,15 +39,15 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     record = Recorder.record
 
-    def counted(recorder: Recorder, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+    def counted(recorder: Recorder, run: Callable[[], Tensor]) -> tuple[RecordedPass, Tensor]:
         replay, output = record(recorder, run)
         counts["recorded"] += 1
 
-        def counted_replay() -> None:
+        def count() -> None:
             counts["replayed"] += 1
-            replay()
 
-        return counted_replay, output
+        replay.parts.append(count)
+        return replay, output
 
     monkeypatch.setattr(Recorder, "record", counted)
     return counts

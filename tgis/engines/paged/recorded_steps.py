@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.recording import Recorder, Replay
+from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.static_inputs import StaticInputs
 from tgis.errors import Unsupported
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _RecordedStep:
-    replay: Replay
+    replay: RecordedPass
     logits: Tensor
     verified: bool = False
 

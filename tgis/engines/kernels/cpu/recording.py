@@ -9,7 +9,8 @@ views, which are nothing but addresses.
 import ctypes
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,8 +32,6 @@ _aten = torch.ops.aten
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
 _KERNELS = {_aten.add.Tensor: "add", _aten.mul.Tensor: "multiply"}  # functions of elementwise.c
 
-Replay = Callable[[], None]
-
 
 class _Call(ctypes.Structure):
     """`recorded_call` of replay.c."""
@@ -51,7 +50,7 @@ class Recorder:
         self._kernels = kernels
         self._memory = _Memory()
 
-    def record(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+    def record(self, run: Callable[[], Tensor]) -> tuple["RecordedPass", Tensor]:
         """The output of the pass, and what computes it anew, in place. Unsupported if the pass depends on numbers that
         are in tensors by more than what operators make of them.
         """
@@ -63,6 +62,32 @@ class Recorder:
         finally:
             call_recorder.reset(token)
         return recording.finish(), self._memory.borrowed(output)
+
+
+class KernelCalls:
+    """Calls of C kernels, one after the other."""
+
+    def __init__(self, replay: Callable[..., int], calls: list[_Call], names: list[str]) -> None:
+        """`names` are those of the functions."""
+        self.names = names
+        self._replay = replay
+        self._calls = (_Call * len(calls))(*calls)
+
+    def __call__(self) -> None:
+        if failed := self._replay(self._calls, len(self._calls)):
+            raise MemoryError(f"no memory for {self.names[failed - 1]}, call {failed} of a recorded pass")
+
+
+@dataclass(slots=True)
+class RecordedPass:
+    """Repeats a pass when it is called."""
+
+    parts: list[Callable[[], None]] = field(default_factory=list)  # in order
+    kept: list[object] = field(default_factory=list)  # whose addresses are in calls
+
+    def __call__(self) -> None:
+        for part in self.parts:
+            part()
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[misc]
@@ -78,20 +103,20 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
             for operator, name in _KERNELS.items()
             for dtype in _DTYPES
         }
-        self._parts: list[Replay] = []
         self._calls: list[_Call] = []  # since the last part
-        self._kept: list[object] = []  # whose addresses are in calls
+        self._names: list[str] = []  # of their functions
+        self._recorded = RecordedPass()
 
     def add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """A call of a C kernel."""
-        self._kept += [each for each in arguments if isinstance(each, ctypes.Structure)]
+        self._recorded.kept += [each for each in arguments if isinstance(each, ctypes.Structure)]
         address, returns_status = ctypes.cast(function, ctypes.c_void_p).value, function.restype is not None
         self._calls.append(_Call(address, returns_status, tuple(map(_word, arguments))))
+        self._names.append(function.__name__)
 
-    def finish(self) -> Replay:
-        """What repeats the pass."""
+    def finish(self) -> "RecordedPass":
         self._end_calls()
-        return partial(_run_all, self._parts, self._kept)
+        return self._recorded
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -123,7 +148,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         mutable = operator._schema.is_mutable
         if not outputs and not mutable:
             raise Unsupported(f"{operator} tells the host what is in a tensor")
-        self._kept += [each for each in (*inputs, *outputs) if each not in self._memory]
+        self._recorded.kept += [each for each in (*inputs, *outputs) if each not in self._memory]
         addresses = {_address(each) for each in inputs}
         is_view = all(_address(each) in addresses for each in outputs)
         if is_view and not mutable:
@@ -137,15 +162,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         self._add_part(partial(_run_into, targets, operator, args, kwargs))
         return results
 
-    def _add_part(self, part: Replay) -> None:
+    def _add_part(self, part: Callable[[], None]) -> None:
         self._end_calls()
-        self._parts.append(part)
+        self._recorded.parts.append(part)
 
     def _end_calls(self) -> None:
         if self._calls:
-            calls = (_Call * len(self._calls))(*self._calls)
-            self._parts.append(partial(_run_calls, self._replay, calls))
-            self._calls = []
+            self._recorded.parts.append(KernelCalls(self._replay, self._calls, self._names))
+            self._calls, self._names = [], []
 
 
 class _Memory:
@@ -208,16 +232,6 @@ def _word(argument: Any) -> int:
 
 def _address(x: Tensor) -> int:
     return int(x.untyped_storage().data_ptr())
-
-
-def _run_all(parts: Iterable[Replay], _kept: object) -> None:
-    for part in parts:
-        part()
-
-
-def _run_calls(replay: Callable[..., int], calls: "ctypes.Array[_Call]") -> None:
-    if failed := replay(calls, len(calls)):
-        raise MemoryError(f"no memory for call {failed} of {len(calls)} of a recorded step")
 
 
 def _run_into(targets: list[Tensor], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
