@@ -1,5 +1,6 @@
 """The OpenAPI 3.1 document of all HTTP APIs, made from the types of their bodies, and a page that shows it."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from tgis.api.http.docs_page import HEADERS, render_page
 from tgis.api.http.operations import Operation
 
 _REF = "#/components/schemas/{name}"
+_PATTERN = re.compile(r":[^}]+(?=})")  # of a parameter in a path
+_PARAMETER = re.compile(r"{(\w+)")
 _DOCUMENT_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # the latter is TGI's
 
 Json = dict[str, Any]
@@ -39,7 +42,7 @@ def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json
     by_type = {repr(type_): schema for type_, schema in zip(types, schemas, strict=True)}
     paths: Json = {}
     for one in operations:
-        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, by_type)
+        paths.setdefault(_PATTERN.sub("", one.path), {})[one.method.lower()] = _operation(one, by_type)
     document: Json = {
         "openapi": "3.1.0",
         "info": {
@@ -57,19 +60,33 @@ def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json
 
 
 def _operation(one: Operation, by_type: Json) -> Json:
-    answers = {"application/json": one.response, "text/event-stream": one.event}
-    content = {kind: {"schema": by_type[repr(type_)]} for kind, type_ in answers.items() if type_ is not None}
+    error = by_type[repr(one.face.error)]
+    content: Json = {}
+    if one.response is not None:
+        content |= _json_content(by_type[repr(one.response)])
+    if one.event is not None:
+        content["text/event-stream"] = {"schema": _event(by_type[repr(one.event)], error)}
     described: Json = {
         "operationId": one.id,
         "summary": one.summary,
         "responses": {
             "200": {"description": "The answer", "content": content},
-            "default": {"description": "An error", "content": _json_content(by_type[repr(one.face.error)])},
+            "default": {"description": "An error", "content": _json_content(error)},
         },
     }
+    if names := _PARAMETER.findall(one.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if one.request is not None:
         described["requestBody"] = {"required": True, "content": _json_content(by_type[repr(one.request)])}
     return described
+
+
+def _event(data: Json, error: Json) -> Json:
+    """Of each event of a stream: its data is JSON, of an error if the stream has begun before it fails."""
+    content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [data, error]}}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"} | content}}
 
 
 def _json_content(schema: Json) -> Json:

@@ -91,5 +91,8 @@ class HttpServer:
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Whether to log a record: malformed requests are not our errors, and their bytes must stay out of the log."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+    """Whether to log a record: malformed requests are not our errors, and their bytes must stay out of the log.
+
+    Nor are clients that vanish while something is sent to them.
+    """
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)

@@ -80,7 +80,6 @@ _RULES = (
         "`seed` must not be set when `best_of` > 1",
     ),
     _Rule("seed", lambda asked: (asked.request.parameters.seed or 0) > MAX_SEED, f"`seed` must be <= {MAX_SEED}"),
-    _Rule("inputs", lambda asked: not asked.request.inputs, "`inputs` cannot be empty"),
     _Rule(
         "truncate",
         lambda asked: (asked.request.parameters.truncate or 0) > asked.limits.max_input_tokens,

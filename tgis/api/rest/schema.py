@@ -10,6 +10,7 @@ Seed = Annotated[int, Meta(ge=0)]  # of 64 bits
 Positive = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
+NotEmpty = Annotated[str, Meta(min_length=1)]
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
@@ -33,8 +34,8 @@ class GenerateParameters(Struct):
     do_sample: bool = False
     max_new_tokens: Positive | None = None
     return_full_text: bool | None = None
-    stop: list[str] = []
-    stop_sequences: list[str] = []  # the old name, which huggingface_hub knows
+    stop: list[NotEmpty] = []
+    stop_sequences: list[NotEmpty] = []  # the old name, which huggingface_hub knows
     truncate: Positive | None = None
     watermark: bool = False
     details: bool = False
@@ -62,7 +63,7 @@ class GenerateParameters(Struct):
 class GenerateRequest(Struct):
     """A prompt; without `parameters`, tokens are sampled at temperature 1."""
 
-    inputs: str
+    inputs: NotEmpty
     parameters: GenerateParameters = field(default_factory=lambda: GenerateParameters(do_sample=True))
     stream: bool = False  # only `/` and `/invocations` stream if this is true
 
