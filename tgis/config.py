@@ -274,8 +274,7 @@ class Config:
     http_api: bool = option(HTTP, BOOLEAN, "serve the HTTP APIs of TGI and OpenAI", True)
     http_api_port: int | None = option(
         HTTP, PORT, "port for the HTTP APIs, with the TLS of the gRPC port", None, shown_default="PORT, without TLS")
-    api_key: Secret | None = option(
-        HTTP, SECRET, "bearer token of the HTTP APIs, beside those of AUTH_TOKEN_PATH", None)
+    api_key: Secret | None = option(HTTP, SECRET, "bearer token of the HTTP APIs, beside AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
     strict_model_names: bool = option(
@@ -284,8 +283,7 @@ class Config:
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of the body of a request in bytes", 2_000_000)
-    http_max_header_bytes: int = option(
-        HTTP, integer(1024, 1 << 20), "maximum size of the headers of a request in bytes", 1 << 15)
+    http_max_header_bytes: int = option(HTTP, integer(1024, 1 << 20), "maximum bytes of a request's headers", 1 << 15)
     http_request_timeout_seconds: float = option(
         HTTP, SECONDS, "seconds for the headers of a request to arrive, and for its body", 30.0)
     http_keepalive_seconds: float = option(

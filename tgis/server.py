@@ -314,7 +314,8 @@ class Server:
         snapshot = client.snapshot if self._config.debug_batch else None
         scrape = functools.partial(self._scrape, client)
         probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, snapshot)
-        operations = [*TgiApi(self._config).operations(), *self._openai_api.operations()]
+        openai = self._openai_api
+        operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
         documented = with_documents(operations, needs_token=self._http_auth.needed)
         routes = [operation.route(self._http_api) for operation in documented]
         return HttpPorts(self._config, probes, routes, self._certificates)

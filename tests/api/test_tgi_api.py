@@ -66,6 +66,17 @@ class Client:
 
 
 @pytest.fixture(scope="module")
+def chat_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Client"]:
+    """Of a model with a chat template."""
+    directory = tmp_path_factory.mktemp("chat")
+    model = make_fake_model(directory / "model", MAX_LENGTH)
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    (model / "chat_template.jinja").write_text(template)
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
+        yield Client(running)
+
+
+@pytest.fixture(scope="module")
 def client(server: Server) -> Client:
     return Client(server)
 
@@ -196,6 +207,30 @@ def test_tokenize(client: Client) -> None:
         (4, 8, "</s>"),
     ]
     assert tokens[-1]["id"] == 256
+
+
+def test_chat_tokenize_and_invocations(chat_client: Client) -> None:
+    messages = {"messages": [{"role": "user", "content": "hé"}]}
+    answer = chat_client.json("/chat_tokenize", messages)
+    assert answer["templated_text"] == "[user]hé[assistant]"
+    assert (
+        "".join(token["text"] for token in answer["tokenize_response"] if token["text"] != "é") == "[user]h[assistant]"
+    )
+    chat = chat_client.json("/invocations", messages | {"max_tokens": 3, "temperature": 0})
+    assert chat["choices"][0]["message"]["content"] == "[us"
+    completion = chat_client.json("/invocations", {"prompt": "ab", "max_tokens": 3, "temperature": 0})
+    assert completion["choices"][0]["text"] == "aba"
+    generated = {"inputs": "ab", "parameters": {"max_new_tokens": 1}}
+    assert chat_client.json("/invocations", generated) == [{"generated_text": "aba"}]
+    assert len(chat_client.events("/invocations", generated | {"stream": True})) == 1
+    status, _, content = chat_client.ask("/invocations", {})
+    assert (status, json.loads(content)["error_type"]) == (422, "validation")
+
+
+def test_a_model_without_a_chat_template_is_422(client: Client) -> None:
+    status, _, content = client.ask("/chat_tokenize", {"messages": [{"role": "user", "content": "a"}]})
+    assert (status, json.loads(content)["error_type"]) == (422, "template_error")
+    assert json.loads(content)["error"].startswith("Template error: ")
 
 
 def test_info(client: Client) -> None:

@@ -44,11 +44,14 @@ class HttpCall:
         self.correlation_id = logs.correlation_id()
         self.events: EventStream | None = None
         self._config = config
+        self._data: bytes | None = None  # the body, once it has been read
 
     async def body(self, type_: type[B]) -> B:
         """The request's JSON; HttpError if it is anything else, or not what the type says."""
-        data = await receive(self.request, self._config.payload_limit, self._config.http_request_timeout_seconds)
-        return await read_json(data, type_, self.account, self.generator.slicer)
+        if self._data is None:
+            limit, seconds = self._config.payload_limit, self._config.http_request_timeout_seconds
+            self._data = await receive(self.request, limit, seconds)
+        return await read_json(self._data, type_, self.account, self.generator.slicer)
 
     def event_stream(self, headers: Mapping[str, str] | None = None) -> EventStream:
         """The answer, which begins with its first event: errors before that have a status."""

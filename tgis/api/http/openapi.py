@@ -37,7 +37,12 @@ def with_documents(operations: Sequence[Operation], *, needs_token: bool) -> lis
 
 
 def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json:
-    types = [each for one in operations for each in (one.request, one.response, one.event, one.face.error) if each]
+    types = [
+        each
+        for one in operations
+        for each in (*one.requests, one.response, one.event, one.face.error)
+        if each is not None
+    ]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     by_type = {repr(type_): schema for type_, schema in zip(types, schemas, strict=True)}
     paths: Json = {}
@@ -78,8 +83,9 @@ def _operation(one: Operation, by_type: Json) -> Json:
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if one.request is not None:
-        described["requestBody"] = {"required": True, "content": _json_content(by_type[repr(one.request)])}
+    if schemas := [by_type[repr(type_)] for type_ in one.requests]:
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        described["requestBody"] = {"required": True, "content": _json_content(schema)}
     return described
 
 

@@ -93,17 +93,22 @@ class ChatCompletions:
         check_at_most("n", n, self._max_choices)
         parses_tools = tools is not None and self._format is not None
         params = chat_params(body, parses_tools=parses_tools)
-        if self._template is None:
-            raise TemplateError("messages", "the model has no chat template")
         if tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
-        if tools and not self._template.mentions("tools"):
-            raise InvalidRequest("tools", "the model's chat template takes no tools")
-        messages = template_messages(body.messages)
-        text = await self._template.render(messages, tools, **(body.chat_template_kwargs or {}))
+        text = await self.prompt(body)
         adapter = await self._models.adapter(body.model)
         generate_call = make_call(call, params, [text], ["messages"], n, adapter, stream=bool(body.stream))
         return _Request(body, generate_call, adapter or self._models.names[0], parses_tools)
+
+    async def prompt(self, body: ChatCompletionRequest) -> str:
+        """The messages and tools in the model's chat template."""
+        tools = template_tools(body)
+        if self._template is None:
+            raise TemplateError("messages", "the model has no chat template")
+        if tools and not self._template.mentions("tools"):
+            raise InvalidRequest("tools", "the model's chat template takes no tools")
+        messages = template_messages(body.messages)
+        return await self._template.render(messages, tools, **(body.chat_template_kwargs or {}))
 
     def _parser(self, request: _Request) -> ToolCallParser | None:
         return ToolCallParser(self._format) if request.parses_tools and self._format else None

@@ -17,11 +17,11 @@ class OpenAIApi:
         names = config.shown_model, config.model_name
         self._models = ServedModels(names, catalog, config.strict_model_names)
         self.chat = ChatCompletions(self._models, config.max_best_of)
-        self._completions = Completions(self._models, config.max_best_of, config.max_client_batch_size)
+        self.completions = Completions(self._models, config.max_best_of, config.max_client_batch_size)
 
     def operations(self) -> list[Operation]:
         """All of them, with the types of their bodies."""
-        return _operations(self._models, self.chat, self._completions)
+        return _operations(self._models, self.chat, self.completions)
 
 
 def _operations(models: ServedModels, chat: ChatCompletions, completions: Completions) -> list[Operation]:

@@ -15,10 +15,12 @@ from tgis.errors import (
     Unavailable,
     Unimplemented,
 )
+from tgis.frontend.chat_template import TemplateError
 
 # Status, error_type, and what the text begins with.
 _ENDS: dict[type[RequestError], tuple[int, str, str]] = {
     InvalidRequest: (422, "validation", "Input validation error: "),
+    TemplateError: (422, "template_error", "Template error: "),
     Unimplemented: (422, "validation", "Input validation error: "),
     Overloaded: (429, "overloaded", ""),
     QueueFull: (429, "overloaded", ""),

@@ -7,19 +7,25 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from tgis import __version__
 from tgis.api.http.calls import Handle, HttpCall
+from tgis.api.http.errors import HttpError
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import Operation
+from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from tgis.api.openai.chat import ChatCompletions
 from tgis.api.rest import convert
 from tgis.api.rest.face import TgiFace
 from tgis.api.rest.rules import RestLimits, check
 from tgis.api.rest.schema import (
+    ChatTokenizeResponse,
     Details,
     GenerateRequest,
     GenerateResponse,
     Info,
+    Invocation,
     SimpleToken,
     StreamResponse,
     TokenizeRequest,
@@ -36,8 +42,10 @@ Headers = Mapping[str, str]
 class TgiApi:
     """The API of a server with this configuration."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, chat: ChatCompletions, completions: Handle) -> None:
+        """`chat` and `completions` are OpenAI's."""
         self._config = config
+        self._chat, self._completions = chat, completions
 
     def operations(self) -> list[Operation]:
         face = TgiFace()
@@ -54,6 +62,10 @@ class TgiApi:
             post("/generate_stream", self._generate_stream, "generate_stream", "Stream a text as it is generated",
                  GenerateRequest, None, StreamResponse),
             post("/tokenize", self._tokenize, "tokenize", "Tokenize a text", TokenizeRequest, list[SimpleToken], None),
+            post("/chat_tokenize", self._chat_tokenize, "get_chat_tokenize", "Tokenize a chat",
+                 ChatCompletionRequest, ChatTokenizeResponse, None),
+            post("/invocations", self._invocations, "sagemaker_compatibility", "Whatever the body is a request for",
+                 (GenerateRequest, ChatCompletionRequest, CompletionRequest), None, None),
             Operation("GET", "/info", self._info, face, "get_model_info", "What is served", response=Info),
         ]  # fmt: skip
 
@@ -93,7 +105,7 @@ class TgiApi:
             seed=best.seed,
             prefill=best.prefill,
             tokens=best.tokens,
-            best_of_sequences=others or msgspec.UNSET,
+            best_of_sequences=others or UNSET,
             top_tokens=best.top_tokens,
         )
         return GenerateResponse(best.generated_text, details), headers
@@ -130,19 +142,38 @@ class TgiApi:
             n=given.best_of or 1,
         )
 
+    async def _invocations(self, call: HttpCall) -> web.StreamResponse:
+        body = await call.body(Invocation)
+        if body.inputs is not UNSET:
+            return await self._compat_generate(call)
+        if body.messages is not UNSET:
+            return await self._chat(call)
+        if body.prompt is not UNSET:
+            return await self._completions(call)
+        raise HttpError(422, "the body must have `inputs`, `messages` or `prompt`")
+
     async def _tokenize(self, call: HttpCall) -> web.StreamResponse:
         request = await call.body(TokenizeRequest)
-        text = request.inputs.encode()
+        return _json(await self._tokens(call, request.inputs, add_special_tokens=True))
+
+    async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
+        """Without the special tokens that the tokenizer adds: the template has them."""
+        text = await self._chat.prompt(await call.body(ChatCompletionRequest))
+        return _json(ChatTokenizeResponse(await self._tokens(call, text, add_special_tokens=False), text))
+
+    async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> Sequence[SimpleToken]:
+        data = text.encode()
         tokenize_call = TokenizeCall(
-            texts=[request.inputs],
-            num_bytes=len(text),
+            texts=[text],
+            num_bytes=len(data),
             account=call.account,
             truncate_input_tokens=0,
             return_tokens=True,
             return_offsets=True,
+            add_special_tokens=add_special_tokens,
         )
         (result,) = await call.generator.tokenize(tokenize_call)
-        return _json(await convert.simple_tokens(text, result, call.generator.slicer))
+        return await convert.simple_tokens(data, result, call.generator.slicer)
 
     async def _info(self, call: HttpCall) -> web.StreamResponse:
         server, config = call.generator.server_info, self._config

@@ -150,6 +150,21 @@ class SimpleToken(Struct):
     stop: int
 
 
+class ChatTokenizeResponse(Struct):
+    """The tokens of a chat, and the text that they are of: the messages in the model's chat template."""
+
+    tokenize_response: Sequence[SimpleToken]
+    templated_text: str
+
+
+class Invocation(Struct):
+    """What Amazon SageMaker sends: the body of a request to generate, of a chat, or of a completion."""
+
+    inputs: Raw | UnsetType = UNSET
+    messages: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET
+
+
 class ErrorResponse(Struct):
     """What went wrong."""
 
