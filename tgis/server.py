@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -71,6 +72,7 @@ from tgis.utils.scratch_directory import scratch_directory
 log = logging.getLogger(__name__)
 
 GC_THRESHOLDS = (2000, 10, 50)  # with thousands of open calls, a full collection takes a tenth of a second
+SWITCH_SECONDS = 0.0005  # until threads that tokenize let the event loop run; Python's default is ten times that
 _LATE_SECONDS = 1.0  # worth a line in the log
 
 Credentials = tuple[Certificates | None, TokenFile | None]  # of TLS and of bearer authentication, where it is on
@@ -87,6 +89,7 @@ def run(config: Config) -> int:
             os.environ["TMPDIR"] = str(scratch)
         gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
         gc.set_threshold(*GC_THRESHOLDS)
+        sys.setswitchinterval(SWITCH_SECONDS)
         return uvloop.run(server.serve())
 
 

@@ -110,6 +110,26 @@ async def test_many_scrapes_share_a_few(monkeypatch: pytest.MonkeyPatch) -> None
         assert 3 <= scrapes <= (time.monotonic() - started) / 0.3 + 1
 
 
+@run_async
+async def test_scrapes_on_a_busy_loop_leave_it_most_of_its_time() -> None:
+    busy = 0.0
+
+    def scrape() -> Iterator[bytes]:
+        nonlocal busy
+        for _ in range(10):
+            started = time.monotonic()
+            while time.monotonic() < started + 0.005:
+                pass
+            busy += time.monotonic() - started
+            yield b"x"
+
+    async with serving(scrape=scrape) as port:
+        started = time.monotonic()
+        for _ in range(3):
+            assert (await request(port, "/metrics"))[2] == 10 * b"x"
+        assert busy < (time.monotonic() - started) / 3  # a fifth, but for the pause after the last one
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [

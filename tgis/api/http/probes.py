@@ -19,6 +19,7 @@ from tgis.errors import Unavailable
 from tgis.ipc.snapshot import Snapshot
 
 SCRAPE_INTERVAL_SECONDS = 0.1  # a scrape takes the event loop about 10 ms, in parts
+SCRAPE_PAUSE = 4  # times as long as the scrape before: on a busy loop one takes longer
 DEBUG_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
@@ -42,7 +43,8 @@ class Probes:
         self._scrape = scrape
         self._auth = auth
         self._snapshot = snapshot
-        self._scraped_at = -math.inf
+        self._scraping = asyncio.Lock()
+        self._scrape_due = -math.inf
         self._next_scrape: asyncio.Task[bytes] | None = None
 
     def root_route(self) -> web.RouteDef:
@@ -73,12 +75,16 @@ class Probes:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _scrape_when_due(self) -> bytes:
-        await asyncio.sleep(self._scraped_at + SCRAPE_INTERVAL_SECONDS - time.monotonic())
-        self._scraped_at, self._next_scrape = time.monotonic(), None
-        parts = []
-        for part in self._scrape():
-            parts.append(part)
-            await asyncio.sleep(0)
+        async with self._scraping:
+            await asyncio.sleep(self._scrape_due - time.monotonic())
+            self._next_scrape, started, parts = None, time.monotonic(), []
+            try:
+                for part in self._scrape():
+                    parts.append(part)
+                    await asyncio.sleep(0)
+            finally:
+                now = time.monotonic()
+                self._scrape_due = max(started + SCRAPE_INTERVAL_SECONDS, now + SCRAPE_PAUSE * (now - started))
         return b"".join(parts)
 
     async def _debug_batch(self, request: web.Request) -> web.Response:
