@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.serving import running_server
+from benchmarks.serving import cpu_seconds, running_server
 from tgis.models.demo.fetch import ensure
 from tgis.models.fake import make_fake_model
 
@@ -60,7 +60,7 @@ def interrupt(engine: str, command: list[str], moment: float, mark: str) -> Star
         environment = os.environ | {_MARK: mark}
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         time.sleep(moment)
-        handled, cpu_seconds = _handles_sigterm(process.pid), _cpu_seconds(process.pid)
+        handled, used_before = _handles_sigterm(process.pid), cpu_seconds(process.pid)
         process.terminate()
         signalled = time.monotonic()
         code, total_cpu_seconds = _wait(process)
@@ -71,8 +71,8 @@ def interrupt(engine: str, command: list[str], moment: float, mark: str) -> Star
         duration = ended - signalled
         output.seek(0)
         text = output.read().decode()
-    cpu_seconds = total_cpu_seconds - cpu_seconds
-    return Start(engine, moment, handled, code, duration, cpu_seconds, left_behind, text)
+    used = total_cpu_seconds - used_before
+    return Start(engine, moment, handled, code, duration, used, left_behind, text)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> tuple[int, float]:
@@ -91,11 +91,6 @@ def _wait(process: subprocess.Popen[bytes]) -> tuple[int, float]:
 def _handles_sigterm(pid: int) -> bool:
     (caught,) = re.findall(r"^SigCgt:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(caught, 16) & 1 << (signal.SIGTERM - 1))
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _has_processes(mark: str) -> bool:

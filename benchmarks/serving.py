@@ -1,6 +1,7 @@
 """Runs `tgis serve` as a child process for a benchmark."""
 
 import contextlib
+import os
 import random
 import socket
 import subprocess
@@ -41,8 +42,7 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """CPU time of the front-end process so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / 100
+        return cpu_seconds(self.pid)
 
     def metrics(self) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=10) as answer:
@@ -83,6 +83,12 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def free_ports() -> tuple[int, int]:

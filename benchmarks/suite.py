@@ -9,18 +9,17 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.front_end import measure_front_end, print_reports
 from benchmarks.serving import running_server
 from tgis.models.demo.fetch import ensure
-from tgis.models.fake import make_fake_model
 
 STREAMS = (1, 8, 32)
 REQUESTS = {1: 4, 8: 32, 32: 128}
 INPUT_TOKENS, OUTPUT_TOKENS = 130, 128
-FRONT_END_STREAMS = 64
 
 
 def measure_transformers(model: Path, dtype: str) -> dict[int, float]:
@@ -47,19 +46,6 @@ def measure_server(model: Path, cache: Path, dtype: str) -> dict[int, dict[str, 
         return {size: run_load(server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS) for size in STREAMS}
 
 
-def measure_front_end(cache: Path) -> dict[str, Any]:
-    """The front end alone, with the fake engine, which answers at once."""
-    with tempfile.TemporaryDirectory() as directory:
-        model = make_fake_model(Path(directory))
-        with running_server(model, cache, "--deployment-framework", "fake") as server:
-            run_load(server.target, FRONT_END_STREAMS, 2 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
-            before = server.cpu_seconds()
-            level = run_load(server.target, FRONT_END_STREAMS, 20 * FRONT_END_STREAMS, 32, OUTPUT_TOKENS)
-            used = server.cpu_seconds() - before
-    tokens = level["output_tokens"]
-    return {"level": level, "tokens_per_s": level["output_tokens_per_s"], "cpu_us_per_token": used / tokens * 1e6}
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -75,13 +61,15 @@ def main(arguments: list[str]) -> int:
         rounds.append(
             {"baseline": measure_transformers(model, args.dtype), "tgis": measure_server(model, args.cache, args.dtype)}
         )
-    report = {
+    report: dict[str, Any] = {
         "settings": {"dtype": args.dtype, "rounds": args.rounds},
         "steps": steps,
         "rounds": rounds,
-        "front_end": measure_front_end(args.cache),
     }
     report["summary"] = _print_summary(report)
+    front_end = measure_front_end(args.cache)
+    print_reports(front_end)
+    report["summary"]["front_end"] = [asdict(load) for load in front_end]
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["summary"]))
@@ -104,12 +92,6 @@ def _print_summary(report: dict[str, Any]) -> dict[str, Any]:
         print(f"{size:>8} {peer:>13.1f} {ours:>8.1f} {ratio:>6.2f} {first:>6.0f} ms {gap:>11.1f} ms")
         row = {"streams": size, "transformers": peer, "tgis": ours, "ratio": ratio, "ttft_p50_ms": first}
         summary["sizes"].append({name: round(value, 2) for name, value in row.items()})
-    front = report["front_end"]
-    print(
-        f"front end alone, {FRONT_END_STREAMS} streams: {front['tokens_per_s']:.0f} tokens/s, "
-        f"{front['cpu_us_per_token']:.0f} us of CPU per token"
-    )
-    summary["front_end"] = {name: round(front[name], 1) for name in ("tokens_per_s", "cpu_us_per_token")}
     return summary
 
 
