@@ -257,6 +257,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "top_logprobs must be <= 20, got 21",
     ),
     "format": ({"response_format": {"type": "xml"}}, "response_format", "text, json_object or json_schema, got xml"),
+    "tools": ({"tools": TOOLS * 1025}, "tools", "tools must be at most 1024, got 1025"),
     "no schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         "response_format",

@@ -48,6 +48,7 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.chat_template import ChatTemplate, TemplateError
 from tgis.frontend.output import RequestOutput
+from tgis.utils.slices import Slicer
 
 _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
 
@@ -95,19 +96,20 @@ class ChatCompletions:
         params = chat_params(body, parses_tools=parses_tools)
         if tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
-        text = await self.prompt(body)
+        text = await self.prompt(body, call.generator.slicer)
         adapter = await self._models.adapter(body.model)
         generate_call = make_call(call, params, [text], ["messages"], n, adapter, stream=bool(body.stream))
         return _Request(body, generate_call, adapter or self._models.names[0], parses_tools)
 
-    async def prompt(self, body: ChatCompletionRequest) -> str:
+    async def prompt(self, body: ChatCompletionRequest, slicer: Slicer) -> str:
         """The messages and tools in the model's chat template."""
         tools = template_tools(body)
         if self._template is None:
             raise TemplateError("messages", "the model has no chat template")
         if tools and not self._template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
-        messages = template_messages(body.messages)
+        made = template_messages(body.messages)
+        messages = [each async for some in slicer.slices(made) for each in some]
         return await self._template.render(messages, tools, **(body.chat_template_kwargs or {}))
 
     def _parser(self, request: _Request) -> ToolCallParser | None:

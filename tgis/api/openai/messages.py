@@ -1,6 +1,7 @@
 """From the messages and tools of a chat to what its template takes."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -8,12 +9,14 @@ import msgspec
 from tgis.api.openai.bodies import ChatCompletionRequest, ChatMessage, ContentPart, Tool, ToolCall
 from tgis.errors import InvalidRequest
 
+MAX_TOOLS = 1024
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Without what is null: templates expect it to be absent."""
+
+def template_messages(messages: list[ChatMessage]) -> Iterator[dict[str, Any]]:
+    """Without what is null: templates expect it to be absent. Each is made when it is read: there may be many."""
     if not messages:
         raise InvalidRequest("messages", "messages cannot be empty")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return (_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def template_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
@@ -22,6 +25,8 @@ def template_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
         raise InvalidRequest("tool_choice", "tool_choice must be none or auto: others are not supported")
     if not body.tools or body.tool_choice == "none":
         return None
+    if len(body.tools) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"tools must be at most {MAX_TOOLS}", str(len(body.tools)))
     return [_tool(tool) for tool in body.tools]
 
 

@@ -158,7 +158,7 @@ class TgiApi:
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
         """Without the special tokens that the tokenizer adds: the template has them."""
-        text = await self._chat.prompt(await call.body(ChatCompletionRequest))
+        text = await self._chat.prompt(await call.body(ChatCompletionRequest), call.generator.slicer)
         return _json(ChatTokenizeResponse(await self._tokens(call, text, add_special_tokens=False), text))
 
     async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> Sequence[SimpleToken]:
