@@ -278,7 +278,7 @@ class Config:
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
     strict_model_names: bool = option(
-        HTTP, BOOLEAN, "answer 404 to requests of OpenAI's API for an unknown model, not with the served one", False)
+        HTTP, BOOLEAN, "answer 404 to requests of OpenAI's API for an unknown model", False)
     max_best_of: int = option(HTTP, integer(1), "maximum best_of and n that a request may ask for", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
