@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import GrammarKind
+from tgis.ipc.grammars import GrammarKind, Vocabulary
+from tgis.structured_output.matcher import TokenTable
 
 REGEXES = [
     r"[a-c]{2,4}(x|yz)*",
@@ -89,6 +90,14 @@ def test_a_text_that_no_token_continues_fails() -> None:
 def test_special_tokens_and_ids_beyond_the_model_are_never_allowed() -> None:
     table = token_table([b"a", b"", b"b", b""])
     assert compiled(GrammarKind.REGEX, "(?s:.*)", table).allowed_ids([]) == [EOS, 1, 3]
+
+
+def test_an_end_that_has_a_text_is_no_text() -> None:
+    """Such as a line break that ends an output."""
+    table = TokenTable(Vocabulary([b"a", b"", b"\n", b"b"]), 4, [1, 2])
+    matcher = compiled(GrammarKind.REGEX, r"a\n*b", table)
+    assert matcher.allowed_ids([0]) == [3]
+    assert matcher.allowed_ids([0, 3]) == [1, 2]
 
 
 def test_a_matcher_follows_a_sequence_back() -> None:

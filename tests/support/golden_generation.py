@@ -112,12 +112,17 @@ class OutputText:
     def whole(self) -> str:
         return self.output.decode() + self.model.decode(self.pending).rstrip(REPLACEMENT)
 
-    def with_token(self, token: int) -> str:
-        """What one more token would make of it."""
-        longer = OutputText(self.model, [], self.include)
-        longer.output, longer.ids, longer.pending = self.output, [*self.ids], [*self.pending]
-        longer.add(token)
-        return longer.output.decode() + self.model.decode(longer.pending)
+    def continuations(self, vocab_size: int) -> list[str]:
+        """The text with each token of the vocabulary behind it."""
+        if self.model.encoder_decoder:
+            head, before, ids = "", "", self.ids
+        elif self.byte_level:
+            head, before, ids = self.output.decode(), "", self.pending
+        else:
+            before = self.model.decode(self.placeholder)
+            head, ids = self.output.decode(), self.placeholder + self.pending
+        texts = self.model.tokenizer.backend_tokenizer.decode_batch([[*ids, token] for token in range(vocab_size)])
+        return [head + text.removeprefix(before) for text in texts]
 
 
 class NaiveMask:
@@ -136,13 +141,14 @@ class NaiveMask:
 
     def allowed(self, output: OutputText, vocab_size: int) -> torch.Tensor:
         """bool [V]"""
-        end = self.pattern.fullmatch(output.output.decode() + self.model.decode(output.pending)) is not None
-        return torch.tensor([end if t in self.model.eos_ids else self._allows(output, t) for t in range(vocab_size)])
+        text = output.output.decode() + self.model.decode(output.pending)
+        allowed = torch.tensor([self._allows(more) for more in output.continuations(vocab_size)])
+        allowed[[token for token in range(vocab_size) if not self.model.token_strings([token])[0]]] = False
+        allowed[self.model.tokenizer.all_special_ids] = False
+        allowed[self.model.eos_ids] = self.pattern.fullmatch(text) is not None
+        return allowed
 
-    def _allows(self, output: OutputText, token: int) -> bool:
-        if token in self.model.tokenizer.all_special_ids or not self.model.token_strings([token])[0]:
-            return False
-        text = output.with_token(token)
+    def _allows(self, text: str) -> bool:
         return REPLACEMENT not in text and self.pattern.fullmatch(text, partial=True) is not None
 
 

@@ -29,8 +29,9 @@ class TokenTable:
         first_tokens = {token: data for token, data in vocabulary.first_tokens.items() if token < vocab_size}
         tokens = vocabulary.tokens[:vocab_size]
         tokens += [b""] * (padded_size - len(tokens))
-        self.vocab_size = vocab_size
         self.eos_ids = [token for token in eos_ids if 0 <= token < vocab_size]
+        for token in self.eos_ids:
+            tokens[token] = b""  # it ends the output, whatever its text
         self.first_numbers = {token: padded_size + index for index, token in enumerate(first_tokens)}
         self._mask_size = padded_size // 8
         self._full_mask_size = -(-(padded_size + len(first_tokens)) // _WORD_BITS) * _WORD_BITS // 8
