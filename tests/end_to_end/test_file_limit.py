@@ -16,8 +16,6 @@ from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 from tgis.utils.file_limit import MAX_OPEN_FILES, TABLE_SIZE, raise_file_limit
 
-EXHAUSTED = "socket.accept() out of system resource"
-
 
 def test_the_soft_limit_is_raised_to_the_hard_one(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
@@ -47,7 +45,7 @@ def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: P
                 connection = connections.enter_context(socket.socket())
                 connection.setblocking(False)  # the queue of the port may be full
                 connection.connect_ex(("127.0.0.1", port))
-            wait_for_log(server, EXHAUSTED)
+            wait_until_refused(server)
             for _ in range(50):
                 assert stub.Generate(unary_request("abc", 3), timeout=20).responses[0].text == "abc"
         wait_until_healthy(server)
@@ -55,21 +53,20 @@ def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: P
             new = pb_grpc.GenerationServiceStub(channel)
             assert new.Generate(unary_request("abc", 3), timeout=20, wait_for_ready=True).responses[0].text == "abc"
         assert server.stop() == 0
-        lines = [line for line in server.log.read_text().splitlines() if EXHAUSTED in line]
-        repeats = [int(count) for line in lines for count in re.findall(r"repeated=(\d+)", line)]
-        assert len(lines) - len(repeats) == 1
-        assert sum(repeats) < 100  # one in a second
+        assert len(server.log.read_text().splitlines()) < 200
 
 
-def wait_for_log(server: Server, text: str) -> None:
+def wait_until_refused(server: Server) -> None:
+    """The HTTP port closes new connections at once while no file can be opened."""
     until = time.monotonic() + 20
-    while text not in server.log.read_text():
-        assert time.monotonic() < until, f"not in the log: {text}"
-        time.sleep(0.02)
+    with contextlib.suppress(OSError):
+        while time.monotonic() < until:
+            server.get("/health")
+            time.sleep(0.02)
+        raise AssertionError("no connection has been refused")
 
 
 def wait_until_healthy(server: Server) -> None:
-    """asyncio tries to accept connections once a second."""
     until = time.monotonic() + 20
     while True:
         with contextlib.suppress(OSError):
