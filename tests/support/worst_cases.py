@@ -64,20 +64,20 @@ def _worst_fields(message: Any, path: str = "") -> Iterator[tuple[str, bytes]]:
     for field in message.fields:
         name, tag = path + field.name, field.number << 3 | 2
         if field.message_type is not None:
-            yield f"{name}, again and again", bytes([tag, 0]) * (_BYTES // 2)
+            yield f"{name}, again and again", _many(_delimited(tag, b""))
             yield from ((inner, _delimited(tag, data)) for inner, data in _worst_fields(field.message_type, f"{name}."))
         elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
             yield f"{name}, long", _delimited(tag, b"a " * (_BYTES // 2))
-            yield f"{name}, again and again", bytes([tag, 0]) * (_BYTES // 2)
+            yield f"{name}, again and again", _many(_delimited(tag, b""))
         else:
             yield name, _number(field)
 
 
 def _number(field: FieldDescriptor) -> bytes:
     if field.type == FieldDescriptor.TYPE_FLOAT:
-        return bytes([field.number << 3 | 5]) + b"\xff\xff\xff\x7f"  # NaN
+        return _varint(field.number << 3 | 5) + b"\xff\xff\xff\x7f"  # NaN
     most = 1 if field.type in (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_ENUM) else 2**31 - 1
-    return bytes([field.number << 3]) + _varint(most)
+    return _varint(field.number << 3) + _varint(most)
 
 
 def _combinations(max_length: int) -> Iterator[WorstCase]:
@@ -114,8 +114,12 @@ def _combinations(max_length: int) -> Iterator[WorstCase]:
     yield WorstCase(generate, "stop sequences that nearly match", batch.SerializeToString(), is_slow=True)
 
 
+def _many(data: bytes) -> bytes:
+    return data * (_BYTES // len(data))
+
+
 def _delimited(tag: int, data: bytes) -> bytes:
-    return bytes([tag]) + _varint(len(data)) + data
+    return _varint(tag) + _varint(len(data)) + data
 
 
 def _varint(value: int) -> bytes:
