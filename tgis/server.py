@@ -306,12 +306,15 @@ class Server:
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         grpc_ends = [asyncio.create_task(end) for end in (grpc_server.stop(grace), self._calls.wait_until_idle())]
-        ends = asyncio.gather(_wait_first(grpc_ends), self._http_api.wait_until_idle())
-        await _wait_first([ends, hurry], timeout=grace)
+        await _wait_first([asyncio.create_task(self._all_end(grpc_ends)), hurry], timeout=grace)
         self._http_api.cancel_calls()
         await grpc_server.stop(0)
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
+
+    async def _all_end(self, grpc_ends: Sequence[asyncio.Future[None]]) -> None:
+        await _wait_first(grpc_ends)
+        await self._http_api.wait_until_idle()
 
     def _make_http_ports(self, client: EngineClient) -> HttpPorts:
         snapshot = client.snapshot if self._config.debug_batch else None

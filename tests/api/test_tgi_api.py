@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -387,3 +388,22 @@ def test_the_document_describes_every_route(client: Client, server: Server) -> N
     assert (status, headers["content-security-policy"]) == (200, "default-src 'none'; style-src 'unsafe-inline'")
     assert not re.search(rb"<script|<link|src=|https?://", page)
     assert all(f'id="{name}"'.encode() in page for name in refs)
+
+
+@pytest.mark.parametrize(("grace", "tokens"), [(30, 60), (0.3, 1000)])
+def test_a_stream_may_finish_while_the_server_drains(grace: float, tokens: int, tmp_path: Path) -> None:
+    model = make_fake_model(tmp_path / "model", step_seconds=0.02)
+    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", SHUTDOWN_GRACE_SECONDS=grace) as running:
+        with closing(Client(running).connect()) as connection:
+            body = json.dumps({"inputs": "ab", "parameters": {"max_new_tokens": tokens}})
+            connection.request("POST", "/generate_stream", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.readline().startswith(b"data: ")
+            running.process.send_signal(signal.SIGTERM)
+            if grace > 1:
+                assert answer.read().count(b"data: ") == tokens - 1
+            else:
+                with pytest.raises(http.client.IncompleteRead):
+                    answer.read()
+        assert running.process.wait(30) == 0
+    assert "ERROR" not in running.log.read_text()
