@@ -105,7 +105,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         }
         self._calls: list[_Call] = []  # since the last part
         self._names: list[str] = []  # of their functions
-        self._recorded = RecordedPass()
+        self._recorded = RecordedPass(kept=[memory])
 
     def add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """A call of a C kernel."""
