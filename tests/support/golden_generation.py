@@ -142,7 +142,8 @@ class NaiveMask:
     def allowed(self, output: OutputText, vocab_size: int) -> torch.Tensor:
         """bool [V]"""
         text = output.output.decode() + self.model.decode(output.pending)
-        allowed = torch.tensor([self._allows(more) for more in output.continuations(vocab_size)])
+        # A token that adds no text is never allowed, as the first space of an encoder-decoder's output.
+        allowed = torch.tensor([more != text and self._allows(more) for more in output.continuations(vocab_size)])
         allowed[[token for token in range(vocab_size) if not self.model.token_strings([token])[0]]] = False
         allowed[self.model.tokenizer.all_special_ids] = False
         allowed[self.model.eos_ids] = self.pattern.fullmatch(text) is not None
