@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _THREADS = 2  # one expensive grammar does not delay all others
 _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
 _STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
-_STEP_MAX_ITEMS = 30_000  # likewise, about 2 ms
+_STEP_MAX_ITEMS = 10_000  # likewise, at most some 30 ms
 _MAX_GRAMMAR_SIZE = 200_000  # symbols
 
 
