@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import OutputBuilder, RequestOutput, TokenInfo, best_first
-from tgis.frontend.output_queue import NewTokens, OutputQueue
+from tgis.frontend.output_queue import NewTokens, OutputQueue, RequestTimings
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
@@ -37,7 +37,9 @@ def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParam
 def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> OutputBuilder:
     minimum = SamplingParams(min_new_tokens=wanted.sampling_params.min_new_tokens)
     request = Request(1, [5, 6], 99, False, minimum, wanted.given.logprob_options)
-    return OutputBuilder(OutputQueue(request, eager=True, arrived=0.0), "prompt", wanted, decoder, separator="")
+    queue = OutputQueue(request, eager=True, arrived=0.0)
+    queue.timings = RequestTimings(arrived=0.0, submitted=0.0)
+    return OutputBuilder(queue, "prompt", wanted, decoder, separator="")
 
 
 def ids(decoder: TokenDecoder, text: str) -> list[int]:

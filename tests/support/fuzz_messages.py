@@ -45,7 +45,10 @@ def _fill(message: Message, draw: random.Random, density: float) -> None:
 
 
 def _append(message: Message, field: Any, draw: random.Random, density: float) -> None:
-    if field.message_type:
+    if field.message_type and field.message_type.GetOptions().map_entry:
+        key, value = (_VALUES[each.type](draw) for each in field.message_type.fields)
+        getattr(message, field.name)[key] = value
+    elif field.message_type:
         _fill(getattr(message, field.name).add(), draw, density)
     else:
         getattr(message, field.name).append(_VALUES[field.type](draw))

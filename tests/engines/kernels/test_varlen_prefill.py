@@ -150,7 +150,7 @@ def test_unsupported_inputs_use_other_backends(
     params = AttentionParams(1.0, None, inputs["softcap"], inputs["sinks"])
     assert is_supported(q, keys, values, params) == supported
     assert attention._select_backends(q, (keys, values), params) == (attention._torch_decode, attention._torch_prefill)
-    monkeypatch.setattr(attention, "_has_cuda_kernels", lambda _device: True)
+    monkeypatch.setattr(attention, "has_kernels", lambda _device: True)
     decode, prefill = attention._select_backends(q, (keys, values), params)
     same = inputs["cache"] is None
     other = attention._triton_prefill if same else attention._torch_prefill
