@@ -7,8 +7,10 @@ import pytest
 import torch
 from cpu_kernels import kernels_of
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from tgis.engines.kernels.cpu.fused_ops import RmsNorm
+from tgis.engines.kernels.cpu.gemm import MakeGemm, OneDnnGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.errors import Unsupported
@@ -61,6 +63,30 @@ def test_kernels_and_operators_are_repeated_in_order(kernels: CpuKernels, dtype:
         return torch.cat([norm(residual), first * second], -1)  # strided: an operator
 
     assert_replays(Recorder(kernels), run, [x, y])
+
+
+@pytest.mark.parametrize(
+    "make", [OneDnnGemm, lambda weight: lambda x, bias: linear(x, weight, bias)], ids=["onednn", "pytorch"]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_linear_layers_without_a_kernel_are_repeated(
+    recorder: Recorder, make: MakeGemm, dtype: torch.dtype, rows: int
+) -> None:
+    """As of an odd number of inputs in bfloat16; oneDNN's weights have no address."""
+    weights = torch.randn(33, 7).to(dtype), torch.randn(7, 33).to(dtype)
+    if make is OneDnnGemm and not OneDnnGemm.supports(weights[0]):
+        pytest.skip(f"no oneDNN for {dtype} on this CPU")
+    up, down = map(make, weights)
+    x, bias = torch.randn(1, rows, 7).to(dtype), torch.randn(33).to(dtype)
+    assert_replays(recorder, lambda: down(up(x, bias) * up(x, None), None) + x, [x, bias])
+
+
+@pytest.mark.parametrize("convert", [Tensor.to_mkldnn, Tensor.to_sparse])
+def test_results_without_an_address_cannot_be_recorded(recorder: Recorder, convert: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(Unsupported):
+        recorder.record(lambda: convert(x).to_dense())
 
 
 def test_operators_in_place_are_repeated(recorder: Recorder) -> None:

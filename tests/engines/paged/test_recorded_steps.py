@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 from batches import engine_options, limits
-from cpu_kernels import kernels_of
+from cpu_kernels import CPU_ISA, kernels_of
 from tiny_models import VOCAB_SIZE, generate_all, make_model_from_config
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
+from tgis.engines.kernels.cpu.gemm import OneDnnGemm
+from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
+from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, _Memory
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -35,7 +37,7 @@ NEW, ROWS = 9, 4
 @pytest.fixture(autouse=True)
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many steps are recorded and replayed."""
-    kernels_of("auto")
+    kernels_of(CPU_ISA)
     counts: Counter[str] = Counter()
     record = Recorder.record
 
@@ -68,16 +70,42 @@ def generated(model: Path, **options: Any) -> list[list[int]]:
     return generate_all(engine, bounds, requests, draw)
 
 
-def test_replayed_steps_give_the_tokens_of_eager_ones(
-    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
+def assert_replayed_like_eager(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
-    found = generated(model)
+    found = generated(model, **options)
     assert replays["recorded"] == ROWS
     assert replays["replayed"] > 10
     replays.clear()
     monkeypatch.setattr(RecordedSteps, "run", lambda *_: None)
-    assert generated(model) == found
+    assert generated(model, **options) == found
     assert not replays
+
+
+def test_replayed_steps_give_the_tokens_of_eager_ones(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_replayed_like_eager(model, replays, monkeypatch)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_odd_sizes_in_bfloat16_are_replayed(
+    tmp_path: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, onednn: bool
+) -> None:
+    """oneDNN multiplies by such a weight; PyTorch where the CPU has AVX2 alone."""
+    model = make_model_from_config(LlamaConfig(**SHAPE | {"intermediate_size": 47}), tmp_path)
+    if not onednn:
+        monkeypatch.setattr(OneDnnGemm, "supports", lambda _: False)
+    assert_replayed_like_eager(model, replays, monkeypatch, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_by_onednn_are_replayed(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """As with BATCH_INVARIANT=false, where the measurement says so."""
+    monkeypatch.setattr(GemmSelector, "_fastest", lambda _self, _weight, makers: list(makers)[-1])
+    assert_replayed_like_eager(model, replays, monkeypatch, dtype=dtype, batch_invariant=False)
 
 
 def test_a_model_that_looks_at_numbers_runs_eagerly(
@@ -106,6 +134,23 @@ def test_a_recorded_step_that_gives_other_logits_is_not_used(
     monkeypatch.setattr(Recorder, "record", lambda _, run: (lambda: None, run().clone()))
     assert generated(model) == expected
     assert caplog.text.count("decode steps are not recorded: a recorded step does not give the logits") == 1
+
+
+def test_whatever_fails_while_a_step_is_recorded_it_runs_eagerly(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generated(model)
+    replays.clear()
+
+    def empty(*_: object) -> Tensor:
+        raise TypeError("no\nmemory")
+
+    monkeypatch.setattr(_Memory, "empty", empty)
+    assert generated(model) == expected
+    assert [each for each in caplog.messages if "recorded" in each] == [
+        "decode steps are not recorded: TypeError('no\\nmemory')"
+    ]
+    assert not replays
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float64"}, {"cpu_isa": "none"}])

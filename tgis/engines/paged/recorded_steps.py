@@ -50,10 +50,17 @@ class RecordedSteps:
         try:
             logits = self._run(batch.num_decodes)
         except Unsupported as error:
-            self._enabled = False
-            log.warning("decode steps are not recorded: %s", error)
+            self._disable(str(error))
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
+            self._disable(repr(error))
             return None
         return logits if batch.all_logits else logits[batch.logits_indices]
+
+    def _disable(self, reason: str) -> None:
+        self._enabled = False
+        self._steps.clear()
+        log.warning("decode steps are not recorded: %s", reason)
 
     def _run(self, count: int) -> Tensor:
         batch = self._inputs.batch(count)

@@ -148,6 +148,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         mutable = operator._schema.is_mutable
         if not outputs and not mutable:
             raise Unsupported(f"{operator} tells the host what is in a tensor")
+        if any(_address(each) is None for each in outputs):
+            raise Unsupported(f"{operator} gives a tensor without an address")
         self._recorded.kept += [each for each in (*inputs, *outputs) if each not in self._memory]
         addresses = {_address(each) for each in inputs}
         is_view = all(_address(each) in addresses for each in outputs)
@@ -195,9 +197,10 @@ class _Memory:
 
     def borrowed(self, x: Tensor) -> Tensor:
         """The same tensor; if it is one of these, without being a reason not to give its memory to another."""
-        if x not in self:
+        address = _address(x)
+        if address not in self._blocks:
             return x
-        block = torch.from_numpy(self._blocks[_address(x)])
+        block = torch.from_numpy(self._blocks[address])
         return block.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
     def _new_block(self, size: int) -> NDArray[np.uint8]:
@@ -230,8 +233,9 @@ def _word(argument: Any) -> int:
     return argument or 0
 
 
-def _address(x: Tensor) -> int:
-    return int(x.untyped_storage().data_ptr())
+def _address(x: Tensor) -> int | None:
+    """None of what has no address, such as a weight that oneDNN has packed."""
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else None
 
 
 def _run_into(targets: list[Tensor], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
