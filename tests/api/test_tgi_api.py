@@ -10,10 +10,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import Server, running_server
+from hypothesis import example, given
+from hypothesis import strategies as st
 from repository import REPOSITORY
 
+from tgis.api.rest.convert import json_float
 from tgis.models.fake import make_fake_model
 
 MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 150, 8
@@ -407,3 +411,14 @@ def test_a_stream_may_finish_while_the_server_drains(grace: float, tokens: int, 
                     answer.read()
         assert running.process.wait(30) == 0
     assert "ERROR" not in running.log.read_text()
+
+
+@given(
+    value=st.floats(width=32, min_value=-1024, max_value=-(2**-100)),
+    share=st.sampled_from([0, 0.4999999, 0.5, 0.5000001]),
+)
+@example(value=-0.3, share=0.5)
+def test_numbers_are_the_shortest_of_single_precision(value: float, share: float) -> None:
+    """Those between two of them, too: numpy says which."""
+    between = value + share * float(np.spacing(np.float32(value)))
+    assert json_float(between) == float(str(np.float32(between)))

@@ -165,6 +165,7 @@ def json_float(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     single = _SINGLE.pack(value)
+    (value,) = _SINGLE.unpack(single)  # the digits of a number between two of them may be those of the other
     return next(short for digits in range(6, 10) if _SINGLE.pack(short := float(f"{value:.{digits}g}")) == single)
 
 
