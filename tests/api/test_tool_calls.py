@@ -160,3 +160,11 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert parser.add('{"city"') == [ToolCallPiece(0, "", "w"), ToolCallPiece(0, '{"city"')]
     assert parser.add(': "Pa') == [ToolCallPiece(0, ': "Pa')]
     assert parser.add('ris"}}</tool_call>') == [ToolCallPiece(0, 'ris"}')]
+
+
+@pytest.mark.parametrize("parts", [1, 100])
+def test_brackets_without_end_are_text(parts: int) -> None:
+    output = '<tool_call>{"arguments": ' + "[" * 100_000 + "}"
+    parser, size = ToolCallParser(HERMES), -(-len(output) // parts)
+    pieces = [piece for at in range(0, len(output), size) for piece in parser.add(output[at : at + size])]
+    assert complete_calls([*pieces, *parser.finish()]) == (output, [])

@@ -64,9 +64,8 @@ class EngineClient:
         with theirs:
             fd = theirs.fileno()
             command = (sys.executable, "-m", "tgis.engine_core.main", str(fd))
-            self._process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=(fd,), start_new_session=True
-            )  # no Ctrl-C
+            # In a session of its own it gets no Ctrl-C; uvloop has no `process_group`.
+            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(fd,), start_new_session=True)
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
         self._send(options)

@@ -110,10 +110,35 @@ def make_request(
     InvalidRequest for what can never run: it would wait for ever. Of an input that is too long, `tokens` may be only
     a part, and `length` is how many it has.
     """
-    length, max_length = length or len(tokens), limits.max_sequence_length
+    length = length or len(tokens)
     prefix_length = adapter.length if adapter else 0
+    _check_lengths(length, prefix_length, params, limits, field)
+    if (largest := max(tokens)) >= limits.input_vocab_size:
+        text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
+        raise InvalidRequest(field, text)
+    request = Request(
+        id=request_id,
+        tokens=[limits.placeholder_id] * prefix_length + tokens,
+        max_new_tokens=_max_new_tokens(length + prefix_length, adapter, params, limits),
+        limited_by_context=params.fill_context
+        or params.given.max_new_tokens > limits.max_sequence_length - length - prefix_length,
+        sampling_params=params.sampling_params,
+        logprob_options=params.given.logprob_options,
+        deadline=params.deadline,
+        cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
+        adapter=adapter,
+        answer_deadline=answer_deadline,
+        grammar=grammar,
+    )
+    _check_capacity(request, limits, field)
+    return request
+
+
+def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limits: RequestLimits, field: str) -> None:
+    """Whether an input leaves room for the output that is wanted."""
+    max_length = limits.max_sequence_length
     min_new_tokens, max_new_tokens = params.sampling_params.min_new_tokens, params.given.max_new_tokens
-    if not tokens:
+    if not length:
         raise InvalidRequest(field, f"{field} gives no token")
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
     room = max_length - length - prefix_length
@@ -125,24 +150,6 @@ def make_request(
         raise InvalidRequest(field, f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}")
     if limits.max_input_tokens is not None and length > limits.max_input_tokens:
         raise InvalidRequest(field, f"{field} has {length} tokens, at most {limits.max_input_tokens} allowed")
-    if (largest := max(tokens)) >= limits.input_vocab_size:
-        text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
-        raise InvalidRequest(field, text)
-    request = Request(
-        id=request_id,
-        tokens=[limits.placeholder_id] * prefix_length + tokens,
-        max_new_tokens=_max_new_tokens(length + prefix_length, adapter, params, limits),
-        limited_by_context=params.fill_context or max_new_tokens > room,
-        sampling_params=params.sampling_params,
-        logprob_options=params.given.logprob_options,
-        deadline=params.deadline,
-        cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
-        adapter=adapter,
-        answer_deadline=answer_deadline,
-        grammar=grammar,
-    )
-    _check_capacity(request, limits, field)
-    return request
 
 
 def _max_new_tokens(length: int, adapter: AdapterRef | None, params: ResolvedParams, limits: RequestLimits) -> int:

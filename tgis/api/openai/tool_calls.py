@@ -128,6 +128,8 @@ class ToolCallParser:
             call, end = _decoder.raw_decode(self._text)
         except ValueError:
             return None
+        except RecursionError:  # brackets without end
+            return self._give_up()
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return self._give_up()
         self._text, self._before_call = self._text[end:], ""

@@ -68,10 +68,10 @@ class PagedEngine:
         self._kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, self._kernels)
         self._embed_tokens = self._model.get_input_embeddings()
-        vocab_size = int(self._model.get_output_embeddings().out_features)
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
         draw = select_draw(self._device, self._kernels)
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history, draw)
+        self._vocab_size = int(self._model.get_output_embeddings().out_features)
+        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history, draw)
         self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device)
         if async_decode is None:
@@ -81,20 +81,23 @@ class PagedEngine:
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
         verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
+        self.info = self._describe(lookahead=int(async_decode))
+
+    def _describe(self, lookahead: int) -> EngineInfo:
         kind = self._device.type
-        self.info = EngineInfo(
+        return EngineInfo(
             engine="tgis_native",
             model_class=type(self._model).__name__,
             device=str(self._device),
             dtype=str(self._model.dtype).removeprefix("torch."),
-            vocab_size=vocab_size,
+            vocab_size=self._vocab_size,
             encoder_decoder=False,
             padded=False,
-            max_batch_size=options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[kind],
+            max_batch_size=self._options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[kind],
             token_capacity=0,  # until `warm_up` has found it
             max_prefill_tokens=_PREFILL_TOKENS[kind],
-            block_size=block_size,
-            lookahead=int(async_decode),
+            block_size=self._block_size,
+            lookahead=lookahead,
             max_slowdown=_MAX_SLOWDOWN[kind],
             max_positions=max_positions(self._model),
             input_vocab_size=input_vocab_size(self._model),
