@@ -21,7 +21,8 @@ from pathlib import Path
 import grpc
 
 from benchmarks.bare_grpc import METHOD
-from benchmarks.serving import cpu_seconds, running_server
+from benchmarks.serving import running_server
+from tgis.bench.measure import cpu_seconds
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
 

@@ -17,7 +17,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.serving import cpu_seconds, running_server
+from benchmarks.serving import running_server
+from tgis.bench.measure import cpu_seconds
 from tgis.models.demo.fetch import ensure
 from tgis.models.fake import make_fake_model
 

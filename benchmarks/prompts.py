@@ -16,10 +16,11 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.serving import running_server
-from tgis.bench.client import CallOptions, Client, RequestRecord, connect
+from tgis.bench.client import CallOptions, Client
+from tgis.bench.grpc_client import connect
+from tgis.bench.record import RequestRecord
 from tgis.bench.workload import BenchRequest
 from tgis.models.demo.fetch import ensure
-from tgis.pb import generation_pb2 as pb
 
 _WORDS = tuple("time year people way day man thing woman life child world school state family student group".split())  # noqa: SIM905 - one line is easier to read
 _STREAMS, _STREAM_TOKENS = 8, 400
@@ -40,16 +41,15 @@ class _UniquePrompts:
 
 async def _send(client: Client, text: str, new_tokens: int) -> RequestRecord:
     """Run one stream to its end."""
-    stopping = pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
     sample = RequestRecord(scheduled_at=perf_counter(), requested_tokens=new_tokens)
-    await client.stream(BenchRequest(text, new_tokens), pb.Parameters(stopping=stopping), sample)
+    await client.send(BenchRequest(text, new_tokens), sample)
     assert sample.status == "OK", sample.detail
     return sample
 
 
 async def _with_client(part: Any, target: str) -> dict[str, float]:
     async with connect(target, 1, CallOptions()) as client:
-        await client.model_info()
+        await client.served_model()
         figures: dict[str, float] = await part(client, _UniquePrompts())
         return figures
 

@@ -1,7 +1,6 @@
 """Runs `tgis serve` as a child process for a benchmark."""
 
 import contextlib
-import os
 import random
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tgis.bench.measure import cpu_seconds
 from tgis.errors import StartError
 
 START_SECONDS = 200.0
@@ -83,12 +83,6 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def free_ports() -> tuple[int, int]:

@@ -14,7 +14,7 @@ import grpc.aio
 
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.requests import stream_request
-from tgis.bench.client import CHANNEL_OPTIONS
+from tgis.bench.grpc_client import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -126,6 +126,7 @@ def test_details(client: Client) -> None:
     [
         ("ab</s>cd", {"max_new_tokens": 30}, "ab", "eos_token", 3),
         ("ab</s>cd", {"max_new_tokens": 3}, "ab", "length", 3),  # checked first
+        ("ab</s>cd", {"max_new_tokens": 4, "ignore_eos_token": True}, "abc", "length", 4),
         ("one two", {"max_new_tokens": 30, "stop": ["xyz", " t"]}, "one t", "stop_sequence", 5),
         ("one two", {"max_new_tokens": 30, "stop_sequences": ["e t"]}, "one t", "stop_sequence", 5),
         ("one two", {"max_new_tokens": 5, "stop": [" t"]}, "one t", "length", 5),

@@ -26,31 +26,31 @@ from hypothesis import strategies as st
 from benchmarks.certificates import make_pair
 from tgis.__main__ import run
 from tgis.bench import plot, workload
-from tgis.bench.client import RequestRecord
+from tgis.bench.client import CallOptions
+from tgis.bench.grpc_client import record_message
 from tgis.bench.load import Budget, ClosedLoop, OpenLoop
 from tgis.bench.measure import LevelResult, LoadSettings, Report
 from tgis.bench.progress import progress
+from tgis.bench.record import RequestRecord
 from tgis.bench.summary import percentile, percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 SETTINGS: dict[str, Any] = {
+    "api": "grpc",
     "target": "localhost:8033",
+    "options": CallOptions(),
     "levels": (ClosedLoop(1), ClosedLoop(4)),
     "prompts": None,
     "input_tokens": 1,
     "input_spread": 0.0,
     "output_tokens": 1,
     "output_spread": 0.0,
-    "ignore_eos": True,
-    "stream": True,
     "warmup": 0,
     "seed": 0,
-    "timeout": 1.0,
+    "server_pid": None,
     "slo": None,
-    "adapter_id": None,
-    "prefix_id": None,
 }
 FIRST_DELAY = 0.02  # seconds before the first token of the fake server
 GAP = 0.005  # seconds between its tokens
@@ -146,12 +146,12 @@ def test_percentiles_of_no_values_are_none() -> None:
 
 
 def note(sample: RequestRecord, now: float, tokens: int, text: str = "a") -> None:
-    sample.record_message(now, pb.GenerationResponse(generated_token_count=tokens, text=text))
+    record_message(sample, now, pb.GenerationResponse(generated_token_count=tokens, text=text))
 
 
 def test_times_of_a_stream() -> None:
     sample = RequestRecord(scheduled_at=9.0, requested_tokens=7)
-    sample.record_message(10.0, pb.GenerationResponse(input_token_count=3))
+    record_message(sample, 10.0, pb.GenerationResponse(input_token_count=3))
     note(sample, 11.0, 2)
     note(sample, 12.0, 3)
     note(sample, 15.0, 6)

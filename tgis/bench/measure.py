@@ -1,4 +1,4 @@
-"""One run: connect, ask for the server's limits, then run one level after the other."""
+"""One run: ask for the server's limits, then run one level after the other."""
 
 import math
 import random
@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tgis.bench.client import CallOptions, Client, RequestRecord, connect
+from tgis.bench.client import CallOptions, Client, ServedModel
 from tgis.bench.load import Budget, Level
+from tgis.bench.record import RequestRecord
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
     UNCALIBRATED,
@@ -21,7 +22,6 @@ from tgis.bench.workload import (
     random_requests,
 )
 from tgis.errors import StartError
-from tgis.pb import generation_pb2 as pb
 
 STREAMS_PER_CONNECTION = 100  # a common limit of servers
 OPEN_LOOP_CONNECTIONS = 8
@@ -31,7 +31,9 @@ OPEN_LOOP_CONNECTIONS = 8
 class LoadSettings:
     """What to measure; lengths in tokens, times in seconds."""
 
+    api: str  # grpc, tgi or openai
     target: str
+    options: CallOptions
     levels: tuple[Level, ...]
     requests: int | None  # of each level; None: as many as fit `duration`
     duration: float | None
@@ -40,14 +42,10 @@ class LoadSettings:
     input_spread: float  # sigma of the log-normal lengths
     output_tokens: int
     output_spread: float
-    ignore_eos: bool
-    stream: bool
     warmup: int  # requests before each level
     seed: int
-    timeout: float
+    server_pid: int | None  # of a process on this machine
     slo: Mapping[str, float] | None  # service level objectives: milliseconds, by name of `request_times`
-    adapter_id: str | None
-    prefix_id: str | None
 
     @property
     def connections(self) -> int:
@@ -62,13 +60,14 @@ class LevelResult:
 
     level: Level
     slo: Mapping[str, float] | None = None
+    server_pid: int | None = None
     records: list[RequestRecord] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
-    cpu_started: float = field(default_factory=time.process_time)
     cpu_seconds: float = 0.0
+    server_cpu_seconds: float | None = None
 
     def summary(self) -> Summary:
-        return summarize(self.records, self.cpu_seconds, self.slo)
+        return summarize(self.records, self.cpu_seconds, self.slo, self.server_cpu_seconds)
 
 
 @dataclass(slots=True)
@@ -76,45 +75,41 @@ class Report:
     """Everything that a run has measured so far."""
 
     settings: LoadSettings
-    model: pb.ModelInfoResponse = field(default_factory=pb.ModelInfoResponse)
+    model: ServedModel = field(default_factory=ServedModel)
     calibrated: bool = True  # lengths of random prompts are in the server's tokens, not words
     interrupted: bool = False
     results: list[LevelResult] = field(default_factory=list)
 
 
-async def measure(report: Report, options: CallOptions) -> None:
+async def measure(report: Report, client: Client) -> None:
     """Fill in the report as the run goes on, so that an interrupted run has one too."""
     settings = report.settings
-    async with connect(settings.target, settings.connections, options) as client:
-        report.model = await client.model_info()
-        _check_lengths(settings, report.model)
-        jobs = await _make_requests(report, client)
-        for level in settings.levels:
-            if settings.warmup:
-                await _drive(LevelResult(level), Budget(settings.warmup, None), client, jobs, settings)
-            report.results.append(result := LevelResult(level, settings.slo))
-            await _drive(result, Budget(settings.requests, settings.duration), client, jobs, settings)
+    report.model = await client.served_model()
+    _check_lengths(settings, report.model)
+    jobs = await _make_requests(report, client)
+    for level in settings.levels:
+        if settings.warmup:
+            await _drive(LevelResult(level), Budget(settings.warmup, None), client, jobs)
+        report.results.append(result := LevelResult(level, settings.slo, settings.server_pid))
+        await _drive(result, Budget(settings.requests, settings.duration), client, jobs)
 
 
-def _check_lengths(settings: LoadSettings, model: pb.ModelInfoResponse) -> None:
-    if 0 < model.max_new_tokens < settings.output_tokens:
+def _check_lengths(settings: LoadSettings, model: ServedModel) -> None:
+    if model.max_new_tokens and model.max_new_tokens < settings.output_tokens:
         raise StartError(f"--output-tokens {settings.output_tokens}: the server allows {model.max_new_tokens}")
-    total = settings.input_tokens + settings.output_tokens
-    if settings.prompts is None and 0 < model.max_sequence_length < total:
-        limit = model.max_sequence_length
+    total, limit = settings.input_tokens + settings.output_tokens, model.max_sequence_length
+    if settings.prompts is None and limit and limit < total:
         raise StartError(f"--input-tokens and --output-tokens make {total}: the server allows {limit}")
 
 
 async def _make_requests(report: Report, client: Client) -> Iterator[BenchRequest]:
-    settings, room = report.settings, report.model.max_sequence_length or None
+    settings, model = report.settings, report.model
     rngs = {name: random.Random(f"{settings.seed} {name}") for name in ("outputs", "inputs", "words")}
-    outputs = lengths(
-        settings.output_tokens, settings.output_spread, report.model.max_new_tokens or None, rngs["outputs"]
-    )
+    outputs = lengths(settings.output_tokens, settings.output_spread, model.max_new_tokens, rngs["outputs"])
     if settings.prompts is not None:
         return file_requests(settings.prompts, outputs)
     inputs = lengths(settings.input_tokens, settings.input_spread, None, rngs["inputs"])
-    return random_requests(await _vocabulary(report, client), inputs, outputs, room, rngs["words"])
+    return random_requests(await _vocabulary(report, client), inputs, outputs, model.max_sequence_length, rngs["words"])
 
 
 async def _vocabulary(report: Report, client: Client) -> Vocabulary:
@@ -123,23 +118,26 @@ async def _vocabulary(report: Report, client: Client) -> Vocabulary:
     return UNCALIBRATED if counts is None else calibrate(counts)
 
 
-async def _drive(
-    result: LevelResult, budget: Budget, client: Client, jobs: Iterator[BenchRequest], settings: LoadSettings
-) -> None:
-    call = client.stream if settings.stream else client.unary
-
+async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iterator[BenchRequest]) -> None:
     async def send(due: float) -> bool:
         job = next(jobs)
         result.records.append(sample := RequestRecord(due, job.output_tokens))
-        await call(job, _params(job, settings.ignore_eos), sample)
+        await client.send(job, sample)
         return sample.status == "OK"
 
+    pid = result.server_pid
+    before, server_before = time.process_time(), pid and cpu_seconds(pid)
     try:
         await result.level.drive(send, budget)
     finally:
-        result.cpu_seconds = time.process_time() - result.cpu_started
+        result.cpu_seconds = time.process_time() - before
+        if pid and server_before is not None:
+            result.server_cpu_seconds = cpu_seconds(pid) - server_before
 
 
-def _params(job: BenchRequest, ignore_eos: bool) -> pb.Parameters:
-    fewest = job.output_tokens if ignore_eos else 0
-    return pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=job.output_tokens, min_new_tokens=fewest))
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far; StartError if there is none."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
+    except OSError as error:
+        raise StartError(f"no process {pid} on this machine") from error

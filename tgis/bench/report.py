@@ -4,10 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from tgis.bench.client import RequestRecord
 from tgis.bench.measure import LevelResult, Report
+from tgis.bench.record import RequestRecord
 from tgis.bench.summary import Percentiles, Summary, request_times
-from tgis.pb import generation_pb2 as pb
 
 MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
 MAX_DETAIL_CHARS = 200  # characters of an error message
@@ -24,12 +23,15 @@ def format_table(report: Report) -> str:
         del requests["good"], requests["good/s"]
     tokens = {"in": "input_tokens_per_s", "out": "output_tokens_per_s"}
     throughput = [levels, ("requests", _columns(requests, summaries)), ("tokens/s", _columns(tokens, summaries))]
+    if settings.server_pid is not None:
+        throughput.append(("server CPU", _columns({"us/token": "server_cpu_us_per_token"}, summaries)))
     percentiles = {name: name for name in ("p50", "p90", "p99")}
     times = [
         (f"{name}, ms", _columns(percentiles, [getattr(summary, field) for summary in summaries]))
         for name, field in TIMES.items()
     ]
-    title = f"{settings.target}, {'streamed' if settings.stream else 'unary'}"
+    api = "" if settings.api == "grpc" else f", {settings.api}{' chats' if settings.options.chat else ''}"
+    title = f"{settings.target}{api}, {'streamed' if settings.options.stream else 'unary'}"
     objectives = ", ".join(f"{name} at most {most:g} ms" for name, most in (settings.slo or {}).items())
     head = f"{title}; good: {objectives}" if objectives else title
     return "\n\n".join([head, _grouped(throughput), _grouped([levels, *times])])
@@ -46,22 +48,19 @@ def format_notes(report: Report) -> Iterator[str]:
         for status, count in summary.failed.items():
             detail = next(sample.detail for sample in result.records if sample.status == status)
             yield f"{level}: {count} failed with {status}, the first: {' '.join(detail.split())[:MAX_DETAIL_CHARS]}"
-        if summary.short and report.settings.ignore_eos:
+        if summary.short and report.settings.options.ignore_eos:
             yield f"{level}: {summary.short} ended before all tokens asked for"
+        if summary.counted_by_events:
+            yield f"{level}: the server does not say how many tokens it generates: messages are counted"
         if summary.client_cpu > MAX_CLIENT_CPU:
             yield f"{level}: the load generator used {summary.client_cpu:.0%} of a core, doubt its times"
 
 
 def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
     """The report as JSON values, with every request of each level if `with_records`."""
-    model = report.model
     return {
         "settings": _settings(report),
-        "model": {
-            "kind": pb.ModelInfoResponse.ModelKind.Name(model.model_kind),
-            "max_sequence_length": model.max_sequence_length,
-            "max_new_tokens": model.max_new_tokens,
-        },
+        "model": asdict(report.model),
         "interrupted": report.interrupted,
         "levels": [_level(result, with_records) for result in report.results],
     }
@@ -101,6 +100,7 @@ def _format_number(value: float | None) -> str:
 def _settings(report: Report) -> dict[str, object]:
     values = asdict(report.settings)
     del values["levels"]
+    values |= values.pop("options")
     return values | {"prompts": str(values["prompts"]) if values["prompts"] else None}
 
 

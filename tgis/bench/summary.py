@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tgis.bench.client import RequestRecord
+from tgis.bench.record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Summary:
     ok: int
     failed: dict[str, int]  # by status code
     short: int  # succeeded with fewer tokens than requested
+    counted_by_events: int  # succeeded, and the server has not said how many tokens there are
     duration_s: float
     input_tokens: int
     output_tokens: int
@@ -44,6 +45,7 @@ class Summary:
     latency_ms: Percentiles
     send_delay_ms: Percentiles  # from scheduled to sent: added by the load generator itself
     client_cpu: float  # share of one core that the load generator used
+    server_cpu_us_per_token: float | None  # of the process asked for, per output token
 
     @property
     def num_failed(self) -> int:
@@ -79,7 +81,12 @@ def request_times(sample: RequestRecord) -> dict[str, float]:
     return times
 
 
-def summarize(samples: Sequence[RequestRecord], cpu_seconds: float, slo: Mapping[str, float] | None = None) -> Summary:
+def summarize(
+    samples: Sequence[RequestRecord],
+    cpu_seconds: float,
+    slo: Mapping[str, float] | None = None,
+    server_cpu_seconds: float | None = None,
+) -> Summary:
     """The figures of the finished requests; `slo` has the objectives, in milliseconds, for names of `request_times`."""
     finished = [sample for sample in samples if sample.status]
     ok = [sample for sample in finished if sample.status == "OK"]
@@ -92,6 +99,7 @@ def summarize(samples: Sequence[RequestRecord], cpu_seconds: float, slo: Mapping
         ok=len(ok),
         failed=dict(Counter(sample.status for sample in finished if sample.status != "OK")),
         short=sum(sample.output_tokens < sample.requested_tokens for sample in ok),
+        counted_by_events=sum(sample.counts_events for sample in ok),
         duration_s=duration,
         input_tokens=tokens_in,
         output_tokens=tokens_out,
@@ -106,4 +114,5 @@ def summarize(samples: Sequence[RequestRecord], cpu_seconds: float, slo: Mapping
         latency_ms=percentiles([each["latency"] for each in times]),
         send_delay_ms=percentiles([sample.sent_at - sample.scheduled_at for sample in finished]),
         client_cpu=cpu_seconds * rate,
+        server_cpu_us_per_token=server_cpu_seconds * 1e6 / tokens_out if server_cpu_seconds and tokens_out else None,
     )

@@ -4,21 +4,28 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from tgis.bench.client import CallOptions
+import uvloop
+
+from tgis.bench import grpc_client, http_client
+from tgis.bench.client import CallOptions, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import LoadSettings, Report, measure
+from tgis.bench.openai import OpenAiApi
 from tgis.bench.plot import draw, require_matplotlib
 from tgis.bench.progress import show_progress
 from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
+from tgis.bench.tgi import TgiApi
 from tgis.cli import client
 from tgis.errors import OptionError
 from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
 INTERRUPTED = 130
+TARGETS = {"grpc": client.GRPC_TARGET, "tgi": "localhost:3000", "openai": "localhost:3000"}
 COUNT = integer(1)
 AMOUNT = decimal(0, 1e9, exclude_low=True)
 Number = TypeVar("Number", int, float)
@@ -30,13 +37,14 @@ def main(argv: list[str], prog: str) -> int:
     OptionError for unusable options and files, StartError if the server does not answer.
     """
     args = _parser(prog).parse_args(argv)
-    report, options = Report(_settings(args)), _call_options(args)
+    settings = _settings(args)
+    report = Report(settings)
     if not args.stream and args.slo and args.slo.keys() != {"latency"}:
         raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
     _check_outputs(args)
     try:
-        with client.rpc_errors(args.target):
-            asyncio.run(_measure(report, options, show=not args.quiet))
+        with client.rpc_errors(settings.target):
+            uvloop.run(_measure(report, args))
     except KeyboardInterrupt:
         report.interrupted = True
     _write(report, args)
@@ -49,13 +57,34 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Load test a running server: latency and throughput at a given load.")
     _add_load(parser)
     _add_requests(parser)
-    client.add_arguments(parser, timeout=600.0)
+    _add_server(parser)
     client.add_adapter_arguments(parser)
     output = parser.add_argument_group("Output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there as JSON")
     output.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG (needs tgis[bench])")
     output.add_argument("--quiet", action="store_true", help="print nothing but a line of JSON")
     return parser
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("Server")
+    server.add_argument(
+        "--api",
+        choices=list(TARGETS),
+        default="grpc",
+        help="fmaas.GenerationService (default), TGI's REST API, or OpenAI's, as vLLM and llama.cpp serve it",
+    )
+    server.add_argument(
+        "--target",
+        metavar="HOST:PORT",
+        help=f"or URL of HTTP (default: {TARGETS['grpc']} for gRPC, {TARGETS['tgi']} for HTTP)",
+    )
+    server.add_argument("--chat", action="store_true", help="chat completions of OpenAI's API, not completions")
+    server.add_argument("--model", metavar="NAME", help="in OpenAI's API (default: the first that the server names)")
+    server.add_argument(
+        "--header", type=_header, action="append", default=[], metavar="NAME:VALUE", help="may be repeated"
+    )
+    client.add_call_arguments(server, timeout=600.0)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +110,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--warmup", type=integer(0), default=1, metavar="N", help="requests before each level (default 1)"
     )
+    load.add_argument(
+        "--server-pid", type=COUNT, metavar="PID", help="measure the CPU time of this process, which is on this machine"
+    )
     load.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of prompts, lengths and arrival times")
 
 
@@ -102,17 +134,27 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         help="count requests that take at most so many milliseconds: ttft, tpot, gap or latency",
     )
     kind = group.add_mutually_exclusive_group()
-    kind.add_argument("--stream", action="store_true", default=True, help="GenerateStream (default)")
-    kind.add_argument("--unary", dest="stream", action="store_false", help="Generate, one input a call")
+    kind.add_argument("--stream", action="store_true", default=True, help="stream the outputs (default)")
+    kind.add_argument("--unary", dest="stream", action="store_false", help="whole outputs, one input a call")
 
 
-async def _measure(report: Report, options: CallOptions, *, show: bool) -> None:
-    progress = asyncio.create_task(show_progress(report, sys.stderr)) if show else None
-    try:
-        await measure(report, options)
-    finally:
-        if progress:
-            progress.cancel()
+async def _measure(report: Report, args: argparse.Namespace) -> None:
+    async with _connect(report.settings, args) as connected:
+        progress = None if args.quiet else asyncio.create_task(show_progress(report, sys.stderr))
+        try:
+            await measure(report, connected)
+        finally:
+            if progress:
+                progress.cancel()
+
+
+def _connect(settings: LoadSettings, args: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
+    target, options, headers = settings.target, settings.options, [*client.metadata(args), *args.header]
+    if settings.api == "grpc":
+        tls = client.credentials(args), client.tls_arguments(args)
+        return grpc_client.connect(target, settings.connections, options, headers, *tls)
+    api = TgiApi(options) if settings.api == "tgi" else OpenAiApi(options)
+    return http_client.connect(target, api, options, headers, client.ssl_context(args), args.tls_server_name)
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -140,7 +182,9 @@ def _write(report: Report, args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> LoadSettings:
     duration = args.duration if args.requests or args.duration else DEFAULT_DURATION
     return LoadSettings(
-        target=args.target,
+        api=args.api,
+        target=_target(args),
+        options=_call_options(args),
         levels=_levels(args),
         requests=args.requests,
         duration=duration,
@@ -149,15 +193,24 @@ def _settings(args: argparse.Namespace) -> LoadSettings:
         input_spread=args.input_spread,
         output_tokens=args.output_tokens,
         output_spread=args.output_spread,
-        ignore_eos=args.ignore_eos,
-        stream=args.stream,
         warmup=args.warmup,
         seed=args.seed,
-        timeout=args.timeout,
+        server_pid=args.server_pid,
         slo=args.slo,
-        adapter_id=args.adapter_id,
-        prefix_id=args.prefix_id,
     )
+
+
+def _target(args: argparse.Namespace) -> str:
+    """The address of gRPC, or the URL under which the API's paths are."""
+    target: str = args.target or TARGETS[args.api]
+    if args.api == "grpc":
+        return target
+    scheme = "https" if client.wants_tls(args) else "http"
+    if "://" not in target:
+        target = f"{scheme}://{target}"
+    if scheme == "https" and not target.startswith("https://"):
+        raise OptionError(f"--target {target}: options of TLS need https")
+    return target.rstrip("/").removesuffix("/v1")
 
 
 def _levels(args: argparse.Namespace) -> tuple[Level, ...]:
@@ -167,14 +220,28 @@ def _levels(args: argparse.Namespace) -> tuple[Level, ...]:
 
 
 def _call_options(args: argparse.Namespace) -> CallOptions:
+    only = {"chat": "openai", "model": "openai", "prefix_id": "grpc"}
+    for name, api in only.items():
+        if getattr(args, name) and args.api != api:
+            raise OptionError(f"--{name.replace('_', '-')}: only with --api {api}")
+    if args.adapter_id and args.api == "openai":
+        raise OptionError("--adapter-id: in OpenAI's API adapters are models, see --model")
     return CallOptions(
-        deadline=args.timeout,
-        credentials=client.credentials(args),
-        tls_arguments=client.tls_arguments(args),
-        metadata=client.metadata(args),
+        stream=args.stream,
+        ignore_eos=args.ignore_eos,
+        chat=args.chat,
+        model=args.model,
         adapter_id=args.adapter_id,
         prefix_id=args.prefix_id,
+        timeout=args.timeout,
     )
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not (colon and name and name.strip() == name):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be NAME:VALUE")
+    return name, value.strip()
 
 
 def _objectives(text: str) -> dict[str, float]:

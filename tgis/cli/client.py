@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import re
+import ssl
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import grpc
 from tgis.errors import OptionError, StartError
 from tgis.utils.options import PATH, TEXT, decimal
 
+GRPC_TARGET = "localhost:8033"
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
 _LOOPBACK = re.compile(r"(dns:/*|ipv[46]:)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
@@ -23,11 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_
     """Add the options for the server and how to call it; `timeout` is the default of --timeout, None for no limit."""
     group = parser.add_argument_group("Server")
     group.add_argument(
-        "--target",
-        default="localhost:8033",
-        metavar="HOST:PORT",
-        help="gRPC address (default: localhost:8033)",
+        "--target", default=GRPC_TARGET, metavar="HOST:PORT", help=f"gRPC address (default: {GRPC_TARGET})"
     )
+    add_call_arguments(group, timeout)
+
+
+def add_call_arguments(group: argparse._ArgumentGroup, timeout: float | None) -> None:
+    """Those for any protocol."""
     group.add_argument(
         "--timeout",
         type=decimal(0, 86400, exclude_low=True),
@@ -78,12 +82,29 @@ def metadata(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
     """Those of TLS; None for plaintext."""
-    files = (options.ca_cert, options.tls_key, options.tls_cert)
-    if not (options.tls or options.tls_server_name or any(files)):
+    if not wants_tls(options):
         return None
+    return grpc.ssl_channel_credentials(*map(_read, (options.ca_cert, options.tls_key, options.tls_cert)))
+
+
+def ssl_context(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """Of HTTP with TLS; None for plaintext."""
+    if not wants_tls(options):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=options.ca_cert)
+        if options.tls_cert:
+            context.load_cert_chain(options.tls_cert, options.tls_key)
+    except OSError as error:  # an SSLError, too
+        files = ", ".join(str(path) for path in (options.ca_cert, options.tls_cert, options.tls_key) if path)
+        raise OptionError(f"cannot use {files}: {error.strerror}") from error
+    return context
+
+
+def wants_tls(options: argparse.Namespace) -> bool:
     if (options.tls_key is None) != (options.tls_cert is None):
         raise OptionError("--tls-cert and --tls-key belong together")
-    return grpc.ssl_channel_credentials(*map(_read, files))
+    return bool(options.tls or options.tls_server_name or options.ca_cert or options.tls_key)
 
 
 def tls_arguments(options: argparse.Namespace) -> list[tuple[str, str]]:

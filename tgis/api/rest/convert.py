@@ -62,6 +62,7 @@ def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: 
         repetition_penalty=given.repetition_penalty or 0.0,
         frequency_penalty=given.frequency_penalty or 0.0,
         watermark=given.watermark,
+        ignore_eos=given.ignore_eos_token,
         truncate_input_tokens=given.truncate or 0,
         grammar=_grammar(given.grammar) if given.grammar else None,
         fill_context=True,

@@ -40,6 +40,7 @@ class GenerateParameters(Struct):
     watermark: bool = False
     details: bool = False
     decoder_input_details: bool = False
+    ignore_eos_token: bool = False  # not TGI's own; load generators send it
     seed: Seed | None = None
     top_n_tokens: UInt | None = None
     grammar: Grammar | None = None

@@ -1,0 +1,154 @@
+"""Requests over HTTP and server-sent events; what is in them is the business of an `Api`."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from errno import ECONNREFUSED
+from ssl import SSLContext
+from time import perf_counter
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from tgis.bench.client import SETUP_TIMEOUT, CallOptions, ServedModel
+from tgis.bench.record import RequestRecord
+from tgis.bench.workload import BenchRequest
+from tgis.errors import StartError
+
+_SETUP_REQUESTS = 8  # at a time
+_IDLE_SECONDS = 2.0  # of a connection that is used again; servers close theirs later
+_MAX_ERROR_BYTES = 2000
+
+
+class FailedAnswer(Exception):
+    """The answer is an error; `status` is counted, the text is an example of it."""
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class Api(Protocol):
+    """Bodies of requests, and what answers say, as far as the figures need it."""
+
+    model_path: str
+    path: str
+
+    def served_model(self, answer: bytes) -> ServedModel: ...
+
+    def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
+        """Path and body of a request whose answer says how many tokens a text has."""
+        ...
+
+    def token_count(self, answer: bytes) -> int: ...
+
+    def body(self, job: BenchRequest) -> dict[str, Any]: ...
+
+    def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
+        """Whether it is the last one; FailedAnswer if it is an error."""
+        ...
+
+    def record_answer(self, answer: bytes, headers: Mapping[str, str], record: RequestRecord) -> None: ...
+
+
+@asynccontextmanager
+async def connect(
+    url: str,
+    api: Api,
+    options: CallOptions,
+    headers: Sequence[tuple[str, str]] = (),
+    tls: SSLContext | None = None,
+    tls_server_name: str | None = None,
+) -> AsyncIterator["HttpClient"]:
+    """A client with as many connections as it has requests in flight; `tls` is for https."""
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls or True, keepalive_timeout=_IDLE_SECONDS)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        yield HttpClient(session, url, api, options, tls_server_name)
+
+
+class HttpClient:
+    """Calls one server."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, api: Api, options: CallOptions, tls_server_name: str | None
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._api = api
+        self._options = options
+        self._tls_server_name = tls_server_name
+
+    async def served_model(self) -> ServedModel:
+        """Nothing is known if the server does not say."""
+        try:
+            return self._api.served_model(await self._ask("GET", self._api.model_path))
+        except aiohttp.ClientConnectorError as error:
+            if error.errno == ECONNREFUSED:
+                raise StartError(f"nothing listens at {self._url}; is `tgis serve` running?") from error
+            raise StartError(str(error)) from error
+        except FailedAnswer as error:
+            if error.status == "HTTP 404":
+                return ServedModel()
+            raise StartError(f"{self._url}{self._api.model_path}: {error.status}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            raise StartError(f"{self._url}{self._api.model_path}: {error or type(error).__name__}") from error
+
+    async def token_counts(self, texts: Sequence[str]) -> list[int] | None:
+        turn = asyncio.Semaphore(_SETUP_REQUESTS)
+
+        async def count(text: str) -> int:
+            async with turn:
+                return self._api.token_count(await self._ask("POST", *self._api.count_request(text)))
+
+        try:
+            return await asyncio.gather(*map(count, texts))
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, FailedAnswer):
+            return None
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        async with self._request(method, path, body, SETUP_TIMEOUT) as response:
+            return await response.read()
+
+    async def send(self, job: BenchRequest, record: RequestRecord) -> None:
+        record.sent_at = perf_counter()
+        try:
+            async with self._request("POST", self._api.path, self._api.body(job), self._options.timeout) as response:
+                if self._options.stream:
+                    await self._read_events(response, record)
+                else:
+                    self._api.record_answer(await response.read(), response.headers, record)
+        except FailedAnswer as error:
+            record.fail(perf_counter(), error.status, str(error))
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            record.fail(perf_counter(), type(error).__name__, str(error))
+        else:
+            record.succeed(perf_counter())
+
+    async def _read_events(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
+        rest, is_complete = b"", False
+        async for data in response.content.iter_any():
+            now = perf_counter()
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    is_complete = self._api.record_event(line[5:].strip(), now, record) or is_complete
+        if not is_complete:
+            raise FailedAnswer("INCOMPLETE", "the stream has ended without its last event")
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with self._session.request(
+            method,
+            self._url + path,
+            data=None if body is None else msgspec.json.encode(body),
+            headers=None if body is None else {"Content-Type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=timeout),
+            server_hostname=self._tls_server_name,
+        ) as response:
+            if response.status != 200:
+                error = await response.content.read(_MAX_ERROR_BYTES)
+                raise FailedAnswer(f"HTTP {response.status}", error.decode(errors="replace") or response.reason or "")
+            yield response

@@ -1,0 +1,120 @@
+"""OpenAI's API: /v1/completions and /v1/chat/completions, with what vLLM and llama.cpp know besides."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tgis.bench.client import CallOptions, ServedModel
+from tgis.bench.http_client import FailedAnswer
+from tgis.bench.record import RequestRecord
+from tgis.bench.workload import BenchRequest
+
+_DONE = b"[DONE]"
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.content or self.reasoning or self.reasoning_content)
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    delta: _Delta | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """Also a whole answer."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class OpenAiApi:
+    """Servers may put several tokens into a chunk: usage, at the end, says how many there are."""
+
+    model_path = "/v1/models"
+
+    def __init__(self, options: CallOptions) -> None:
+        self.path = "/v1/chat/completions" if options.chat else "/v1/completions"
+        self._options = options
+        self._model = options.model
+
+    def served_model(self, answer: bytes) -> ServedModel:
+        models = msgspec.json.decode(answer, type=_Models).data
+        served = next((model for model in models if self._model in (None, model.id)), _Model(self._model or ""))
+        self._model = served.id
+        return ServedModel(served.id, max_sequence_length=served.max_model_len)
+
+    def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
+        """With the template of a chat, which only the server knows."""
+        return self.path, self._body(text, max_tokens=1)
+
+    def token_count(self, answer: bytes) -> int:
+        usage = _decode(answer).usage
+        if usage is None:
+            raise FailedAnswer("no usage", "")
+        return usage.prompt_tokens
+
+    def body(self, job: BenchRequest) -> dict[str, Any]:
+        body = self._body(job.text, job.output_tokens)
+        if self._options.ignore_eos:
+            body["ignore_eos"] = True
+        if self._options.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+    def _body(self, text: str, max_tokens: int) -> dict[str, Any]:
+        prompt = {"messages": [{"role": "user", "content": text}]} if self._options.chat else {"prompt": text}
+        return {"model": self._model or "", **prompt, "max_tokens": max_tokens, "temperature": 0}
+
+    def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
+        if event == _DONE:
+            record.counts_events = not record.input_tokens  # there was no usage
+            return True
+        chunk = _decode(event)
+        _check(chunk)
+        if any(choice.text or (choice.delta and choice.delta.has_output) for choice in chunk.choices):
+            record.output(now, record.output_tokens + 1)
+        if chunk.usage is not None:
+            _record_usage(chunk.usage, record)
+        return False
+
+    def record_answer(self, answer: bytes, _headers: Mapping[str, str], record: RequestRecord) -> None:
+        chunk = _decode(answer)
+        _check(chunk)
+        if chunk.usage is not None:
+            _record_usage(chunk.usage, record)
+        record.counts_events = chunk.usage is None
+
+
+def _check(chunk: _Chunk) -> None:
+    if chunk.error is not None:
+        raise FailedAnswer("error", msgspec.json.encode(chunk.error).decode())
+
+
+def _record_usage(usage: _Usage, record: RequestRecord) -> None:
+    record.input_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens

@@ -1,0 +1,76 @@
+"""The REST API of Hugging Face's TGI: /generate and /generate_stream."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tgis.bench.client import CallOptions, ServedModel
+from tgis.bench.http_client import FailedAnswer
+from tgis.bench.record import RequestRecord
+from tgis.bench.workload import BenchRequest
+
+
+class _Info(msgspec.Struct):
+    model_id: str | None = None
+    max_total_tokens: int | None = None
+
+
+class _Details(msgspec.Struct):
+    generated_tokens: int
+    input_length: int = 0
+
+
+class _Event(msgspec.Struct):
+    generated_text: str | None = None  # of the last one
+    details: _Details | None = None
+    error: str | None = None
+    error_type: str = "error"
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+class TgiApi:
+    """Every event is a token."""
+
+    model_path = "/info"
+
+    def __init__(self, options: CallOptions) -> None:
+        self.path = "/generate_stream" if options.stream else "/generate"
+        self._options = options
+
+    def served_model(self, answer: bytes) -> ServedModel:
+        info = msgspec.json.decode(answer, type=_Info)
+        return ServedModel(info.model_id, max_sequence_length=info.max_total_tokens)
+
+    def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
+        return "/tokenize", {"inputs": text}
+
+    def token_count(self, answer: bytes) -> int:
+        return len(msgspec.json.decode(answer, type=list[msgspec.Raw]))
+
+    def body(self, job: BenchRequest) -> dict[str, Any]:
+        """TGI itself has no parameter to go on after the end of sequence, and ignores the name that others gave it."""
+        parameters = {
+            "max_new_tokens": job.output_tokens,
+            "details": self._options.stream,  # at the end of a stream only
+            "ignore_eos_token": self._options.ignore_eos,
+            "adapter_id": self._options.adapter_id,
+        }
+        return {"inputs": job.text, "parameters": parameters}
+
+    def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
+        found = _decode_event(event)
+        if found.error is not None:
+            raise FailedAnswer(found.error_type, found.error)
+        record.output(now, record.output_tokens + 1)
+        if found.details is not None:
+            record.input_tokens, record.output_tokens = found.details.input_length, found.details.generated_tokens
+        return found.generated_text is not None
+
+    def record_answer(self, _answer: bytes, headers: Mapping[str, str], record: RequestRecord) -> None:
+        """Headers say how many tokens there are; details would have them all."""
+        record.counts_events = "x-generated-tokens" not in headers
+        record.input_tokens = int(headers.get("x-prompt-tokens", 0))
+        record.output_tokens = int(headers.get("x-generated-tokens", 1))
