@@ -32,6 +32,7 @@ from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.library import load_kernels
 from tgis.engines.sampling import draws
 from tgis.engines.sampling.logits_processors import Scores
+from tgis.engines.sampling.ops import Draw, select_ops
 from tgis.ipc.request import Request, SamplingParams
 
 VOCAB_SIZE, WIDTH, SPREAD = 32_000, 256, 3.0  # tokens, hidden size, standard deviation of the logits
@@ -61,7 +62,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         max_position_embeddings=2048,
     ),
 }
-CASES = [
+Case = tuple[str, str, str]  # model, engine, dtype
+CASES: list[Case] = [
     (family, engine, dtype)
     for family, engine in (("Llama", "tgis_native"), ("Llama", "hf_transformers"), ("Marian", "hf_transformers"))
     for dtype in ("float32", "bfloat16")
@@ -119,13 +121,13 @@ def count_changed(left: Texts, right: Texts) -> int:
     return sum(one != other for one, other in zip(left, right, strict=True))
 
 
-def measure_texts(count: int, cache: Path) -> list[dict[str, Any]]:
+def measure_texts(cases: list[Case], count: int, cache: Path) -> list[dict[str, Any]]:
     """For each model, engine and dtype how many texts change beside others, and between the engines."""
     requests, rows = make_requests(count), []
     alone: dict[tuple[str, str], Texts] = {}  # by model and dtype
     with tempfile.TemporaryDirectory() as directory:
         models = {name: make_model(config, Path(directory, name)) for name, config in CONFIGS.items()}
-        for family, name, dtype in CASES:
+        for family, name, dtype in cases:
             engine, limits = load_warm_engine(engine_options(name, models[family], dtype, BESIDE, cache))
             own = generate(engine, limits, requests, 1)
             other_engine = alone.setdefault((family, dtype), own)
@@ -147,7 +149,7 @@ def measure_cost(cache: Path) -> dict[str, dict[int, float]]:
     """Milliseconds of a draw from the whole vocabulary of SmolLM2 for some numbers of rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = load_kernels("auto", str(cache)) if device.type == "cpu" else None
-    ways = {"PyTorch": draws.draw, f"kernel ({kernels.isa if kernels else device})": draws.select_draw(device, kernels)}
+    ways = {"PyTorch": draws.draw, f"kernel ({kernels.isa if kernels else device})": select_ops(device, kernels).draw}
     values = torch.randn(max(COST_ROWS), COST_VOCAB_SIZE, device=device).bfloat16()
     found = {}
     for name, draw in ways.items():
@@ -156,7 +158,7 @@ def measure_cost(cache: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def _milliseconds(draw: draws.Draw, values: torch.Tensor) -> float:
+def _milliseconds(draw: Draw, values: torch.Tensor) -> float:
     """The median."""
     temperature = torch.ones(len(values), 1, dtype=torch.float64, device=values.device)
     scores = Scores(values, values.amax(-1, keepdim=True).float(), temperature)
@@ -172,10 +174,14 @@ def _milliseconds(draw: draws.Draw, values: torch.Tensor) -> float:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draws", description=__doc__)
     parser.add_argument("--texts", type=int, default=1000, metavar="N", help="of each model; 0 leaves them out")
+    parser.add_argument("--models", default=",".join(CONFIGS), metavar="NAME,...")
+    parser.add_argument("--dtypes", default="float32,bfloat16", metavar="NAME,...")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)
-    report = {"cost_ms": measure_cost(args.cache), "texts": measure_texts(args.texts, args.cache) if args.texts else []}
+    models, dtypes = args.models.split(","), args.dtypes.split(",")
+    cases = [case for case in CASES if args.texts and case[0] in models and case[2] in dtypes]
+    report = {"cost_ms": measure_cost(args.cache), "texts": measure_texts(cases, args.texts, args.cache)}
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))

@@ -14,6 +14,7 @@ from attention_oracle import reference_attention
 from torch import Tensor, nn
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
+from tgis.engines.kernels.cpu.argmax import CpuArgmax
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, RmsNorm, RotaryEmbedding
 from tgis.engines.kernels.cpu.gemm import CpuGemm
@@ -112,6 +113,15 @@ def run_race(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> No
     assert found.tolist() == (draws.draw(scores, keys).tolist() if rows else [])
 
 
+def run_argmax(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    """Of scores with ties."""
+    values = (torch.randn(draw.randint(0, 9), draw.randint(1, 3000)) * draw.choice([0.1, 300])).round().to(dtype)
+    highest, ids = CpuArgmax(kernels)(values)
+    expected = values.double().max(-1, keepdim=True)
+    assert torch.equal(highest.double(), expected.values)
+    assert torch.equal(ids, (values == expected.values).int().argmax(-1, keepdim=True))
+
+
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     assert found.shape == expected.shape
@@ -126,6 +136,9 @@ def overrun(kernels: CpuKernels) -> None:
     CpuAttention(kernels).write_kv_cache(k, k, cache, cache, torch.tensor([8]))
 
 
+RUNS = [run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm, run_race, run_argmax]
+
+
 def main() -> None:
     isa, path, seed, runs = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     kernels, draw = CpuKernels(isa, ctypes.CDLL(path)), random.Random(seed)
@@ -136,7 +149,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     for _ in range(runs):
         torch.set_num_threads(draw.choice([1, 2, 3]))
-        run = draw.choice([run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm, run_race])
+        run = draw.choice(RUNS)
         run(kernels, draw, draw.choice(list(ERROR)))
         counts[run.__name__] += 1
     print(dict(counts))

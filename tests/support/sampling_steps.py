@@ -8,9 +8,10 @@ import torch
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.draws import Draw
-from tgis.engines.sampling.draws import draw as plain_draw
+from tgis.engines.sampling.ops import SamplingOps
 from tgis.ipc.request import TokenLogprobs
+
+PLAIN_OPS = SamplingOps()
 
 
 class Sampled(NamedTuple):
@@ -24,11 +25,11 @@ def sample_batch(
     logits: torch.Tensor,
     histories: list[list[int]],
     eos: Iterable[int] = (),
-    draw: Draw = plain_draw,
+    ops: SamplingOps = PLAIN_OPS,
 ) -> Sampled:
     """By a new sampler; `histories` are the tokens that repetition penalties apply to."""
     by_seq = {id(seq): history for seq, history in zip(seqs, histories, strict=True)}
-    sampler = BatchSampler(logits.shape[1], eos, torch.device("cpu"), lambda seq: by_seq[id(seq)], draw)
+    sampler = BatchSampler(logits.shape[1], eos, torch.device("cpu"), lambda seq: by_seq[id(seq)], ops)
     return by_row(sampler.sample_and_wait(seqs, logits.clone()), seqs)
 
 

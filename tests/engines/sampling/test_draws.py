@@ -13,8 +13,9 @@ from sampling_oracle import make_row
 from sampling_steps import sample_batch
 
 from tgis.engines.sampling import draws
-from tgis.engines.sampling.draws import Draw, exponential_noise, noise_keys
+from tgis.engines.sampling.draws import exponential_noise, noise_keys
 from tgis.engines.sampling.logits_processors import Scores
+from tgis.engines.sampling.ops import Draw, SamplingOps, select_ops
 from tgis.ipc.request import SamplingParams
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ SEEDS = [0, 1, 2**32, 2**63, 2**64 - 1]
 
 @pytest.fixture(params=["PyTorch", "C"])
 def draw(request: pytest.FixtureRequest) -> Draw:
-    return draws.draw if request.param == "PyTorch" else draws.select_draw(CPU, kernels_of(CPU_ISA))
+    return draws.draw if request.param == "PyTorch" else select_ops(CPU, kernels_of(CPU_ISA)).draw
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
@@ -43,7 +44,7 @@ def keys_of(count: int, first_seed: int = 0) -> torch.Tensor:
 
 def sample(sampling: list[SamplingParams], generated: list[int], logits: torch.Tensor, draw: Draw) -> list[int]:
     rows = [make_row(own, generated=count) for own, count in zip(sampling, generated, strict=True)]
-    return sample_batch(rows, logits, [[0]] * len(rows), draw=draw).tokens
+    return sample_batch(rows, logits, [[0]] * len(rows), ops=SamplingOps(draw=draw)).tokens
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -11,13 +11,12 @@ import sampling_oracle as oracle
 import torch
 from msgspec.structs import replace
 from sampling_oracle import make_row
-from sampling_steps import Sampled, by_row, sample_batch
+from sampling_steps import PLAIN_OPS, Sampled, by_row, sample_batch
 from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
 from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.draws import draw
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
@@ -339,7 +338,7 @@ def test_a_retry_beside_an_invalid_row() -> None:
 def test_logits_may_be_a_view() -> None:
     rows = [make_row(SamplingParams(temperature=t, repetition_penalty=2.0), LOGPROBS) for t in (0.0, 1.0, 0.0)]
     whole, history = normal(3, 4, 700), list(range(300))
-    sampler = BatchSampler(700, (), CPU, lambda _: history, draw)
+    sampler = BatchSampler(700, (), CPU, lambda _: history, PLAIN_OPS)
     found = by_row(sampler.sample_and_wait(rows, whole.clone()[:, -1]), rows)
     assert found == sample_batch(rows, whole[:, -1], [history] * 3)
 
@@ -347,7 +346,7 @@ def test_logits_may_be_a_view() -> None:
 def test_a_sampler_follows_its_batch() -> None:
     """It samples as a new one does, whichever rows come and go, whether steps fail halfway or are rolled back."""
     rng, logits = random.Random(1), normal(4, 60, spread=1.0)
-    sampler = BatchSampler(60, EOS, CPU, lambda seq: seq.tokens, draw)
+    sampler = BatchSampler(60, EOS, CPU, lambda seq: seq.tokens, PLAIN_OPS)
     params = [
         SamplingParams(temperature=1.0, seed=9, repetition_penalty=3.0),
         SamplingParams(repetition_penalty=1.5),

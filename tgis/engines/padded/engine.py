@@ -20,7 +20,7 @@ from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.draws import select_draw
+from tgis.engines.sampling.ops import select_ops
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request
@@ -45,8 +45,8 @@ class PaddedEngine:
         max_batch_size = options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
         self._model = load(options, self._device, max_batch_size)
         model = self._model.info
-        draw = select_draw(self._device, select_kernels(options, self._device))
-        self._sampler = BatchSampler(model.vocab_size, options.eos_ids, self._device, self._model.token_history, draw)
+        ops = select_ops(self._device, select_kernels(options, self._device))
+        self._sampler = BatchSampler(model.vocab_size, options.eos_ids, self._device, self._model.token_history, ops)
         self._seqs: list[Sequence] = []
         self.info = EngineInfo(
             engine=name,

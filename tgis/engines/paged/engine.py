@@ -28,7 +28,7 @@ from tgis.engines.paged.prompt_logprobs import PromptLogprobs
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_sequence, verify_attention, verify_steps
 from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.draws import select_draw
+from tgis.engines.sampling.ops import select_ops
 from tgis.engines.sampling.sampler import SampledTokens
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -69,9 +69,9 @@ class PagedEngine:
         self._lora = LoraLayers(self._model, self._kernels)
         self._embed_tokens = self._model.get_input_embeddings()
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
-        draw = select_draw(self._device, self._kernels)
+        ops = select_ops(self._device, self._kernels)
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
-        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history, draw)
+        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history, ops)
         self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device)
         if async_decode is None:

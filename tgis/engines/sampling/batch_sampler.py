@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.sampling.draws import Draw, noise_keys
+from tgis.engines.sampling.draws import noise_keys
 from tgis.engines.sampling.grammar_masks import GrammarMasks
 from tgis.engines.sampling.logprobs import PendingCopy
+from tgis.engines.sampling.ops import SamplingOps
 from tgis.engines.sampling.penalties import Histories, Penalties, TokenHistory
 from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups
 from tgis.engines.transfers import to_device
@@ -30,7 +31,7 @@ class BatchSampler:
         eos_ids: Iterable[int],
         device: torch.device,
         history_of: Callable[[Sequence], list[int]],
-        draw: Draw,
+        ops: SamplingOps,
     ) -> None:
         """`vocab_size` is the width of the logits; penalties on the end of a sequence apply to all of `eos_ids`, a
         repetition penalty and a watermark to the tokens that `history_of` returns, the newest last.
@@ -38,7 +39,7 @@ class BatchSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._history_of = history_of
-        self._draw = draw
+        self._ops = ops
         self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
         self._sampled_lengths: _Lengths | None = None  # of the last step, if the next one may reuse it
         self._next_lengths: _Lengths = []  # of the step that is prepared
@@ -71,7 +72,7 @@ class BatchSampler:
         num_generated, keys = step_metadata[:, :, None]
         masks = GrammarMasks.of(self._seqs, self._vocab_size, self._device)
         histories = Histories(self._tokens, self._outputs, num_generated, masks and masks.only_eos)
-        step = StepInputs(logits, histories, keys, self._draw, masks)
+        step = StepInputs(logits, histories, keys, self._ops, masks)
         tables = [group.method(group, step) for group in self._groups]
         return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, masks.problems if masks else {})
 

@@ -9,8 +9,6 @@ The hash is splitmix64: 64 bits take two multiplications, in C, PyTorch and Trit
 noise is made from 52 of them, so that a token of p = 1e-12 still gets its share; from 24, none below 6e-8 would.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,17 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.race import CpuRace
-from tgis.engines.kernels.cuda import has_kernels
 from tgis.engines.sampling.logits_processors import Scores
 
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _UNIFORM_BITS = 52
-
-Draw = Callable[[Scores, Tensor], Tensor]  # from the whole vocabulary: noise keys [b, 1] -> token ids [b, 1]
 
 _Bits = TypeVar("_Bits", Tensor, NDArray[np.int64])  # 64 of them, whatever the sign
 
@@ -66,27 +59,8 @@ def race(logits: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
     return (logits - exponential_noise(keys, ids).log_()).argmax(-1, keepdim=True)
 
 
-def select_draw(device: torch.device, kernels: CpuKernels | None) -> Draw:
-    """The fastest way on this device."""
-    if kernels is not None:
-        return partial(_draw_on_cpu, CpuRace(kernels))
-    return _draw_on_gpu if has_kernels(device) else draw
-
-
 def draw(scores: Scores, keys: Tensor) -> Tensor:
-    """In plain PyTorch."""
+    """Token ids [b, 1] from the whole vocabulary; noise keys [b, 1]."""
     ids = torch.arange(scores.values.shape[1], device=keys.device)
     blocks = scores.row_blocks()
     return torch.cat([race(scores.take(rows).scaled_logits(torch.float64), ids, keys[rows]) for rows in blocks])
-
-
-def _draw_on_cpu(kernel: CpuRace, scores: Scores, keys: Tensor) -> Tensor:
-    if scores.values.dtype not in kernel.dtypes:
-        return draw(scores, keys)
-    return kernel(scores.values, scores.max_score, scores.temperature, keys)
-
-
-def _draw_on_gpu(scores: Scores, keys: Tensor) -> Tensor:
-    from tgis.engines.kernels.cuda.race import race_winners  # noqa: PLC0415 - needs Triton, which CPUs lack
-
-    return race_winners(scores.values, scores.max_score, scores.temperature, keys)

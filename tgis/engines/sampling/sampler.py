@@ -11,14 +11,13 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.sampling.draws import Draw, race
+from tgis.engines.sampling.draws import race
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
 from tgis.engines.sampling.logits_processors import (
     Candidates,
     Filters,
     Scores,
     SoftmaxStats,
-    argmax_lowest_id,
 )
 from tgis.engines.sampling.logprobs import (
     ChosenTokens,
@@ -33,6 +32,7 @@ from tgis.engines.sampling.logprobs import (
     token_logprobs,
     token_ranks,
 )
+from tgis.engines.sampling.ops import SamplingOps
 from tgis.engines.sampling.penalties import Histories, Penalties
 from tgis.engines.transfers import to_device
 from tgis.ipc.messages import FailureKind
@@ -48,7 +48,7 @@ class StepInputs:
     logits: Tensor  # [B, V] of any float dtype; may be overwritten
     histories: Histories
     noise_keys: Tensor  # [B, 1] int64
-    draw: Draw
+    ops: SamplingOps
     masks: GrammarMasks | None = None
 
 
@@ -162,7 +162,7 @@ class SampledTokens:
 
 def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token, of equal ones that of the lowest id, in the logits' own dtype."""
-    max_score, token_ids = argmax_lowest_id(step.logits[group.selector])
+    max_score, token_ids = step.ops.argmax(step.logits[group.selector])
     zeros = torch.zeros_like(token_ids)
     return LogprobTable(table_without_candidates(max_score, ChosenTokens(token_ids, zeros, zeros)))
 
@@ -170,14 +170,14 @@ def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
 def _sample_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token after the penalties."""
     scores = group.scores(step)
-    _, token_ids = argmax_lowest_id(scores.values)
+    _, token_ids = step.ops.argmax(scores.values)
     return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
 
 
 def _sample_full(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """A draw from the whole vocabulary."""
     scores = group.scores(step)
-    token_ids = step.draw(scores, step.noise_keys[group.selector])
+    token_ids = step.ops.draw(scores, step.noise_keys[group.selector])
     rank = token_ranks(scores, token_ids) if group.logprob_request.ranks else torch.zeros_like(token_ids)
     return logprob_table(scores, group.stats(scores), token_ids, rank, group.logprob_request)
 

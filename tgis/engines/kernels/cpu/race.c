@@ -35,16 +35,6 @@ static inline f32_vec exp2_upper(f32_vec x) {
     return (f32_vec)__builtin_convertvector((max_vec(x, lowest) + 127) * 0x1p23f, i32_vec);
 }
 
-static inline int any_lane(i32_vec mask) {
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#else
-    int32_t any = 0;
-    for (int lane = 0; lane < LANES; lane++) any |= mask[lane];
-    return any;
-#endif
-}
-
 /* -log(E / p) of a token whose score is `below` the best. */
 static double earliness(double below, double temperature, uint64_t bits) {
     const double u = ((double)(bits >> 12) + 0.5) * 0x1p-52;
@@ -66,7 +56,7 @@ static int64_t race_row(const scalar_t *scores, int64_t size, float max, double 
         const u64_vec high = (mix_vec(even) >> 40) | (mix_vec(odd) >> 8 & 0xffffff00000000u); /* 24 bits of each */
         const f32_vec u = __builtin_convertvector((i32_vec)high, f32_vec) * 0x1p-24f;
         const i32_vec may_win = u <= latest * exp2_upper((score - max) * scale);
-        if (!any_lane(may_win)) continue;
+        if (!any_lane((u32_vec)may_win)) continue;
         for (int lane = 0; lane < min_i64(LANES, size - start); lane++) {
             if (!may_win[lane]) continue;
             const uint64_t bits = mix(key + (start + lane + 1) * GOLDEN);

@@ -122,6 +122,16 @@ static inline float reduce_max(f32_vec x) {
 #endif
 }
 
+static inline int any_lane(u32_vec mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    uint32_t any = 0;
+    for (int lane = 0; lane < LANES; lane++) any |= mask[lane];
+    return any != 0;
+#endif
+}
+
 /* 2^x for x <= 0, with a relative error below 3e-7; 0 where it would be denormal. */
 static inline f32_vec exp2_nonpositive(f32_vec x) {
     x = max_vec((f32_vec){0} - 127.0f, x);

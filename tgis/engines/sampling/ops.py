@@ -1,0 +1,48 @@
+"""What sampling computes over whole vocabularies, the fastest way on a device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tgis.engines.kernels.cpu.argmax import CpuArgmax
+from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.race import CpuRace
+from tgis.engines.kernels.cuda import has_kernels
+from tgis.engines.sampling.draws import draw
+from tgis.engines.sampling.logits_processors import Scores, argmax_lowest_id
+
+Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]  # [b, V] -> the highest score and its lowest id, each [b, 1]
+Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """By default, in plain PyTorch."""
+
+    argmax: Argmax = argmax_lowest_id
+    draw: Draw = draw
+
+
+def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
+    if kernels is not None:
+        return SamplingOps(partial(_argmax_on_cpu, CpuArgmax(kernels)), partial(_draw_on_cpu, CpuRace(kernels)))
+    return SamplingOps(draw=_draw_on_gpu) if has_kernels(device) else SamplingOps()
+
+
+def _argmax_on_cpu(kernel: CpuArgmax, values: Tensor) -> tuple[Tensor, Tensor]:
+    return (kernel if values.dtype in kernel.dtypes else argmax_lowest_id)(values)
+
+
+def _draw_on_cpu(kernel: CpuRace, scores: Scores, keys: Tensor) -> Tensor:
+    if scores.values.dtype not in kernel.dtypes:
+        return draw(scores, keys)
+    return kernel(scores.values, scores.max_score, scores.temperature, keys)
+
+
+def _draw_on_gpu(scores: Scores, keys: Tensor) -> Tensor:
+    from tgis.engines.kernels.cuda.race import race_winners  # noqa: PLC0415 - needs Triton, which CPUs lack
+
+    return race_winners(scores.values, scores.max_score, scores.temperature, keys)
