@@ -7,7 +7,7 @@ import pytest
 import torch
 from cpu_kernels import kernels_of
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from tgis.engines.kernels.cpu.fused_ops import RmsNorm
 from tgis.engines.kernels.cpu.gemm import MakeGemm, OneDnnGemm
@@ -87,6 +87,21 @@ def test_results_without_an_address_cannot_be_recorded(recorder: Recorder, conve
     x = torch.ones(2, 3)
     with pytest.raises(Unsupported):
         recorder.record(lambda: convert(x).to_dense())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_looked_up_again(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    table, ids = torch.randn(50, 7).to(dtype), torch.tensor([[3, 0, 49], [7, 7, 1]])
+    with torch.inference_mode():
+        replay, output = Recorder(kernels).record(lambda: embedding(ids, table))
+        for _ in range(3):
+            replay()
+            assert torch.equal(output, table[ids])
+            ids.copy_(torch.randint(50, ids.shape))
+        for wrong in (-1, 50):
+            ids[1, 2] = wrong
+            with pytest.raises(RuntimeError, match="embedding_f32 failed, call 1 of a recorded pass"):
+                replay()
 
 
 def test_operators_in_place_are_repeated(recorder: Recorder) -> None:

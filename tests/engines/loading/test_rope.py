@@ -8,8 +8,10 @@ import pytest
 import torch
 from batches import engine_options
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.loading.rope import tabulate_angles
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
@@ -88,3 +90,20 @@ def test_all_sequences_have_the_frequencies_of_the_longest_one_served(
     with torch.inference_mode():
         expected = oracle(torch.tensor([short.tokens])).logits[0, -1:]
     torch.testing.assert_close(last_logits(engine, short), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_have_what_the_model_computes(dtype: torch.dtype) -> None:
+    config = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=256)
+    model, plain = AutoModelForCausalLM.from_config(config, dtype=dtype), LlamaRotaryEmbedding(config)
+    assert tabulate_angles(model, 200) == 1
+    positions = torch.randint(200, (2, 30))
+    x = torch.zeros(2, 30, 32, dtype=dtype)
+    for found, expected in zip(model.model.rotary_emb(x, positions), plain(x, positions), strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_angles_of_several_kinds_of_layers_are_computed() -> None:
+    config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16, max_position_embeddings=256)
+    assert tabulate_angles(AutoModelForCausalLM.from_config(config), 200) == 0

@@ -113,14 +113,14 @@ def test_a_model_that_looks_at_numbers_runs_eagerly(
 ) -> None:
     expected = generated(model)
     replays.clear()
-    embed = modeling_llama.LlamaRotaryEmbedding.forward
+    plain = modeling_llama.LlamaDecoderLayer.forward
 
-    def forward(module: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        assert position_ids.max().item() < SHAPE["max_position_embeddings"]
-        found: tuple[Tensor, Tensor] = embed(module, x, position_ids)
+    def forward(module: nn.Module, hidden_states: Tensor, **others: Any) -> Tensor:
+        assert hidden_states.isfinite().all().item()
+        found: Tensor = plain(module, hidden_states, **others)
         return found
 
-    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", forward)
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
     assert generated(model) == expected
     assert caplog.text.count("decode steps are not recorded: aten") == 1
     assert not replays

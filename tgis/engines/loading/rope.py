@@ -1,12 +1,17 @@
-"""Freeze rotary embeddings whose frequencies depend on the longest sequence of a pass.
+"""Rotary embeddings of transformers' models.
 
-Otherwise a sequence would change its neighbours and invalidate cached keys. All get the frequencies of the longest
-sequence that is served.
+Where frequencies depend on the longest sequence of a pass, a sequence would change its neighbours and invalidate cached
+keys: there all get the frequencies of the longest sequence that is served. On CPUs, cosines and sines of all positions
+are computed at load.
 """
 
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}  # as transformers names them
@@ -35,3 +40,31 @@ def _freeze(module: Any, positions: torch.Tensor, dtype: torch.dtype) -> None:
         for layer in module.rope_type:
             module(like, positions, layer)
         module.rope_type = dict.fromkeys(module.rope_type, "default")
+
+
+def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
+    """Look cosines and sines up by position, which must be below `max_length`; for how many rotary embeddings."""
+    found = [(module, tables) for module in model.modules() if (tables := _tables(module, max_length, model.dtype))]
+    for module, (cos, sin) in found:
+        module.forward = partial(_look_up, cos, sin, module.forward)
+    return len(found)
+
+
+def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Those of a rotary embedding that is a function of positions alone."""
+    if not isinstance(getattr(module, "rope_type", None), str):
+        return None
+    if list(signature(module.forward).parameters) != ["x", "position_ids"]:
+        return None
+    try:
+        cos, sin = module(torch.empty(1, 1, 1, dtype=dtype), torch.arange(max_length)[None])
+    except (RuntimeError, IndexError):  # positions of several dimensions
+        return None
+    return (cos[0], sin[0]) if cos.dtype == dtype and cos.shape[:2] == (1, max_length) else None
+
+
+def _look_up(cos: Tensor, sin: Tensor, compute: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype != cos.dtype:
+        computed: tuple[Tensor, Tensor] = compute(x, position_ids)
+        return computed
+    return embedding(position_ids, cos), embedding(position_ids, sin)

@@ -14,6 +14,7 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
 from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, max_positions, select_device, select_kernels
+from tgis.engines.loading.rope import tabulate_angles
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import device_errors, memory_for_batches
@@ -132,6 +133,7 @@ class PagedEngine:
         if on_cuda and self._options.num_shards == 1:
             self._capture_graphs(cuda_capture(), eager_logits)
         if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1 and not self._compiled:
+            tabulate_angles(self._model, self._max_blocks * self._block_size)
             self._graphs = RecordedSteps(self._forward, self._kernels, self.info.max_batch_size, self._max_blocks)
             for _ in ("recorded", "verified"):
                 self._dummy_logits()

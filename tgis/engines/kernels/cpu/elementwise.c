@@ -1,4 +1,5 @@
-/* RMS norm, rotary embedding, gated activation, sums and products, each in one pass; computed in float32 and rounded once. */
+/* RMS norm, rotary embedding, gated activation, sums, products and look-ups, each in one pass; computed in float32 and
+   rounded once. */
 
 #include <math.h>
 
@@ -100,6 +101,15 @@ void EXPORT(gated_activation)(
             const f32_vec factor = load_partial(up + row * up_stride + i, size - i);
             store_partial(y + row * size + i, (is_gelu ? gelu_tanh(x) : silu(x)) * factor, size - i);
         }
+}
+
+/* y [count, size] = the rows `ids` of a table [rows, size], in bytes. Returns 0, or 1 if there is no such row. */
+int EXPORT(embedding)(const char *table, const int64_t *ids, char *y, int64_t count, int64_t rows, int64_t size) {
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= rows) return 1;
+        memcpy(y + i * size, table + ids[i] * size, size);
+    }
+    return 0;
 }
 
 #define ELEMENTWISE(name, operator)                                                                                \

@@ -2,8 +2,8 @@
 
 A pass is recorded while it is computed, and replayed in place of later ones whose inputs are in the same tensors, as a
 CUDA graph is. Calls of C kernels are kept with their arguments, and one C function repeats them. Operators of PyTorch
-are called again, into the same memory, except for sums and products of equal shapes, which are C kernels here, and for
-views, which are nothing but addresses.
+are called again, into the same memory, except for embeddings and for sums and products of equal shapes, which are C
+kernels here, and for views, which are nothing but addresses.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ class KernelCalls:
 
     def __call__(self) -> None:
         if failed := self._replay(self._calls, len(self._calls)):
-            raise MemoryError(f"no memory for {self.names[failed - 1]}, call {failed} of a recorded pass")
+            raise RuntimeError(f"{self.names[failed - 1]} failed, call {failed} of a recorded pass")
 
 
 @dataclass(slots=True)
@@ -103,6 +103,9 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
             for operator, name in _KERNELS.items()
             for dtype in _DTYPES
         }
+        self._embedding = kernels.function(
+            "embedding", torch.float32, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, ctypes.c_int
+        )
         self._calls: list[_Call] = []  # since the last part
         self._names: list[str] = []  # of their functions
         self._recorded = RecordedPass(kept=[memory])
@@ -133,12 +136,22 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
             return self._memory.empty(operator(*args, **kwargs))
         if _takes_kernel(operator, args, kwargs):
             return self._run_kernel(operator, *args)
+        if operator is _aten.embedding.default and _are_plain(*args[:2]):
+            return self._run_embedding(operator(*args, **kwargs), *args[:2])
         return self._run_operator(operator, args, kwargs)
 
     def _run_kernel(self, operator: Any, a: Tensor, b: Tensor) -> Tensor:
         y = self._memory.empty(a)
         pointers = a.data_ptr(), b.data_ptr(), y.data_ptr()
         self._functions[operator, a.dtype](*pointers, a.numel(), torch.get_num_threads())
+        return y
+
+    def _run_embedding(self, found: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+        y, rows = self._memory.empty(found), table.shape[0]
+        failed = self._embedding(
+            table.data_ptr(), ids.data_ptr(), y.data_ptr(), ids.numel(), rows, table.nbytes // rows
+        )
+        assert not failed  # PyTorch has checked them
         return y
 
     def _run_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,6 +231,11 @@ def _takes_kernel(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     a, b = args
     alike = a.shape == b.shape and a.dtype == b.dtype and a.dtype in _DTYPES
     return alike and a.is_contiguous() and b.is_contiguous()
+
+
+def _are_plain(table: Tensor, ids: Tensor) -> bool:
+    plain: bool = table.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int64
+    return plain
 
 
 def _indexes_by_number(operator: Any, args: tuple[Any, ...]) -> bool:
