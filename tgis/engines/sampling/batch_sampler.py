@@ -57,7 +57,8 @@ class BatchSampler:
             self._set_batch(seqs)
         self._append_newest = advanced or lookahead > 0
         num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.int64)
-        return np.stack([num_generated, noise_keys(self._seeds, num_generated)])
+        keys = noise_keys(self._seeds, num_generated) if self._any_drawn else np.zeros_like(num_generated)
+        return np.stack([num_generated, keys])
 
     def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
         """One token per sequence from `logits` [B, V], which may be overwritten; `newest` [B] are the tokens before.
@@ -69,7 +70,7 @@ class BatchSampler:
             if history is not None:
                 history.append(newest)
         self._sampled_lengths = self._next_lengths
-        num_generated, keys = step_metadata[:, :, None]
+        num_generated, keys = step_metadata.unsqueeze(-1).unbind()
         masks = GrammarMasks.of(self._seqs, self._vocab_size, self._device)
         histories = Histories(self._tokens, self._outputs, num_generated, masks and masks.only_eos)
         step = StepInputs(logits, histories, keys, self._ops, masks)
@@ -97,6 +98,7 @@ class BatchSampler:
         self._seeds = np.array([seq.request.sampling_params.seed for seq in seqs], dtype=np.uint64)
         self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
         params = [seq.request.sampling_params for seq in seqs]
+        self._any_drawn = any(not each.greedy for each in params)
         needs_tokens, needs_outputs = any(map(Penalties.need_tokens, params)), any(map(Penalties.need_outputs, params))
         outputs = (seq.tokens[seq.prompt_length :] for seq in seqs)
         self._tokens = TokenHistory(map(self._history_of, seqs), self._device) if needs_tokens else None

@@ -13,27 +13,35 @@ from tgis.engines.kernels.cpu.race import CpuRace
 from tgis.engines.kernels.cuda import has_kernels
 from tgis.engines.sampling.draws import draw
 from tgis.engines.sampling.logits_processors import Scores, argmax_lowest_id
+from tgis.engines.sampling.logprobs import ChosenTokens, table_without_candidates
 
-Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]  # [b, V] -> the highest score and its lowest id, each [b, 1]
+BestTokens = Callable[[Tensor], Tensor]  # [b, V] -> the table of the best tokens, of equal ones those of the lowest id
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
+
+
+def best_tokens(values: Tensor) -> Tensor:
+    """In plain PyTorch."""
+    max_score, token_ids = argmax_lowest_id(values)
+    zeros = torch.zeros_like(token_ids)
+    return table_without_candidates(max_score, ChosenTokens(token_ids, zeros, zeros))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
     """By default, in plain PyTorch."""
 
-    argmax: Argmax = argmax_lowest_id
+    best_tokens: BestTokens = best_tokens
     draw: Draw = draw
 
 
 def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
     if kernels is not None:
-        return SamplingOps(partial(_argmax_on_cpu, CpuArgmax(kernels)), partial(_draw_on_cpu, CpuRace(kernels)))
+        return SamplingOps(partial(_best_on_cpu, CpuArgmax(kernels)), partial(_draw_on_cpu, CpuRace(kernels)))
     return SamplingOps(draw=_draw_on_gpu) if has_kernels(device) else SamplingOps()
 
 
-def _argmax_on_cpu(kernel: CpuArgmax, values: Tensor) -> tuple[Tensor, Tensor]:
-    return (kernel if values.dtype in kernel.dtypes else argmax_lowest_id)(values)
+def _best_on_cpu(kernel: CpuArgmax, values: Tensor) -> Tensor:
+    return (kernel if values.dtype in kernel.dtypes else best_tokens)(values)
 
 
 def _draw_on_cpu(kernel: CpuRace, scores: Scores, keys: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from tgis.engines.sampling.logprobs import (
     initial_num_candidates,
     logprob_table,
     table_with_candidates,
-    table_without_candidates,
     token_logprobs,
     token_ranks,
 )
@@ -162,15 +161,13 @@ class SampledTokens:
 
 def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token, of equal ones that of the lowest id, in the logits' own dtype."""
-    max_score, token_ids = step.ops.argmax(step.logits[group.selector])
-    zeros = torch.zeros_like(token_ids)
-    return LogprobTable(table_without_candidates(max_score, ChosenTokens(token_ids, zeros, zeros)))
+    return LogprobTable(step.ops.best_tokens(step.logits[group.selector]))
 
 
 def _sample_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token after the penalties."""
     scores = group.scores(step)
-    _, token_ids = step.ops.argmax(scores.values)
+    token_ids = step.ops.best_tokens(scores.values)[:, :1].long()
     return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
 
 

@@ -1,8 +1,15 @@
-/* The best token of each row of scores. */
+/* The best token of each row of scores, as rows of the tables of engines/sampling/logprobs.py: between two steps, whose
+   weights have gone through all caches, a few operators of PyTorch would take 0.2 ms. */
 
 #include <math.h>
 
 #include "simd.h"
+
+typedef struct {
+    double token, state, logprob, rank, num_candidates;
+} table_row;
+
+enum { EXACT = 0, INVALID = 2 }; /* RowState */
 
 /* The scores from `start` on; beyond the last one, copies of it. */
 static inline f32_vec load_scores(const scalar_t *scores, int64_t start, int64_t size) {
@@ -34,14 +41,15 @@ static inline int64_t first_with(const scalar_t *scores, int64_t size, float sco
     return 0;
 }
 
-/* highest [rows] of scores [rows, size], rows `stride` apart, and the lowest token id that has it, ids [rows]; NaN and any
-   id where a score is NaN. */
+/* table [rows] of scores [rows, size], rows `stride` apart: of the best tokens the lowest, and zeros for what nobody asks.
+   A row is invalid if its highest score is not finite, or one is NaN. */
 void EXPORT(argmax)(
-    const scalar_t *scores, int64_t stride, float *highest, int64_t *ids, int64_t rows, int64_t size, int64_t threads
+    const scalar_t *scores, int64_t stride, table_row *table, int64_t rows, int64_t size, int64_t threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
-        highest[row] = highest_score(scores + row * stride, size);
-        ids[row] = first_with(scores + row * stride, size, highest[row]);
+        const float highest = highest_score(scores + row * stride, size);
+        const int64_t token = first_with(scores + row * stride, size, highest);
+        table[row] = (table_row){token, isfinite(highest) ? EXACT : INVALID, 0, 0, 0};
     }
 }
