@@ -1,7 +1,8 @@
 """The paged KV cache: keys and values of every layer in blocks. Who owns a block is decided by the batcher."""
 
-import torch
 from torch import Tensor
+
+from tgis.engines.kernels.cpu.huge_pages import empty_in_huge_pages
 
 
 class PagedKVCache:
@@ -37,5 +38,6 @@ class PagedKVCache:
 
     def _allocate(self, like: Tensor) -> Tensor:
         size = self.num_blocks, self.block_size, like.shape[1], like.shape[3]
-        # Zeros: slots that were never written may be read and masked, and must be finite.
-        return torch.zeros(size, dtype=like.dtype, device=like.device)
+        on_cpu = like.device.type == "cpu"
+        states = empty_in_huge_pages(size, like.dtype) if on_cpu else like.new_empty(size)
+        return states.zero_()  # slots that were never written may be read and masked, and must be finite

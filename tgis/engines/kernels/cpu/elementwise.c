@@ -5,7 +5,7 @@
 
 #include "simd.h"
 
-#define PARALLEL_ELEMENTS 16384 /* fewer are not worth waking the other threads */
+#define PARALLEL_ELEMENTS 8192 /* fewer are not worth waking the other threads */
 
 typedef struct {
     const scalar_t *weight; /* [size] */

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from tgis.engines.kernels.cpu.huge_pages import HugePages
 from tgis.engines.kernels.cpu.library import CpuKernels
 
 _TILE_N = 32  # as in gemm.h
@@ -46,6 +47,9 @@ class CpuGemm:
         tiles = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, _TILE_N))
         pairs = tiles.unflatten(-1, (-1, _PAIR[weight.dtype]))
         self._packed = pairs.transpose(1, 2).contiguous()  # [tiles, in / pair, tile, pair]
+
+    def move_to(self, memory: HugePages) -> None:
+        self._packed = memory.copy_of(self._packed)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()

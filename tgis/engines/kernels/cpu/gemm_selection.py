@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
+from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
+from tgis.engines.kernels.cpu.huge_pages import HugePages
 from tgis.engines.kernels.cpu.library import CpuKernels, cpu_model
 from tgis.utils.file_lock import locked
 
@@ -35,6 +36,7 @@ class GemmSelector:
     def __init__(self, kernels: CpuKernels | None, cache_dir: str = "", *, batch_invariant: bool = True) -> None:
         self._kernels, self._batch_invariant = kernels, batch_invariant
         self._directory = Path(cache_dir, "kernels") if cache_dir else None
+        self._memory = HugePages()
         self._wrong: dict[tuple[str, torch.dtype], bool] = {}
         self._choices: dict[str, str] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
@@ -46,7 +48,10 @@ class GemmSelector:
             return None
         name = next(iter(makers)) if len(makers) == 1 else self._fastest(weight, makers)
         self.counts[name] += 1
-        return makers[name](weight)
+        gemm = makers[name](weight)
+        if isinstance(gemm, CpuGemm):
+            gemm.move_to(self._memory)
+        return gemm
 
     def _candidates(self, weight: Tensor) -> dict[str, MakeGemm]:
         """Without those that are wrong on this CPU."""
