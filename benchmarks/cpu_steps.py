@@ -1,17 +1,20 @@
 """`python -m benchmarks.cpu_steps`: decode steps on this CPU beside the time that reading their weights takes at least.
 
 That time, the floor, is the bytes of all linear layers over the read bandwidth. The layers are also measured alone, by
-every GEMM that this CPU can run, one after the other as in a step. The last line is one JSON object.
+every GEMM that this CPU can run, one after the other as in a step. Steps of llama.cpp, if llama-cpp-python is there,
+alternate with those of tgis. The last line is one JSON object.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from torch import Tensor, nn
 
 from benchmarks import baseline
 from benchmarks.mixed import TimedEngine, engine_options, load_warm_engine
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import Simulation, TraceRequest
+from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, cpu_model, load_kernels
 from tgis.models.demo.fetch import ensure
@@ -32,6 +37,9 @@ STREAMS = (1, 8, 32)
 INPUT_TOKENS, STEPS = 130, 40
 READ_BYTES = 1 << 29
 REPEATS = 5
+ROUNDS = 3
+
+Times = dict[int, float]  # milliseconds by number of rows or sequences
 
 
 @dataclass(slots=True)
@@ -71,11 +79,11 @@ def _read_gb_s(kernels: CpuKernels | None) -> float:
     return READ_BYTES / min(_best_seconds(*runs)) / 1e9
 
 
-def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, dict[int, float]]:
+def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, Times]:
     """Milliseconds for all of them, by GEMM and number of rows; the best of runs that alternate between the GEMMs."""
     names = list(_gemms(weights[0], kernels))
     layers = {name: [_gemms(weight, kernels)[name](weight) for weight in weights] for name in names}
-    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    found: dict[str, Times] = {name: {} for name in names}
     for rows in ROWS:
         inputs = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
         runs = [partial(_multiply, layers[name], [inputs[weight.shape[1]] for weight in weights]) for name in names]
@@ -106,9 +114,18 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure_steps(model: Path, dtype: str, cache: Path) -> dict[int, float]:
-    """Milliseconds of a decode step of tgis_native, planning included, by number of sequences."""
+def measure_steps(model: Path, dtype: str, cache: Path) -> dict[str, Times]:
+    """Decode steps of tgis_native and of llama.cpp, if it is there: medians of rounds that alternate."""
     engine, limits = load_warm_engine(engine_options("tgis_native", model, dtype, max(STREAMS), cache))
+    ways: dict[str, Callable[[], Times]] = {"tgis": partial(_time_engine, engine, limits)}
+    if dtype == "bfloat16" and find_spec("llama_cpp"):
+        ways["llama.cpp"] = partial(_time_llama_cpp, model)
+    rounds = [{name: way() for name, way in ways.items()} for _ in range(ROUNDS)]
+    return {name: {n: statistics.median(each[name][n] for each in rounds) for n in STREAMS} for name in ways}
+
+
+def _time_engine(engine: Engine, limits: BatchLimits) -> Times:
+    """Planning included."""
     found = {}
     for streams in STREAMS:
         timer = DecodeTimer(TimedEngine(engine))
@@ -117,8 +134,16 @@ def measure_steps(model: Path, dtype: str, cache: Path) -> dict[int, float]:
     return found
 
 
-def measure_transformers(model: nn.Module) -> dict[int, float]:
-    """Milliseconds of a step of `generate`, by number of sequences."""
+def _time_llama_cpp(model: Path) -> Times:
+    """In a process with threads of its own."""
+    lengths = ("--input-tokens", str(INPUT_TOKENS), "--steps", str(STEPS))
+    command = [sys.executable, "-m", "benchmarks.llama_cpp", str(model), *lengths]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return {int(streams): taken for streams, taken in json.loads(done.stdout)["step_ms"].items()}
+
+
+def measure_transformers(model: nn.Module) -> Times:
+    """A step of `generate`."""
     found = {}
     for streams in STREAMS:
         inputs = torch.randint(1000, (streams, INPUT_TOKENS))
@@ -145,8 +170,7 @@ def main(arguments: list[str]) -> int:
         "dtype": args.dtype,
         "floor_ms": size / machine["read_gb_s"] / 1e6,
         "linear_layers_ms": measure_linear_layers(weights, kernels),
-        "transformers_step_ms": measure_transformers(model),
-        "tgis_step_ms": measure_steps(path, args.dtype, args.cache),
+        "step_ms": {"transformers": measure_transformers(model)} | measure_steps(path, args.dtype, args.cache),
     }
     _print_tables(report)
     print(json.dumps(report))
@@ -163,10 +187,11 @@ def _print_tables(report: dict[str, Any]) -> None:
         print(f"{name:<16}" + "".join(f"{times[rows]:>9.1f}" for rows in ROWS))
     print("\ndecode step, ms")
     print(f"{'sequences':<16}" + "".join(f"{streams:>9}" for streams in STREAMS))
-    steps = report["tgis_step_ms"]
-    print(f"{'transformers':<16}" + "".join(f"{report['transformers_step_ms'][n]:>9.1f}" for n in STREAMS))
-    print(f"{'tgis':<16}" + "".join(f"{steps[n]:>9.1f}" for n in STREAMS))
-    print(f"{'tgis / floor':<16}" + "".join(f"{steps[n] / floor:>9.2f}" for n in STREAMS), flush=True)
+    for name, steps in report["step_ms"].items():
+        print(f"{name:<16}" + "".join(f"{steps[n]:>9.1f}" for n in STREAMS))
+    print(
+        f"{'tgis / floor':<16}" + "".join(f"{report['step_ms']['tgis'][n] / floor:>9.2f}" for n in STREAMS), flush=True
+    )
 
 
 if __name__ == "__main__":
