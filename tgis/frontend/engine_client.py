@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, assert_never
 
@@ -226,7 +225,7 @@ class EngineClient:
             self._record_scheduled(step.stats)
         num_discarded = 0
         all_logprobs = step.logprobs or [[]] * len(step.ids)
-        latencies: Counter[float] = Counter()  # few values: most requests got their last tokens from the same step
+        latencies: dict[float, int] = {}  # few values: most requests got their last tokens from the same step
         for request_id, tokens, logprobs, stop_reason in zip(
             step.ids, step.tokens, all_logprobs, step.stop_reasons, strict=True
         ):
@@ -263,9 +262,10 @@ class EngineClient:
                 queue.timings.scheduled = scheduled
                 self._count_queued(-1, -len(queue.request.tokens))
 
-    def _record_tokens(self, timings: RequestTimings, latencies: Counter[float], now: float) -> None:
+    def _record_tokens(self, timings: RequestTimings, latencies: dict[float, int], now: float) -> None:
         if timings.first_token:
-            latencies[now - timings.last_token] += 1
+            latency = now - timings.last_token
+            latencies[latency] = latencies.get(latency, 0) + 1
             return
         timings.first_token = now
         if self.metrics:

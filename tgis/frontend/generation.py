@@ -131,8 +131,16 @@ class Generator:
                     outputs = log.track(self._output_builders(queues, call, params))
                     for output in outputs:
                         output.queue.on_end = functools.partial(_release, permit, outputs)
-                    async with aclosing(_chunks(outputs)) as chunks:
-                        async for chunk in chunks:
+                    for output in outputs:
+                        yield output.first_chunk()
+                    if len(outputs) > 1:
+                        async with aclosing(_merged_chunks(outputs)) as chunks:
+                            async for chunk in chunks:
+                                yield chunk
+                        return
+                    (output,) = outputs  # nearly always, and without another generator
+                    while not output.stop_reason:
+                        for chunk in output.chunks(await output.queue.get()):
                             yield chunk
 
     async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
@@ -271,15 +279,8 @@ def _wanted(max_length: int, params: RawParams) -> Wanted:
     return Wanted(keep=min(limit, max_length) + 1, enough=max(limit, max_length), special_tokens=special_tokens)
 
 
-async def _chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[RequestOutput, None]:
-    """The messages of a stream."""
-    for output in outputs:
-        yield output.first_chunk()
-    if len(outputs) == 1:  # nearly always, and without a task for each step
-        while not output.stop_reason:
-            for chunk in output.chunks(await output.queue.get()):
-                yield chunk
-        return
+async def _merged_chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[RequestOutput, None]:
+    """The messages of several outputs after the first ones."""
     waiting = {asyncio.create_task(output.queue.get()): output for output in outputs}
     try:
         while waiting:

@@ -7,7 +7,7 @@ its two summaries are histograms here. Names that end in `duration` are in secon
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from tgis.frontend.calls import CallKind
 from tgis.frontend.prometheus import Labels, MetricFamilies, exposition
@@ -117,24 +117,25 @@ class Metrics:
 
     def tokens_discarded(self, count: int) -> None:
         """Count generated tokens that are in no answer."""
-        self._batches.discarded_tokens.inc(count)
+        _add(self._batches.discarded_tokens, count)
 
     def step_succeeded(self, stats: StepStats, generated_tokens: int, processing: float) -> None:
         """Record a step; `processing` is the seconds that the front end spent on its tokens."""
-        batches, method = self._batches, _method(stats.prefill)
-        batches.count.labels(method).inc()
-        batches.success.labels(method).inc()
-        batches.duration.labels(method, "single_only").observe(stats.duration)
-        batches.forward.labels(method, "single_only").observe(stats.forward_duration)
-        batches.tokproc.labels(method, "single_only").observe(processing)
-        batches.prompt_tokens.inc(stats.prompt_tokens)
+        batches = self._batches
+        steps = batches.prefill if stats.prefill else batches.next_token
+        steps.count.inc()
+        steps.success.inc()
+        steps.duration.observe(stats.duration)
+        steps.forward.observe(stats.forward_duration)
+        steps.tokproc.observe(processing)
+        _add(batches.prompt_tokens, stats.prompt_tokens)
         batches.generated_tokens.inc(generated_tokens)
         if stats.prefill:
             batches.next_tokens.observe(stats.prefill_tokens)
-            batches.size.labels("prefill").observe(stats.num_prefills)
+            batches.prefill.size.observe(stats.num_prefills)
         if stats.num_decodes:  # in a prefill too, where the engine mixes them
-            batches.size.labels("next_token").observe(stats.num_decodes)
-        batches.concatenation.inc(stats.concatenated)
+            batches.next_token.size.observe(stats.num_decodes)
+        _add(batches.concatenation, stats.concatenated)
         for seconds in stats.queue_durations:
             self._requests.queue.observe(seconds)
         batches.count_admissions(stats.counters)
@@ -182,6 +183,12 @@ class Metrics:
 
 def _method(prefill: bool) -> str:
     return "prefill" if prefill else "next_token"
+
+
+def _add(counter: Counter, amount: int) -> None:
+    """Nothing, nearly always."""
+    if amount:
+        counter.inc(amount)
 
 
 def _linear_buckets(limit: int) -> list[float]:
@@ -274,15 +281,28 @@ class _BatchMetrics:
         self.preemptions = add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks.")
         self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache.")
         self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache.")
+        self.prefill, self.next_token = (_StepMetrics(self, method) for method in ("prefill", "next_token"))
 
     def count_admissions(self, counts: BatcherCounters) -> None:
-        self.queue_jumps.inc(counts.queue_jumps)
-        self.granular.inc(counts.granular_additions)
-        self.prefill_weight.inc(counts.prefill_weight_exceeded)
-        self.prefill_padding.inc(counts.prefill_padding_exceeded)
-        self.preemptions.inc(counts.preemptions)
-        self.prefix_queries.inc(counts.prefix_cache_queries)
-        self.prefix_hits.inc(counts.prefix_cache_hits)
+        _add(self.queue_jumps, counts.queue_jumps)
+        _add(self.granular, counts.granular_additions)
+        _add(self.prefill_weight, counts.prefill_weight_exceeded)
+        _add(self.prefill_padding, counts.prefill_padding_exceeded)
+        _add(self.preemptions, counts.preemptions)
+        _add(self.prefix_queries, counts.prefix_cache_queries)
+        _add(self.prefix_hits, counts.prefix_cache_hits)
+
+
+class _StepMetrics:
+    """Those of one kind of steps: to find them by their labels takes as long as to count."""
+
+    def __init__(self, batches: _BatchMetrics, method: str) -> None:
+        self.count = batches.count.labels(method)
+        self.success = batches.success.labels(method)
+        self.size = batches.size.labels(method)
+        labels = (method, "single_only")
+        self.duration, self.forward = batches.duration.labels(*labels), batches.forward.labels(*labels)
+        self.tokproc = batches.tokproc.labels(*labels)
 
 
 class _AdapterMetrics:

@@ -55,6 +55,7 @@ class OutputQueue:
         self._error: RequestError | None = None
         self._ready = False
         self._waiter: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def failed(self) -> bool:
@@ -77,7 +78,9 @@ class OutputQueue:
     async def get(self) -> NewTokens:
         """Wait for new tokens, the end of the request or its error."""
         if not self._ready:
-            self._waiter = asyncio.get_running_loop().create_future()
+            if self._loop is None:  # to ask for it takes a system call
+                self._loop = asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
             await self._waiter
         new, self._new = self._new, NewTokens()
         if self._error is None:

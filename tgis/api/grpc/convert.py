@@ -125,16 +125,28 @@ async def generate_reply(outputs: list[RequestOutput], slicer: Slicer) -> bytes:
 
 async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
     """A serialized GenerationResponse."""
+    if _is_small(output):
+        return _small_message(output)
     return await _joined(await _generation_response(output, slicer), slicer)
+
+
+def _is_small(output: RequestOutput) -> bool:
+    """As nearly all messages of streams are."""
+    return not output.input_tokens and len(output.tokens) <= 1 and len(output.text) <= _BYTES_PER_SLICE_UNIT
+
+
+def _small_message(output: RequestOutput) -> bytes:
+    response = _without_tokens(output)
+    if output.tokens:
+        response.tokens.extend(_token_infos(output.tokens))
+    return response.SerializeToString()
 
 
 async def _generation_response(output: RequestOutput, slicer: Slicer) -> list[bytes]:
     """Its parts: concatenated messages are one with the fields of all."""
-    response = _without_tokens(output)
-    if not output.input_tokens and len(output.tokens) <= 1:  # nearly all messages of streams
-        response.tokens.extend(_token_infos(output.tokens))
-        return [response.SerializeToString()]
-    parts = [response.SerializeToString()]
+    if _is_small(output):
+        return [_small_message(output)]
+    parts = [_without_tokens(output).SerializeToString()]
     async for tokens in slicer.slices(output.tokens, cost=output.details_per_token):
         parts += [pb.GenerationResponse(tokens=_token_infos(tokens)).SerializeToString()]
     async for tokens in slicer.slices(output.input_tokens, cost=output.details_per_token):
