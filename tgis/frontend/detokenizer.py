@@ -43,6 +43,8 @@ class TokenDecoder:
         self._byte_level = "ByteLevel" in types
         self._byte_fallback = "ByteFallback" in types
         self._context_dependent = not _CONTEXT_DEPENDENT.isdisjoint(types)
+        # whether a token is not part of the output: unknown, or special unless those are wanted
+        self.skips = lru_cache(_CACHED_TOKENS)(self._is_skipped)
         self._placeholder = self._find_placeholder()
         plain = encoder_decoder or self._context_dependent or types[0] in _KEEP_FIRST_SPACE
         self._before_first = None if plain else self._placeholder
@@ -60,8 +62,7 @@ class TokenDecoder:
             output_special_tokens=output_special_tokens,
         )
 
-    def skips(self, token_id: int) -> bool:
-        """Whether the token is not part of the output: unknown, or special unless those are wanted."""
+    def _is_skipped(self, token_id: int) -> bool:
         if self._skip_special and self.tokenizer.is_special(token_id):
             return True
         return not self.tokenizer.token_text(token_id)

@@ -145,16 +145,12 @@ class OutputBuilder:
         return replace(whole, input_token_count=num_input_tokens, input_tokens=self._input_tokens(), timings=timings)
 
     def _chunk(self, text: str, tokens: list[TokenInfo]) -> RequestOutput:
-        return RequestOutput(
-            self.index,
-            text=text,
-            generated_token_count=self.num_generated,
-            stop_reason=self.stop_reason,
-            stop_sequence=self._stop_matcher.matched or "",
-            seed=self.queue.request.sampling_params.seed if self.stop_reason and not self.expired_in_queue else 0,
-            tokens=tokens,
-            details_per_token=self.details_per_token,
-        )
+        chunk = RequestOutput(self.index, text, 0, self.num_generated)
+        chunk.tokens, chunk.details_per_token = tokens, self.details_per_token
+        if self.stop_reason:
+            chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
+            chunk.seed = 0 if self.expired_in_queue else self.queue.request.sampling_params.seed
+        return chunk
 
     def _append(self, new: NewTokens) -> Iterator[tuple[str, list[TokenInfo]]]:
         """Append tokens until the output ends; yield the text that each makes final, and the token if wanted."""
