@@ -85,7 +85,7 @@ class HttpClient:
             return self._api.served_model(await self._ask("GET", self._api.model_path))
         except aiohttp.ClientConnectorError as error:
             if error.errno == ECONNREFUSED:
-                raise StartError(f"nothing listens at {self._url}; is `tgis serve` running?") from error
+                raise StartError(f"nothing listens at {self._url}") from error
             raise StartError(str(error)) from error
         except FailedAnswer as error:
             if error.status == "HTTP 404":
