@@ -128,12 +128,43 @@ def test_a_matcher_follows_a_sequence_back() -> None:
         (GrammarKind.GRAMMAR, 'x: "a"', "no start rule found"),
         (GrammarKind.GRAMMAR, "start: x\nx: /(/", "invalid regex: unclosed group in line 2, column 4"),
         (GrammarKind.GRAMMAR, '%llguidance {}\nstart: "a"', "unsupported directive %llguidance"),
+        (GrammarKind.GRAMMAR, 'start: x\nx: %json {"not": {}}', 'unsupported keywords: ["not"] in line 2, column 4'),
+        (GrammarKind.GRAMMAR, "start: %json {\n} x\nx: /(/", "invalid regex: unclosed group in line 3, column 4"),
+        (
+            GrammarKind.GRAMMAR,
+            'start: x\nx: %json {"x-guidance": {}}',
+            "%json in line 2: unsupported keyword x-guidance",
+        ),
+        (
+            GrammarKind.GRAMMAR,
+            'start: %json {"multipleOf": 1000003}',
+            "%json in line 1: multipleOf: the common multiple of all values is more than 20000",
+        ),
+        (
+            GrammarKind.GRAMMAR,
+            'start: %json {"a"}',
+            "%json in line 1: not JSON: Expecting ':' delimiter: line 1 column 5 (char 4)",
+        ),
+        (GrammarKind.GRAMMAR, "start: %json " + "[" * 60_000, "nested more than 64 levels deep"),
     ],
 )
 def test_what_cannot_be_compiled_says_why(kind: GrammarKind, text: str, problem: str) -> None:
     with pytest.raises(GrammarError) as error:
         compiled(kind, text, TABLE)
     assert str(error.value) == problem
+
+
+def test_schemas_in_lark_are_those_of_a_json_schema() -> None:
+    """Also a directive in a string of one, and with bounded blanks."""
+    grammar = '''start: "<" %json {
+      "const": "%json {}"
+    } %json {"type": "array", "maxItems": 1} ">"'''
+    text = [byte + 1 for byte in b'<"%json {}"[\n']
+    matcher = compiled(GrammarKind.GRAMMAR, grammar, byte_table())
+    assert all(token in matcher.allowed_ids(text[:at]) for at, token in enumerate(text))
+    blank = ord(" ") + 1
+    assert blank in matcher.allowed_ids([*text, *[blank] * 31])
+    assert blank not in matcher.allowed_ids([*text, *[blank] * 32])
 
 
 def test_lark_grammars_are_taken_as_they_are() -> None:

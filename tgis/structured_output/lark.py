@@ -15,6 +15,7 @@ from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
 
 _DIRECTIVE = "%llguidance"
+_JSON_SCHEMA = re.compile(r"%json\s*")
 _HEAD = f'{_DIRECTIVE} {{"no_forcing": true}}\n'
 # Between the tokens of JSON: without a bound, a model could fill its limit with blanks.
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
@@ -28,9 +29,9 @@ def to_lark(spec: GrammarSpec, limits: GrammarLimits) -> str:
     """GrammarError if the text is none of its kind, or too deep, or repeats too much."""
     match spec.kind:
         case GrammarKind.JSON_OBJECT:
-            return _HEAD + _json({"type": "object"})
+            return f"{_HEAD}start: %json {_bounded({'type': 'object'})}\n"
         case GrammarKind.JSON_SCHEMA:
-            return _HEAD + _json(parse_schema(spec.text, limits))
+            return f"{_HEAD}start: %json {_bounded(parse_schema(spec.text, limits))}\n"
         case GrammarKind.REGEX:
             return _HEAD + f"start: /{_regex(spec.text, limits)}/\n"
         case GrammarKind.CHOICE:
@@ -51,15 +52,17 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     line, column, problem = _PLACE.fullmatch(text).groups()  # type: ignore[union-attr]
     if "\nerror: " in problem:  # above it are the regex and an arrow
         problem = f"invalid regex: {problem.rpartition('error: ')[2]}"
+    problem = problem.removeprefix("failed to compile JSON schema: ").replace(
+        "Unimplemented keys", "unsupported keywords"
+    )
     if line is None or kind is not GrammarKind.GRAMMAR:
-        return problem.removeprefix("failed to compile JSON schema: ").replace(
-            "Unimplemented keys", "unsupported keywords"
-        )
+        return problem
     return f"{problem} in line {int(line) - 1}, column {column}"  # the first is ours
 
 
-def _json(schema: dict[str, Any]) -> str:
-    return f"start: %json {json.dumps({**schema, OWN_KEYWORD: {'whitespace_pattern': _WHITESPACE}})}\n"
+def _bounded(schema: dict[str, Any]) -> str:
+    """The JSON of a schema with bounded blanks."""
+    return json.dumps({**schema, OWN_KEYWORD: {"whitespace_pattern": _WHITESPACE}})
 
 
 def _regex(text: str, limits: GrammarLimits) -> str:
@@ -74,7 +77,32 @@ def _lark(text: str, limits: GrammarLimits) -> str:
     _check_costs(text, limits)
     if _DIRECTIVE in text:
         raise GrammarError(f"unsupported directive {_DIRECTIVE}")
-    return text
+    return _with_checked_schemas(text, limits)
+
+
+def _with_checked_schemas(text: str, limits: GrammarLimits) -> str:
+    """Every schema in a grammar gets the checks and the blanks of one alone; lines keep their numbers."""
+    parts, end = [], 0
+    for match in _JSON_SCHEMA.finditer(text):
+        if match.start() < end:
+            continue  # a string in a schema
+        before, start = text[end : match.end()], match.end()
+        end = _end_of_json(text, start)
+        try:
+            schema = _bounded(parse_schema(text[start:end], limits))
+        except GrammarError as error:
+            line = 1 + text.count("\n", 0, start)
+            raise GrammarError(f"%json in line {line}: {error}") from None
+        parts += [before, "{", "\n" * text.count("\n", start, end), schema[1:]]
+    return "".join([*parts, text[end:]])
+
+
+def _end_of_json(text: str, start: int) -> int:
+    """Of the value that starts there; that of the text if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except (RecursionError, ValueError):
+        return len(text)
 
 
 def _check_costs(text: str, limits: GrammarLimits) -> None:
