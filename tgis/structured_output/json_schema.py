@@ -12,6 +12,7 @@ from typing import Any
 
 from tgis.errors import GrammarError
 from tgis.ipc.grammars import GrammarLimits
+from tgis.structured_output.formats import with_exact_formats
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
@@ -40,7 +41,7 @@ def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
         raise GrammarError(f"multipleOf: the common multiple of all values is more than {_MAX_MULTIPLE}")
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    plain: dict[str, Any] = json.loads(text)
+    plain: dict[str, Any] = with_exact_formats(json.loads(text))
     return plain
 
 

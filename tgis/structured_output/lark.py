@@ -20,6 +20,12 @@ _HEAD = f'{_DIRECTIVE} {{"no_forcing": true}}\n'
 # Between the tokens of JSON: without a bound, a model could fill its limit with blanks.
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 _NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
+_WORDS = {
+    "Unimplemented keys": "unsupported keywords",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
+        "oneOf is supported only where its schemas exclude each other"
+    ),
+}
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
 _COUNTS = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -52,9 +58,9 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     line, column, problem = _PLACE.fullmatch(text).groups()  # type: ignore[union-attr]
     if "\nerror: " in problem:  # above it are the regex and an arrow
         problem = f"invalid regex: {problem.rpartition('error: ')[2]}"
-    problem = problem.removeprefix("failed to compile JSON schema: ").replace(
-        "Unimplemented keys", "unsupported keywords"
-    )
+    problem = problem.removeprefix("failed to compile JSON schema: ")
+    for theirs, ours in _WORDS.items():
+        problem = problem.replace(theirs, ours)
     if line is None or kind is not GrammarKind.GRAMMAR:
         return problem
     return f"{problem} in line {int(line) - 1}, column {column}"  # the first is ours

@@ -1,0 +1,39 @@
+"""Formats of strings that llguidance enforces only roughly: it allows a 29th of February every year, and leap seconds.
+
+Here they are what validators accept: dates of the calendar, and no leap seconds, which neither Python nor jsonschema
+reads.
+"""
+
+from typing import Any
+
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_MULTIPLE_OF_4 = "(0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"([0-9]{{2}}{_MULTIPLE_OF_4}|{_MULTIPLE_OF_4}00)"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR_AND_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR_AND_MINUTE})"
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+_VALUES = ("const", "enum", "default", "examples")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def with_exact_formats(schema: Any) -> Any:
+    """The schema with patterns in their place."""
+    if isinstance(schema, list):
+        return [with_exact_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    exact = {name: _member(name, value) for name, value in schema.items()}
+    if (pattern := _PATTERNS.get(str(exact.get("format")))) and isinstance(exact.get("allOf", []), list):
+        del exact["format"]
+        exact["allOf"] = [*exact.get("allOf", []), {"pattern": pattern}]
+    return exact
+
+
+def _member(name: str, value: Any) -> Any:
+    if name in _VALUES:
+        return value
+    if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {key: with_exact_formats(each) for key, each in value.items()}
+    return with_exact_formats(value)
