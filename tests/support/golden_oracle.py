@@ -81,9 +81,11 @@ def expectations(file: str, model: OracleModel) -> Json:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write what the golden cases must answer.")
-    parser.add_argument("files", nargs="*", help="names of files in golden/cases; none: all")
+    parser.add_argument("files", nargs="*", help="names of files in golden/cases, without .yaml; none: all")
     parser.add_argument("--check", action="store_true", help="compare with what is written, write nothing")
     arguments = parser.parse_args()
+    if unknown := set(arguments.files) - {case.file for case in cases()}:
+        parser.error(f"no cases named {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     found = {(case.server, case.file) for case in cases() if case.file in arguments.files or not arguments.files}
     wrong = 0

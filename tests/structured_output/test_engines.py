@@ -1,0 +1,236 @@
+"""Every engine samples with grammars what an oracle does that tries each token of the vocabulary.
+
+In batches that rows with grammars, penalties, soft prompts and nothing of it join and leave: tokens and logprobs
+against the logits of transformers.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import regex
+import sampling_oracle as oracle
+import torch
+from batches import engine_options, limits
+from fake_cuda_graphs import record
+from grammar_walks import LIMITS
+from onnx_exports import exported
+from random_requests import KINDS, WISHES
+from tiny_models import EOS, VOCAB_SIZE, make_model
+from transformers import AutoModelForCausalLM
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.capacity import BatchLimits
+from tgis.batcher.sequence import Sequence
+from tgis.engines.base import Engine
+from tgis.engines.onnx.engine import load_engine
+from tgis.engines.padded.engine import PaddedEngine
+from tgis.engines.paged.cuda_graphs import DecodeGraphs
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.grammars import GrammarKind, GrammarSpec, Vocabulary
+from tgis.ipc.request import Request, StopReason, TokenLogprobs
+from tgis.prompts.soft_prompt import SoftPrompt
+from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.matcher import TokenTable
+
+ROWS, REQUESTS, NEW_TOKENS = 6, 40, 14
+SPECIAL = 4  # the first tokens, without a text
+PATTERNS = [
+    r"[a-d]{4,30}",
+    r"(ab|ba|c)+ ?\d*",
+    r"\d{2}( [a-d]+)*",
+    r"abcdabcd|bb|dc+b",
+    r"(a|b)c?",
+    r"[^ ]* [^ ]*",
+]
+PIECES = [
+    *("".join(piece) for length in (1, 2, 3) for piece in itertools.product("abcd", repeat=length)),
+    *"0123456789 ",
+    *(f" {letter}" for letter in "abcd"),
+]
+
+
+@dataclass
+class Subject:
+    """An engine, and what transformers computes for its model."""
+
+    engine: Engine
+    bounds: BatchLimits
+    model: Any
+    vocab_size: int
+    eos: int
+    soft_prompts: bool
+    facts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request
+    forced: int = 0  # tokens beside the first of a step
+
+    def __post_init__(self) -> None:
+        texts = list(itertools.islice(itertools.cycle(PIECES), self.vocab_size - SPECIAL))
+        self.texts = [""] * SPECIAL + texts
+        self.table = TokenTable(Vocabulary([text.encode() for text in self.texts]), self.vocab_size, [self.eos])
+
+    def generate(self, requests: list[tuple[Request, str | None]], rng: random.Random) -> Iterator[Sequence]:
+        """The sequences in the order in which they end, when they arrive at random steps."""
+        batcher, waiting = Batcher(self.bounds, eos_ids=[self.eos]), list(requests)
+        while waiting or not batcher.idle:
+            if waiting and (batcher.idle or rng.random() < 0.4):
+                self._submit(batcher, *waiting.pop(0), rng)
+            plan = batcher.plan(0.0)
+            self.engine.release(plan.to_release)
+            if not plan.seqs:
+                continue
+            result = self.engine.step(plan)
+            assert not result.failed
+            logprobs = result.logprobs or [[]] * len(plan.sampled)
+            for seq, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
+                self.facts.setdefault(seq.id, []).extend(fact for fact in facts if fact)
+                self.forced += len(tokens) - 1
+            yield from batcher.commit(plan, result.tokens, 0.0)
+
+    def _submit(self, batcher: Batcher, request: Request, pattern: str | None, rng: random.Random) -> None:
+        (seq,) = batcher.submit([request], 0.0)
+        if pattern is not None:
+            seq.grammar = compile_grammar(GrammarSpec(GrammarKind.REGEX, pattern), self.table, LIMITS)
+        if request.adapter:
+            generator = torch.Generator().manual_seed(rng.getrandbits(32))
+            size = self.model.config.hidden_size
+            seq.adapter = SoftPrompt(1, torch.randn((request.adapter.length, size), generator=generator))
+
+    def check(self, seq: Sequence, pattern: str | None) -> int:
+        """Every token and logprob; how many are too close to a tie to tell."""
+        request, facts = seq.request, self.facts.pop(seq.id, [])
+        prompt, output = request.tokens[request.soft_prompt_length :], seq.tokens[seq.prompt_length :]
+        assert len(facts) in ({len(output)} if request.logprob_options.generated_tokens else {0})
+        logits, ambiguous = self._logits(prompt + output, seq.adapter)[len(prompt) - 1 :], 0
+        for step, token in enumerate(output):
+            context, before = prompt + output[:step], output[:step]
+            allowed = None if pattern is None else self._allowed(pattern, before)
+            expected = oracle.process(
+                logits[step].tolist(), request.sampling_params, step, [self.eos], context, before, allowed
+            )
+            if expected.ambiguous or _near_tie(expected):
+                ambiguous += 1
+                continue
+            oracle.check_token(token, expected, request.sampling_params, step)
+            if facts:
+                oracle.check_logprobs(facts[step], token, expected, request.logprob_options)
+        if pattern is not None:
+            self._check_end(seq, pattern)
+        return ambiguous
+
+    def _check_end(self, seq: Sequence, pattern: str) -> None:
+        text = "".join(self.texts[token] for token in seq.tokens[seq.prompt_length :])
+        ended = seq.stop_reason is StopReason.EOS_TOKEN
+        assert regex.fullmatch(pattern, text, partial=not ended), (pattern, text)
+
+    def _allowed(self, pattern: str, before: list[int]) -> set[int]:
+        text = "".join(self.texts[token] for token in before)
+        ends = {self.eos} if regex.fullmatch(pattern, text) else set()
+        return ends | {
+            token
+            for token in range(SPECIAL, self.vocab_size)
+            if regex.fullmatch(pattern, text + self.texts[token], partial=True)
+        }
+
+    def _logits(self, tokens: list[int], soft_prompt: SoftPrompt | None) -> torch.Tensor:
+        """After each of the tokens. [tokens, V]"""
+        embeddings = self.model.get_input_embeddings()(torch.tensor(tokens))
+        if soft_prompt is not None and soft_prompt.decoder is not None:
+            embeddings = torch.cat([soft_prompt.decoder.to(embeddings.dtype), embeddings])
+        logits: torch.Tensor = self.model(inputs_embeds=embeddings[None]).logits[0, -len(tokens) :]
+        return logits
+
+
+def _near_tie(expected: oracle.ProcessedScores) -> bool:
+    """Rounding may swap the best two."""
+    second, best = sorted(expected.scores)[-2:]
+    return bool(best - second < oracle.CLOSE)
+
+
+def _request(subject: Subject, rng: random.Random, number: int, share: float) -> tuple[Request, str | None]:
+    prompt = [rng.randrange(SPECIAL, subject.vocab_size) for _ in range(rng.randint(1, 14))]
+    length = rng.randint(1, 5) if subject.soft_prompts and rng.random() < 0.4 else 0
+    return Request(
+        number,
+        [0] * length + prompt,
+        NEW_TOKENS,
+        sampling_params=msgspec.structs.replace(rng.choice(KINDS), seed=rng.getrandbits(64)),
+        logprob_options=msgspec.structs.replace(rng.choice(WISHES), input_tokens=False),
+        cache_salt=bytes([number]) if length else b"",  # each has a soft prompt of its own
+        adapter=AdapterRef("p", length, length, number, 1) if length else None,
+    ), rng.choice(PATTERNS) if rng.random() < share else None
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("Llama", tmp_path_factory.mktemp("model"))
+
+
+def _subject(
+    llama: Path, new_engine: Callable[..., Engine], bounds: BatchLimits, *, soft_prompts: bool = True, **options: Any
+) -> Subject:
+    engine = new_engine(msgspec.structs.replace(engine_options(llama, ROWS, threads=1), dtype="float64"), **options)
+    engine.warm_up()
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64).eval()
+    return Subject(engine, bounds, model, VOCAB_SIZE, EOS, soft_prompts)
+
+
+PAGED = limits(160, padded=False, block_size=4, prefix_cache=True, max_batch_size=ROWS, prefill_tokens=9, lookahead=1)
+PADDED = limits(10**5, max_batch_size=ROWS, prefill_tokens=64)
+
+
+@pytest.mark.parametrize("kind", ["paged", "padded"])
+def test_rows_are_those_of_brute_force(llama: Path, kind: str) -> None:
+    paged = kind == "paged"
+    subject = _subject(llama, PagedEngine, PAGED, block_size=4) if paged else _subject(llama, PaddedEngine, PADDED)
+    ends = _check_all(subject, random.Random(1))
+    assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
+    assert (subject.forced > 0) == paged
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_steps_run_ahead_between_those_with_grammars(
+    llama: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    subject = _subject(llama, PagedEngine, PAGED, block_size=4, async_decode=True)
+    engine: Any = subject.engine
+    if captured:
+        graphs = DecodeGraphs(engine._forward, ROWS, 64, engine.info.token_capacity)
+        with torch.inference_mode():
+            graphs.capture(record, engine._device)
+        monkeypatch.setattr(engine, "_graphs", graphs)
+    ahead = mock.Mock(wraps=engine._decoder.launch_next)
+    monkeypatch.setattr(engine._decoder, "launch_next", ahead)
+    _check_all(subject, random.Random(3), share=0.2)
+    assert ahead.call_count > 5
+
+
+def test_onnx_graphs(glassllm_dir: Path, cache_dir: Path) -> None:
+    """In float32: what is close to a tie is left out."""
+    model = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval()
+    eos, options = model.config.eos_token_id, engine_options(exported(glassllm_dir, cache_dir), ROWS, threads=1)
+    engine = load_engine(msgspec.structs.replace(options, eos_ids=(eos,)))
+    engine.warm_up()
+    subject = Subject(engine, PADDED, model, model.config.vocab_size, eos, soft_prompts=False)
+    with mock.patch.multiple(oracle, CLOSE=1e-3, TOLERANCE=1e-4):
+        _check_all(subject, random.Random(2))
+
+
+def _check_all(subject: Subject, rng: random.Random, share: float = 0.7) -> set[StopReason]:
+    """The reasons why outputs ended. `share`: of the rows that have a grammar"""
+    ambiguous, tokens, ends = 0, 0, set()
+    requests = [_request(subject, rng, number, share) for number in range(REQUESTS)]
+    with torch.inference_mode():
+        for seq in subject.generate(requests, rng):
+            ambiguous += subject.check(seq, requests[seq.id][1])
+            tokens += seq.num_generated_tokens
+            ends.add(seq.stop_reason)
+    assert ambiguous < tokens / 5
+    return ends
