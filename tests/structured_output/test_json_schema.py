@@ -110,6 +110,11 @@ def test_times_have_no_leap_seconds() -> None:
     assert allows({"type": "string", "format": "time"}, valid + invalid) == valid
 
 
+def test_host_names_have_253_characters_at_most() -> None:
+    names = ["a", f"{'a.' * 126}b", f"{'a.' * 126}bc", f"{'a' * 63}.b", f"{'a' * 64}.b"]
+    assert allows({"type": "string", "format": "hostname"}, names) == [names[0], names[1], names[3]]
+
+
 def test_values_and_names_may_look_like_formats() -> None:
     schema = {"properties": {"const": {"format": "date"}}, "const": {"format": "time"}, "type": "object"}
     assert with_exact_formats(schema)["const"] == {"format": "time"}

@@ -1,7 +1,7 @@
-"""Formats of strings that llguidance enforces only roughly: it allows a 29th of February every year, and leap seconds.
+"""Formats of strings that llguidance enforces only roughly: it allows a 29th of February every year, leap seconds at
+any minute and host names of any length.
 
-Here they are what validators accept: dates of the calendar, and no leap seconds, which neither Python nor jsonschema
-reads.
+Here they are what validators accept, and no leap seconds, which neither Python nor jsonschema reads.
 """
 
 from typing import Any
@@ -13,21 +13,26 @@ _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]
 _DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _HOUR_AND_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR_AND_MINUTE})"
-_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+_EXACT = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
+    "hostname": {"format": "hostname", "maxLength": 253},
+}
 _VALUES = ("const", "enum", "default", "examples")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def with_exact_formats(schema: Any) -> Any:
-    """The schema with patterns in their place."""
+    """The schema with others in their place."""
     if isinstance(schema, list):
         return [with_exact_formats(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     exact = {name: _member(name, value) for name, value in schema.items()}
-    if (pattern := _PATTERNS.get(str(exact.get("format")))) and isinstance(exact.get("allOf", []), list):
+    if (format_schema := _EXACT.get(str(exact.get("format")))) and isinstance(exact.get("allOf", []), list):
         del exact["format"]
-        exact["allOf"] = [*exact.get("allOf", []), {"pattern": pattern}]
+        exact["allOf"] = [*exact.get("allOf", []), format_schema]
     return exact
 
 
