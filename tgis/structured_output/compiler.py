@@ -4,6 +4,7 @@ llguidance bounds the work by counting it, so that neither a compilation nor a m
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 log = logging.getLogger(__name__)
 
 _THREADS = 2  # one expensive grammar does not delay all others
+_NICENESS = 5  # where cores are few, steps get three times as much of them
 _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
 _STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
 _STEP_MAX_ITEMS = 10_000  # likewise, at most some 30 ms
@@ -39,7 +41,7 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable, limits: GrammarLimits)
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), None if is_ebnf(spec.text) else spec.kind))
     compiled = GrammarMatcher(matcher, table)
-    compiled.copy().allowed_ids([])  # is there a first token?
+    compiled.copy().mask([])  # is there a first token?
     return compiled
 
 
@@ -50,7 +52,7 @@ class GrammarCompiler:
         self._table = table
         self._limits = limits
         self._send = send
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+        self._pool = ThreadPoolExecutor(_THREADS, "grammars", _lower_priority)
         self._lock = threading.Lock()
         self._cache: dict[GrammarSpec, Future[GrammarMatcher]] = {}  # the least recently used first
         self._held: dict[int, Future[GrammarMatcher]] = {}  # by lookup id
@@ -91,3 +93,8 @@ class GrammarCompiler:
                 log.error("failed to compile a grammar", exc_info=error)
                 problem = f"internal error: {type(error).__name__}"
         self._send(GrammarCompiled(lookup_id, problem))
+
+
+def _lower_priority() -> None:
+    """Of this thread alone: Linux has a priority for each."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

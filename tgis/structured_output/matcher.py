@@ -40,9 +40,8 @@ class TokenTable:
         self._first_ids = np.fromiter(first_tokens, np.int64)
         self._not_eos = _packed(np.isin(np.arange(padded_size), self.eos_ids, invert=True))
 
-    def new_masks(self, count: int) -> Mask:
-        """Room for masks, [count, bytes]."""
-        return np.zeros((count, self._mask_size), np.uint8)
+    def new_mask(self) -> Mask:
+        return np.zeros(self._mask_size, np.uint8)
 
     def fill(self, matcher: llguidance.LLMatcher, mask: Mask, *, first: bool) -> None:
         """The tokens that may come next."""
@@ -61,6 +60,12 @@ class TokenTable:
     def only_eos(self, mask: Mask) -> bool:
         return not (mask & self._not_eos).any()
 
+    def only_token(self, mask: Mask) -> int | None:
+        """The one that is allowed, if no other is."""
+        places = mask.nonzero()[0]
+        bits = int(mask[places[0]]) if len(places) == 1 else 0
+        return int(places[0]) * 8 + bits.bit_length() - 1 if bits.bit_count() == 1 else None
+
 
 class GrammarMatcher:
     """Where one output is in its grammar: it follows the tokens of a sequence, also back."""
@@ -69,36 +74,39 @@ class GrammarMatcher:
         self.table = table
         self._matcher = matcher
         self._num_consumed = 0
+        self._mask = table.new_mask()
+        self._mask_length: int | None = None  # how many tokens it comes after
 
     def copy(self) -> "GrammarMatcher":
         """For another output, of which there is nothing yet."""
         assert self._num_consumed == 0
         return GrammarMatcher(self._matcher.deep_copy(), self.table)
 
-    def fill_mask(self, tokens: Sequence[int], mask: Mask) -> bool:
-        """The tokens that may follow those generated; returns whether only the end may.
+    def mask(self, tokens: Sequence[int]) -> Mask:
+        """Which tokens may follow those generated, until the next call.
 
         GrammarError if that cannot be found out within the limits.
         """
-        self._advance(tokens)
-        self.table.fill(self._matcher, mask, first=not tokens)
-        self._check()
-        return self.table.only_eos(mask)
+        if self._mask_length != len(tokens):
+            self._mask_length = None
+            self._advance(tokens)
+            self.table.fill(self._matcher, self._mask, first=not tokens)
+            self._check()
+            self._mask_length = len(tokens)
+        return self._mask
 
     def allowed_ids(self, tokens: Sequence[int]) -> list[int]:
-        (mask,) = self.table.new_masks(1)
-        self.fill_mask(tokens, mask)
-        ids: list[int] = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        ids: list[int] = np.flatnonzero(np.unpackbits(self.mask(tokens), bitorder="little")).tolist()
         return ids
 
     def forced_tokens(self, tokens: list[int], limit: int) -> list[int]:
         """The tokens that follow because no other may, the end included, up to a limit."""
         forced: list[int] = []
         while len(forced) < min(limit, _MAX_FORCED_TOKENS) and (tokens + forced)[-1] not in self.table.eos_ids:
-            allowed = self.allowed_ids(tokens + forced)
-            if len(allowed) != 1:
+            token = self.table.only_token(self.mask(tokens + forced))
+            if token is None:
                 break
-            forced += allowed
+            forced.append(token)
         return forced
 
     def _advance(self, tokens: Sequence[int]) -> None:

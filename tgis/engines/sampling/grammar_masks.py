@@ -1,6 +1,7 @@
 """The tokens that grammars allow the rows of a batch next.
 
-Masks are made on the host, while a GPU still computes the logits.
+Masks are made on the host: with the one of the next token a step ends, if it is to be found out whether it is forced;
+else while a GPU still computes the logits.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ def has_grammar(seq: Sequence) -> bool:
 class GrammarMasks:
     """Those of the rows with a grammar, in their order."""
 
-    allowed: Tensor  # bool [rows with a grammar, V]
+    forbidden: Tensor  # bool [rows with a grammar, V]
     only_eos: Tensor  # bool [B, 1]: nothing but the end is allowed
     problems: dict[int, str] = field(default_factory=dict)  # by request id: why there is no mask
 
@@ -36,17 +37,19 @@ class GrammarMasks:
         constrained = [seq for seq in seqs if has_grammar(seq)]
         if not constrained:
             return None
-        packed = constrained[0].grammar.table.new_masks(len(constrained))
-        problems, ends = {}, set()
-        for seq, mask in zip(constrained, packed, strict=True):
+        table = constrained[0].grammar.table
+        masks, problems, ends = [], {}, set()
+        for seq in constrained:
             try:
-                if seq.grammar.fill_mask(seq.tokens[seq.prompt_length :], mask):
-                    ends.add(seq.id)
+                mask = seq.grammar.mask(seq.tokens[seq.prompt_length :])
             except GrammarError as error:
                 problems[seq.id] = str(error)
-                mask[:] = 0xFF
+                mask = ~table.new_mask()
+            if table.only_eos(mask):
+                ends.add(seq.id)
+            masks.append(mask)
         only_eos = to_device([[seq.id in ends] for seq in seqs], torch.bool, device)
-        return cls(_unpack(packed, device)[:, :vocab_size], only_eos, problems)
+        return cls(_unpack(~np.stack(masks), device)[:, :vocab_size], only_eos, problems)
 
 
 def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:

@@ -82,7 +82,11 @@ class SamplingGroup:
             self.penalties.apply(values, step.histories)
         if self.constrained and step.masks:
             rows, mask_rows = self.constrained
-            values[rows] = values[rows].masked_fill(~step.masks.allowed[mask_rows], -torch.inf)
+            forbidden = step.masks.forbidden[mask_rows]
+            if isinstance(rows, slice):
+                values.masked_fill_(forbidden, -torch.inf)
+            else:
+                values[rows] = values[rows].masked_fill_(forbidden, -torch.inf)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
 
     def stats(self, scores: Scores) -> SoftmaxStats:
