@@ -1,6 +1,7 @@
 """What jsonschema says about an output."""
 
 import json
+from fractions import Fraction
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -8,17 +9,32 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY
 
+_MAX_EXPONENT = 1000  # numbers beyond would fill the memory
+
 FORMATS = Draft202012Validator.FORMAT_CHECKER
 
 
 def problem_of(text: str, schema: Any) -> str:
-    """Why a text is no JSON, or does not validate; empty if it does, formats included."""
+    """Why a text is no JSON, or does not validate; empty if it does, formats included.
+
+    Numbers are exact, as they are written: as floats, 0.2022 is no multiple of 0.0001.
+    """
+    schema = _parse(json.dumps(schema))
     validator = validator_for(schema, Draft202012Validator)(schema, registry=REGISTRY, format_checker=FORMATS)
     try:
-        validator.validate(json.loads(text, parse_constant=_no_number))
+        validator.validate(_parse(text))
     except (ValidationError, ValueError) as error:
         return str(error).partition("\n")[0]
     return ""
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, parse_float=_number, parse_constant=_no_number)
+
+
+def _number(text: str) -> Fraction | float:
+    exponent = int(text.lower().partition("e")[2] or 0)
+    return Fraction(text) if abs(exponent) <= _MAX_EXPONENT else float(text)
 
 
 def _no_number(name: str) -> None:

@@ -151,6 +151,7 @@ def test_what_is_not_enforced_is_refused_by_name(schema: Any, problem: str) -> N
         ("[" * 100_000, "nested more than 64 levels deep"),
         ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
         ('{"minimum": NaN}', "not JSON: NaN is no number"),
+        ('{"minimum": 1e9999999999999999999}', "a number has too large an exponent"),
     ],
 )
 def test_what_is_no_schema_is_refused(text: str, problem: str) -> None:

@@ -6,7 +6,7 @@ says.
 
 import json
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from math import lcm
 from typing import Any
 
@@ -21,12 +21,7 @@ OWN_KEYWORD = "x-guidance"  # of llguidance: options of the compiler, not for cl
 
 def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
     """A JSON schema that is safe to compile; GrammarError."""
-    try:
-        schema = json.loads(text, parse_float=Decimal, parse_constant=_no_number)
-    except RecursionError:
-        raise GrammarError(f"nested more than {limits.max_depth} levels deep") from None
-    except ValueError as error:
-        raise GrammarError(f"not JSON: {error}") from None
+    schema = _parse(text, limits.max_depth)
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
     multiple = 1
@@ -43,6 +38,17 @@ def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
         return {} if schema else {"enum": []}
     plain: dict[str, Any] = with_exact_formats(json.loads(text))
     return plain
+
+
+def _parse(text: str, max_depth: int) -> Any:
+    try:
+        return json.loads(text, parse_float=Decimal, parse_constant=_no_number)
+    except RecursionError:
+        raise GrammarError(f"nested more than {max_depth} levels deep") from None
+    except InvalidOperation:
+        raise GrammarError("a number has too large an exponent") from None
+    except ValueError as error:
+        raise GrammarError(f"not JSON: {error}") from None
 
 
 def _no_number(name: str) -> None:
