@@ -145,7 +145,7 @@ def test_a_matcher_follows_a_sequence_back() -> None:
             'start: %json {"a"}',
             "%json in line 1: not JSON: Expecting ':' delimiter: line 1 column 5 (char 4)",
         ),
-        (GrammarKind.GRAMMAR, "start: %json " + "[" * 60_000, "nested more than 64 levels deep"),
+        (GrammarKind.GRAMMAR, "start: %json " + "[" * 60_000, "%json in line 1: nested more than 64 levels deep"),
     ],
 )
 def test_what_cannot_be_compiled_says_why(kind: GrammarKind, text: str, problem: str) -> None:
@@ -165,6 +165,12 @@ def test_schemas_in_lark_are_those_of_a_json_schema() -> None:
     blank = ord(" ") + 1
     assert blank in matcher.allowed_ids([*text, *[blank] * 31])
     assert blank not in matcher.allowed_ids([*text, *[blank] * 32])
+
+
+def test_the_strings_of_a_schema_in_lark_are_no_grammar() -> None:
+    schema = '{"const": "x", "description": "a ::= b{99999} ' + "(" * 99 + '"}'
+    matcher = compiled(GrammarKind.GRAMMAR, f"start: %json {schema}", byte_table())
+    assert matcher.allowed_ids([]) == [ord('"') + 1]
 
 
 def test_lark_grammars_are_taken_as_they_are() -> None:

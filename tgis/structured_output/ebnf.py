@@ -24,10 +24,12 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in "\\\"'[]^-/"}
 _ROOT = "root"
+_RULE = re.compile(r"^\s*[\w<>-]+\s*::=", re.MULTILINE)
 
 
 def is_ebnf(text: str) -> bool:
-    return "::=" in text
+    """Whether a line begins with a rule; a string in a grammar of another kind may hold anything."""
+    return _RULE.search(text) is not None
 
 
 def ebnf_to_lark(text: str, max_depth: int, max_repetitions: int) -> str:

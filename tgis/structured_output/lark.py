@@ -5,6 +5,7 @@ Forced bytes are off: a mask has every token that the grammar allows, not only t
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, assert_never
 
 import llguidance
@@ -80,27 +81,41 @@ def _regex(text: str, limits: GrammarLimits) -> str:
 
 
 def _lark(text: str, limits: GrammarLimits) -> str:
-    _check_costs(text, limits)
     if _DIRECTIVE in text:
         raise GrammarError(f"unsupported directive {_DIRECTIVE}")
+    _check_costs(_without_schemas(text), limits)
     return _with_checked_schemas(text, limits)
+
+
+def _without_schemas(text: str) -> str:
+    parts, last = [], 0
+    for start, end in _schemas(text):
+        parts.append(text[last:start])
+        last = end
+    return "".join([*parts, text[last:]])
 
 
 def _with_checked_schemas(text: str, limits: GrammarLimits) -> str:
     """Every schema in a grammar gets the checks and the blanks of one alone; lines keep their numbers."""
-    parts, end = [], 0
-    for match in _JSON_SCHEMA.finditer(text):
-        if match.start() < end:
-            continue  # a string in a schema
-        before, start = text[end : match.end()], match.end()
-        end = _end_of_json(text, start)
+    parts, last = [], 0
+    for start, end in _schemas(text):
         try:
             schema = _bounded(parse_schema(text[start:end], limits))
         except GrammarError as error:
             line = 1 + text.count("\n", 0, start)
             raise GrammarError(f"%json in line {line}: {error}") from None
-        parts += [before, "{", "\n" * text.count("\n", start, end), schema[1:]]
-    return "".join([*parts, text[end:]])
+        parts += [text[last:start], "{", "\n" * text.count("\n", start, end), schema[1:]]
+        last = end
+    return "".join([*parts, text[last:]])
+
+
+def _schemas(text: str) -> Iterator[tuple[int, int]]:
+    """Where they are; what looks like one in a string of one is none."""
+    end = 0
+    for match in _JSON_SCHEMA.finditer(text):
+        if match.start() >= end:
+            end = _end_of_json(text, match.end())
+            yield match.end(), end
 
 
 def _end_of_json(text: str, start: int) -> int:
