@@ -14,7 +14,7 @@ import msgspec
 from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.errors import OutOfMemory, StartError
+from tgis.errors import GrammarError, OutOfMemory, StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions, FailureKind
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
@@ -92,11 +92,17 @@ class FakeEngine:
         context = padded_tokens([*self._num_computed_tokens.values()], model.padded)
         if model.memory_tokens is not None and context > model.memory_tokens:
             raise OutOfMemory("more tokens of context than the model's config allows")
-        tokens = [self._next_tokens(seq) for seq in plan.sampled]
-        logprobs = [self._token_logprobs(seq, new) for seq, new in zip(plan.sampled, tokens, strict=True)]
         failed = {
             seq.id: (FailureKind.ERROR, "a poisoned row") for seq in plan.seqs if model.poison_token in seq.tokens
         }
+        tokens = []
+        for seq in plan.sampled:
+            try:
+                tokens.append(self._next_tokens(seq))
+            except GrammarError as error:
+                tokens.append([])
+                failed[seq.id] = FailureKind.GRAMMAR, str(error)
+        logprobs = [self._token_logprobs(seq, new) for seq, new in zip(plan.sampled, tokens, strict=True)]
         return StepResult(tokens, logprobs, self._prompt_logprobs(plan.sampled), failed)
 
     def release(self, seqs: Collection[Sequence]) -> None:
