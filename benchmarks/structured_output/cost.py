@@ -32,7 +32,10 @@ PERSON = closed(
 )
 LONG = closed(people={"type": "array", "items": PERSON, "minItems": 100})
 FIXED = closed(
-    **{f"{name} as of the beginning of the year": INTEGER | {"maximum": 9, "minimum": 0} for name in ("sales", "costs")}
+    None,
+    **{
+        f"{name} as of the beginning of the year": INTEGER | {"maximum": 9, "minimum": 0} for name in ("sales", "costs")
+    },
 )
 WITH, WITHOUT = "schema", "none"
 

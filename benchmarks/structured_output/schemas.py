@@ -410,7 +410,12 @@ CLIENTS: dict[str, list[Any]] = {
                 "filter": {
                     "anyOf": [
                         closed(field=STRING, op=one_of("eq", "lt", "gt"), value={"type": ["string", "number"]}),
-                        {"oneOf": [closed(**{"and": array(ref("filter"))}), closed(**{"or": array(ref("filter"))})]},
+                        {
+                            "oneOf": [
+                                closed(None, **{"and": array(ref("filter"))}),
+                                closed(None, **{"or": array(ref("filter"))}),
+                            ]
+                        },
                     ]
                 }
             }

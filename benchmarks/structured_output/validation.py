@@ -7,7 +7,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import validator_for
-from jsonschema_specifications import REGISTRY
+from referencing import Registry
 
 _MAX_EXPONENT = 1000  # numbers beyond would fill the memory
 
@@ -20,7 +20,7 @@ def problem_of(text: str, schema: Any) -> str:
     Numbers are exact, as they are written: as floats, 0.2022 is no multiple of 0.0001.
     """
     schema = _parse(json.dumps(schema))
-    validator = validator_for(schema, Draft202012Validator)(schema, registry=REGISTRY, format_checker=FORMATS)
+    validator = validator_for(schema, Draft202012Validator)(schema, registry=Registry(), format_checker=FORMATS)
     try:
         validator.validate(_parse(text))
     except (ValidationError, ValueError) as error:
