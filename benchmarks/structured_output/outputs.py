@@ -125,6 +125,7 @@ def _print_row(one: Outcome) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.structured_output.outputs", description=__doc__)
     parser.add_argument("model", nargs="?", help="a directory or smollm2; without it one of random weights is made")
+    parser.add_argument("--categories", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--wanted", type=int, default=200, metavar="N", help="outputs of each category")
     parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
     parser.add_argument("--suite", type=Path, metavar="DIR", help="a draft's directory of the JSON Schema Test Suite")
@@ -133,6 +134,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)
     categories = accepted_schemas(args.suite) if args.suite else SCHEMAS
+    categories = {name: categories[name] for name in args.categories or categories}
     with tempfile.TemporaryDirectory() as directory:
         model = ensure("smollm2", args.cache) if args.model == "smollm2" else Path(args.model or directory)
         if not args.model:
