@@ -1,8 +1,9 @@
-"""`python -m benchmarks.cpu_steps`: decode steps on this CPU beside the time that reading their weights takes at least.
+"""`python -m benchmarks.cpu_steps`: decode steps on this CPU beside the time that their linear layers take at least.
 
-That time, the floor, is the bytes of all linear layers over the read bandwidth. The layers are also measured alone, by
-every GEMM that this CPU can run, one after the other as in a step. Steps of llama.cpp, if llama-cpp-python is there,
-alternate with those of tgis. The last line is one JSON object.
+Reading takes their bytes over the read bandwidth, multiplying their multiply-adds over what a GEMM reaches all of whose
+numbers are in a cache. The layers are also measured alone, by every GEMM that this CPU can run, one after the other as
+in a step. Steps of llama.cpp, if llama-cpp-python is there, alternate with those of tgis. The last line is one JSON
+object.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class DecodeTimer:
         self.engine.release(seqs)
 
 
-def measure_machine(kernels: CpuKernels | None) -> dict[str, Any]:
+def measure_machine(kernels: CpuKernels | None, dtype: torch.dtype) -> dict[str, Any]:
     known: set[str] = set().union(*ISAS.values())
     return {
         "cpu": cpu_model(),
@@ -68,6 +69,7 @@ def measure_machine(kernels: CpuKernels | None) -> dict[str, Any]:
         "kernels": kernels.isa if kernels else "none",
         "torch": torch.__version__,
         "read_gb_s": _read_gb_s(kernels),
+        "multiply_add_g_s": _multiply_add_g_s(kernels, dtype),
     }
 
 
@@ -77,6 +79,13 @@ def _read_gb_s(kernels: CpuKernels | None) -> float:
     gemms = [make(weight) for make in our_gemms(weight, kernels).values()]
     runs = [weight.view(torch.float32).sum, *(partial(gemm, weight[:1], None) for gemm in gemms)]
     return READ_BYTES / min(_best_seconds(*runs)) / 1e9
+
+
+def _multiply_add_g_s(kernels: CpuKernels | None, dtype: torch.dtype) -> float:
+    """Of the fastest GEMM, with 512 rows of a weight for each thread."""
+    weight, x = (torch.ones(rows, 512, dtype=dtype) for rows in (512 * torch.get_num_threads(), 128))
+    runs = [partial(make(weight), x, None) for make in _gemms(weight, kernels).values()]
+    return int(weight.numel()) * len(x) / min(_best_seconds(*runs)) / 1e9
 
 
 def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, Times]:
@@ -161,14 +170,15 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(usable_cores())
     torch.set_grad_enabled(mode=False)
     kernels, path = load_kernels(args.cpu_isa, str(args.cache)), ensure("smollm2", args.cache)
-    machine = measure_machine(kernels)
+    machine = measure_machine(kernels, getattr(torch, args.dtype))
     model = baseline.load(str(path), args.dtype, "cpu")
     weights = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
-    size = sum(weight.nbytes for weight in weights)
+    read_ms = sum(weight.nbytes for weight in weights) / machine["read_gb_s"] / 1e6
+    multiply_ms = sum(weight.numel() for weight in weights) / machine["multiply_add_g_s"] / 1e6  # for each row
     report = {
         "machine": machine,
         "dtype": args.dtype,
-        "floor_ms": size / machine["read_gb_s"] / 1e6,
+        "floor_ms": {"reading": dict.fromkeys(ROWS, read_ms), "multiplying": {n: n * multiply_ms for n in ROWS}},
         "linear_layers_ms": measure_linear_layers(weights, kernels),
         "step_ms": {"transformers": measure_transformers(model)} | measure_steps(path, args.dtype, args.cache),
     }
@@ -179,19 +189,17 @@ def main(arguments: list[str]) -> int:
 
 def _print_tables(report: dict[str, Any]) -> None:
     for name, value in report["machine"].items():
-        print(f"{name:<12}{value:.1f}" if isinstance(value, float) else f"{name:<12}{value}")
-    floor = report["floor_ms"]
-    print(f"\nall linear layers of SmolLM2-135M in {report['dtype']}, ms; floor: {floor:.1f} ms")
+        print(f"{name:<18}{value:.1f}" if isinstance(value, float) else f"{name:<18}{value}")
+    print(f"\nall linear layers of SmolLM2-135M in {report['dtype']}, ms")
     print(f"{'rows':<16}" + "".join(f"{rows:>9}" for rows in ROWS))
-    for name, times in report["linear_layers_ms"].items():
+    for name, times in (report["floor_ms"] | report["linear_layers_ms"]).items():
         print(f"{name:<16}" + "".join(f"{times[rows]:>9.1f}" for rows in ROWS))
     print("\ndecode step, ms")
     print(f"{'sequences':<16}" + "".join(f"{streams:>9}" for streams in STREAMS))
     for name, steps in report["step_ms"].items():
         print(f"{name:<16}" + "".join(f"{steps[n]:>9.1f}" for n in STREAMS))
-    print(
-        f"{'tgis / floor':<16}" + "".join(f"{report['step_ms']['tgis'][n] / floor:>9.2f}" for n in STREAMS), flush=True
-    )
+    floor, steps = report["floor_ms"]["reading"], report["step_ms"]["tgis"]
+    print(f"{'tgis / reading':<16}" + "".join(f"{steps[n] / floor[n]:>9.2f}" for n in STREAMS), flush=True)
 
 
 if __name__ == "__main__":
