@@ -16,7 +16,7 @@ from tgis.bench.record import RequestRecord
 from tgis.bench.workload import BenchRequest
 from tgis.errors import StartError
 
-_SETUP_REQUESTS = 8  # at a time
+_SETUP_REQUESTS = 32  # at a time: servers batch them
 _IDLE_SECONDS = 2.0  # of a connection that is used again; servers close theirs later
 _MAX_ERROR_BYTES = 2000
 
