@@ -163,6 +163,41 @@ def test_a_streamed_tool_call_ends_with_its_reason(client: openai.OpenAI) -> Non
     assert chunks[-1].choices[0].delta.tool_calls
 
 
+CITIES: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Paris"]}}, "required": ["city"]}
+CITIES |= {"additionalProperties": False}
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(PARIS)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("choice", "content", "cities"),
+    [
+        ("required", CALL, ["Paris"]),
+        ("required", "What is the weather?", ["Oslo"]),  # the engine takes the first token that is allowed
+        ({"type": "function", "function": {"name": "weather"}}, CALL, ["Paris"]),
+        ("auto", CALL.replace("Paris", "Paree"), ["Paris"]),
+        ("auto", "It rains.", []),
+    ],
+)
+def test_calls_that_match_their_schema(client: openai.OpenAI, choice: Any, content: str, cities: list[str]) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": CITIES, "strict": True}}]
+    params: Any = {"tools": tools, "tool_choice": choice, "max_tokens": 100, "parallel_tool_calls": False}
+    params |= {"stop": "rains."} if not cities else {}
+    (said,) = chat(client, content, **params).choices
+    calls = said.message.tool_calls or []
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"city": city}) for city in cities
+    ]
+    assert said.finish_reason == ("tool_calls" if cities else "stop")
+    chunks = streamed(client, content, **params)
+    pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    texts = ["" for _ in cities]
+    for piece in pieces:
+        texts[piece.index] += (piece.function and piece.function.arguments) or ""
+    assert texts == [call.function.arguments for call in calls]
+    assert text_of(chunks) == (said.message.content or "")
+    assert chunks[-1].choices[0].finish_reason == said.finish_reason
+
+
 def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=NAME, prompt=["ab", "cde"], max_tokens=6, n=2, temperature=1)
     assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [
@@ -273,7 +308,12 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "structured_outputs",
         "must have one of json, regex, choice, grammar and json_object, got 2",
     ),
-    "tool_choice": ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "tool_choice must be none or auto"),
+    "tool_choice": ({"tools": TOOLS, "tool_choice": "sing"}, "tool_choice", "required or one of the tools, got sing"),
+    "strict": (
+        {"tools": [{"function": {"name": "x", "strict": True, "parameters": {"not": {}}}}]},
+        "tools",
+        'tools: unsupported keywords: ["not"] in tools[0].function.parameters',
+    ),
     "long": ({"messages": [{"role": "user", "content": "x" * 190}]}, "messages", "plus max_tokens (20) must be"),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0]", "messages[0] has neither content nor tool_calls"),
     "no messages": ({"messages": []}, "messages", "messages cannot be empty"),

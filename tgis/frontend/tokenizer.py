@@ -223,6 +223,11 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
+    def special_token_id(self, text: str) -> int | None:
+        """None if the text is no special token."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self._special else None
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """Decode the ids as one whole text; unknown ids are dropped."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -4,6 +4,8 @@ import enum
 
 import msgspec
 
+FIRST_TOOL_LINE = 2  # in a grammar of tools: where that of tools[0] is
+
 
 class GrammarKind(enum.StrEnum):
     """How a grammar is given; also the name of the parameter."""
@@ -13,6 +15,7 @@ class GrammarKind(enum.StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"  # EBNF or Lark
+    TOOLS = "tools"  # Lark that a face has made, with the schema of each tool in a line of its own
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):

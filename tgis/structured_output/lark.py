@@ -11,7 +11,7 @@ from typing import Any, assert_never
 import llguidance
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec
+from tgis.ipc.grammars import FIRST_TOOL_LINE, GrammarKind, GrammarLimits, GrammarSpec
 from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
 
@@ -47,6 +47,8 @@ def to_lark(spec: GrammarSpec, limits: GrammarLimits) -> str:
             return _HEAD + ebnf_to_lark(spec.text, limits.max_depth, limits.max_repetitions)
         case GrammarKind.GRAMMAR:
             return _HEAD + _lark(spec.text, limits)
+        case GrammarKind.TOOLS:
+            return _HEAD + _with_checked_schemas(spec.text, spec.kind, limits)
         case unknown:
             assert_never(unknown)
 
@@ -62,9 +64,16 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     problem = problem.removeprefix("failed to compile JSON schema: ")
     for theirs, ours in _WORDS.items():
         problem = problem.replace(theirs, ours)
-    if line is None or kind is not GrammarKind.GRAMMAR:
-        return problem
-    return f"{problem} in line {int(line) - 1}, column {column}"  # the first is ours
+    match kind:
+        case GrammarKind.GRAMMAR if line:
+            return f"{problem} in line {int(line) - 1}, column {column}"  # the first is ours
+        case GrammarKind.TOOLS if line:
+            return _in_tool(problem, int(line) - 1)
+    return problem
+
+
+def _in_tool(problem: str, line: int) -> str:
+    return f"{problem} in tools[{line - FIRST_TOOL_LINE}].function.parameters"
 
 
 def _bounded(schema: dict[str, Any]) -> str:
@@ -84,7 +93,7 @@ def _lark(text: str, limits: GrammarLimits) -> str:
     if _DIRECTIVE in text:
         raise GrammarError(f"unsupported directive {_DIRECTIVE}")
     _check_costs(_without_schemas(text), limits)
-    return _with_checked_schemas(text, limits)
+    return _with_checked_schemas(text, GrammarKind.GRAMMAR, limits)
 
 
 def _without_schemas(text: str) -> str:
@@ -95,7 +104,7 @@ def _without_schemas(text: str) -> str:
     return "".join([*parts, text[last:]])
 
 
-def _with_checked_schemas(text: str, limits: GrammarLimits) -> str:
+def _with_checked_schemas(text: str, kind: GrammarKind, limits: GrammarLimits) -> str:
     """Every schema in a grammar gets the checks and the blanks of one alone; lines keep their numbers."""
     parts, last = [], 0
     for start, end in _schemas(text):
@@ -103,7 +112,8 @@ def _with_checked_schemas(text: str, limits: GrammarLimits) -> str:
             schema = _bounded(parse_schema(text[start:end], limits))
         except GrammarError as error:
             line = 1 + text.count("\n", 0, start)
-            raise GrammarError(f"%json in line {line}: {error}") from None
+            in_tool = kind is GrammarKind.TOOLS
+            raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
         parts += [text[last:start], "{", "\n" * text.count("\n", start, end), schema[1:]]
         last = end
     return "".join([*parts, text[last:]])

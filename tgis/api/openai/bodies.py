@@ -81,10 +81,20 @@ class Function(Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments always match their schema
 
 
 class Tool(Struct):
     function: Function
+    type: str = "function"
+
+
+class FunctionName(Struct):
+    name: str
+
+
+class NamedTool(Struct):
+    function: FunctionName
     type: str = "function"
 
 
@@ -94,7 +104,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
     logprobs: bool | None = None
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | NamedTool | None = None
     tools: list[Tool] | None = None
     top_logprobs: Count | None = None
 

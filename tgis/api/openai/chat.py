@@ -3,7 +3,7 @@
 import random
 import string
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from aiohttp import web
@@ -37,6 +37,7 @@ from tgis.api.openai.messages import template_messages, template_tools
 from tgis.api.openai.models import ServedModels
 from tgis.api.openai.params import chat_params, num_choices
 from tgis.api.openai.tool_calls import (
+    LLAMA3,
     Piece,
     ToolCallParser,
     ToolCallPiece,
@@ -44,6 +45,7 @@ from tgis.api.openai.tool_calls import (
     complete_calls,
     tool_format,
 )
+from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.errors import InvalidRequest
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.chat_template import ChatTemplate, TemplateError
@@ -60,7 +62,10 @@ class _Request:
     body: ChatCompletionRequest
     generate_call: GenerateCall
     model: str
-    parses_tools: bool
+    tool_format: ToolFormat | None  # of the calls that are looked for in the output
+
+    def parser(self) -> ToolCallParser | None:
+        return ToolCallParser(self.tool_format) if self.tool_format else None
 
 
 class ChatCompletions:
@@ -90,20 +95,23 @@ class ChatCompletions:
 
     async def _read(self, call: HttpCall) -> _Request:
         body = await call.body(ChatCompletionRequest)
-        tools, n = template_tools(body), num_choices(body)
+        choice, n = ToolChoice.of(body), num_choices(body)
         check_at_most("n", n, self._max_choices)
-        parses_tools = tools is not None and self._format is not None
-        params = chat_params(body, parses_tools=parses_tools)
-        if tools and params.grammar:
+        form = self._tool_format(choice)
+        params = chat_params(body, parses_tools=form is not None)
+        if choice.tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
+        if form and choice.needs_grammar:
+            special_token_id = call.generator.token_decoder.tokenizer.special_token_id
+            params = replace(params, grammar=ToolGrammar(form, special_token_id).spec(choice))
         text = await self.prompt(body, call.generator.slicer)
         adapter = await self._models.adapter(body.model)
         generate_call = make_call(call, params, [text], ["messages"], n, adapter, stream=bool(body.stream))
-        return _Request(body, generate_call, adapter or self._models.names[0], parses_tools)
+        return _Request(body, generate_call, adapter or self._models.names[0], form)
 
     async def prompt(self, body: ChatCompletionRequest, slicer: Slicer) -> str:
         """The messages and tools in the model's chat template."""
-        tools = template_tools(body)
+        tools = template_tools(ToolChoice.of(body).tools)
         if self._template is None:
             raise TemplateError("messages", "the model has no chat template")
         if tools and not self._template.mentions("tools"):
@@ -112,12 +120,15 @@ class ChatCompletions:
         messages = [each async for some in slicer.slices(made) for each in some]
         return await self._template.render(messages, tools, **(body.chat_template_kwargs or {}))
 
-    def _parser(self, request: _Request) -> ToolCallParser | None:
-        return ToolCallParser(self._format) if request.parses_tools and self._format else None
+    def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:
+        """Of an output; calls that must be there come as plain JSON where the template has no format that is known."""
+        if not choice.tools:
+            return None
+        return self._format or (LLAMA3 if choice.required else None)
 
     async def _choice(self, call: HttpCall, request: _Request, output: RequestOutput) -> ChatChoice:
         text, calls = output.text, []
-        if parser := self._parser(request):
+        if parser := request.parser():
             pieces = _limited([*parser.add(output.text), *parser.finish()], request.body)
             text, named = complete_calls(pieces)
             calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
@@ -133,9 +144,7 @@ class ChatCompletions:
         events, answer = call.event_stream(), Answer.of("chatcmpl-", request.body, request.model)
         n = request.generate_call.n
         usage, decoder = UsageCounter(n), call.generator.token_decoder
-        choices = [
-            StreamedChoice(index, request.body, self._parser(request), TokenTexts(decoder)) for index in range(n)
-        ]
+        choices = [StreamedChoice(index, request.body, request.parser(), TokenTexts(decoder)) for index in range(n)]
         async with aclosing(call.generator.stream(request.generate_call)) as outputs:
             async for output in outputs:
                 usage.count(output)

@@ -1,15 +1,13 @@
 """From the messages and tools of a chat to what its template takes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from tgis.api.openai.bodies import ChatCompletionRequest, ChatMessage, ContentPart, Tool, ToolCall
+from tgis.api.openai.bodies import ChatMessage, ContentPart, Tool, ToolCall
 from tgis.errors import InvalidRequest
-
-MAX_TOOLS = 1024
 
 
 def template_messages(messages: list[ChatMessage]) -> Iterator[dict[str, Any]]:
@@ -19,15 +17,9 @@ def template_messages(messages: list[ChatMessage]) -> Iterator[dict[str, Any]]:
     return (_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def template_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model may call, None if there are none."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice", "tool_choice must be none or auto: others are not supported")
-    if not body.tools or body.tool_choice == "none":
-        return None
-    if len(body.tools) > MAX_TOOLS:
-        raise InvalidRequest("tools", f"tools must be at most {MAX_TOOLS}", str(len(body.tools)))
-    return [_tool(tool) for tool in body.tools]
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """None if there are none."""
+    return [_tool(tool) for tool in tools] or None
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
@@ -67,5 +59,5 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     function = msgspec.to_builtins(tool.function)
-    given = {name: value for name, value in function.items() if value is not None}
+    given = {name: value for name, value in function.items() if value is not None and name != "strict"}
     return {"type": tool.type, "function": given}

@@ -7,7 +7,7 @@ none stays text. A unary answer comes from the same parser, so it has the same c
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tgis.frontend.chat_template import ChatTemplate
@@ -15,22 +15,39 @@ from tgis.frontend.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes tool calls."""
+    """How a family of models writes tool calls: what is read, and one way to write it."""
 
     start: str  # before one call or more
     end: str = ""  # after them; text may follow
     bare: bool = False  # an output that begins with { is a call as well
     skip: re.Pattern[str] = re.compile(r"\s*")  # between calls
     named: re.Pattern[str] | None = None  # a name that stands before its arguments
+    # written: start, unless it is bare, opening, calls with `between` between them, closing
+    opening: str = ""
+    call: tuple[str, str] = ('{"name": "%s", "arguments": ', "}")  # before and after the arguments
+    between: str | None = None  # there is one call only
+    closing: str = ""
 
 
-HERMES = ToolFormat("<tool_call>", "</tool_call>")  # and Qwen
+HERMES = ToolFormat(  # and Qwen
+    "<tool_call>",
+    "</tool_call>",
+    opening="\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    closing="\n</tool_call>",
+)
 MISTRAL = ToolFormat(
     "[TOOL_CALLS]",
     skip=re.compile(r"(?:(?!\[TOOL_CALLS\])[\s\[\],])*"),
     named=re.compile(r"([\w.-]+)(?:\[ARGS\])?\s*(?={)"),
+    opening=" [",
+    between=", ",
+    closing="]",
 )
-LLAMA3 = ToolFormat("<|python_tag|>", bare=True, skip=re.compile(r"[\s;]*"))
+MISTRAL_ARGS = replace(MISTRAL, opening="", call=("%s[ARGS]", ""), between="[TOOL_CALLS]", closing="")
+LLAMA3 = ToolFormat(
+    "<|python_tag|>", bare=True, skip=re.compile(r"[\s;]*"), call=('{"name": "%s", "parameters": ', "}")
+)
 
 _HEADER = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAME_PREFIX = re.compile(r"[\w.-]+(?:\[[A-Z\]]*)?\s*")
@@ -39,7 +56,8 @@ _decoder = json.JSONDecoder()
 
 def tool_format(template: ChatTemplate) -> ToolFormat | None:
     """The format that the template writes earlier calls in; None if it is none of these."""
-    return next((each for each in (HERMES, MISTRAL, LLAMA3) if template.mentions(each.start)), None)
+    mistral = MISTRAL_ARGS if template.mentions("[ARGS]") else MISTRAL
+    return next((each for each in (HERMES, mistral, LLAMA3) if template.mentions(each.start)), None)
 
 
 @dataclass(frozen=True, slots=True)

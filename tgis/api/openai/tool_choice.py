@@ -1,0 +1,120 @@
+"""Which tools an output may call, and the grammar of its calls where their arguments have to match their schemas.
+
+They have to with a `tool_choice` of `required` or a function, and those of `strict` functions always.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tgis.api.openai.bodies import ChatCompletionRequest, NamedTool, Tool
+from tgis.api.openai.tool_calls import ToolFormat
+from tgis.errors import InvalidRequest
+from tgis.ipc.grammars import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_MARK = re.compile(r"(</?\|?\w+\|?>|\[[A-Z_]+\])")  # of a format: what may be a special token
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_PARAMETERS = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What a request wants."""
+
+    tools: Sequence[Tool]  # that the template shows; empty: none may be called
+    required: bool = False  # the output is calls and nothing else
+    name: str | None = None  # of the only function that may be called, once
+    parallel: bool = True  # there may be several calls
+
+    @classmethod
+    def of(cls, body: ChatCompletionRequest) -> "ToolChoice":
+        """InvalidRequest if nothing could meet it."""
+        tools, given = body.tools or (), body.tool_choice
+        if len(tools) > MAX_TOOLS:
+            raise InvalidRequest("tools", f"tools must be at most {MAX_TOOLS}", str(len(tools)))
+        parallel = body.parallel_tool_calls is not False
+        if given in (None, "auto", "none"):
+            return cls(() if given == "none" else tools, parallel=parallel)
+        if not tools:
+            raise InvalidRequest("tool_choice", "tool_choice must be none or auto without tools")
+        if given == "required":
+            return cls(tools, required=True, parallel=parallel)
+        name = given.function.name if isinstance(given, NamedTool) else given  # TGI's way
+        if not any(tool.function.name == name for tool in tools):
+            raise InvalidRequest("tool_choice", "tool_choice must be none, auto, required or one of the tools", name)
+        return cls(tools, required=True, name=name, parallel=False)
+
+    @property
+    def needs_grammar(self) -> bool:
+        return self.required or any(tool.function.strict for tool in self.tools)
+
+    def callable(self) -> Iterator[tuple[int, str, Any]]:
+        """Index and name of each function that may be called, and the schema of its arguments."""
+        for index, tool in enumerate(self.tools):
+            function, path = tool.function, f"tools[{index}].function"
+            if self.name not in (None, function.name):
+                continue
+            if not _NAME.fullmatch(function.name):
+                text = f"{path}.name must have 1 to 64 letters, digits, '_', '-' and '.'"
+                raise InvalidRequest(f"{path}.name", text, function.name[:65])
+            exact = self.required or function.strict
+            yield index, function.name, _arguments(function.parameters, path) if exact else _ANY_PARAMETERS
+
+
+def _arguments(parameters: dict[str, Any] | None, path: str) -> dict[str, Any]:
+    if parameters is None:
+        return _NO_PARAMETERS
+    kind = parameters.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise InvalidRequest(f"{path}.parameters", f"{path}.parameters must have the type object", str(kind)[:40])
+    return parameters | {"type": "object"}
+
+
+class ToolGrammar:
+    """The grammar of outputs in one format: calls, or text that may end with calls."""
+
+    def __init__(self, tool_format: ToolFormat, special_token_id: Callable[[str], int | None]) -> None:
+        """Marks of the format that are special tokens are written as such."""
+        self._format = tool_format
+        self._special_token_id = special_token_id
+
+    def spec(self, choice: ToolChoice) -> GrammarSpec:
+        """InvalidRequest if a tool cannot be called."""
+        calls = [""] * len(choice.tools)
+        before, after = self._format.call
+        for index, name, arguments in choice.callable():
+            schema = msgspec.json.encode(arguments).decode()
+            calls[index] = f"call_{index}: {self._lark(before % name)} %json {schema} {self._lark(after)}"
+        head = [self._start(choice)]
+        assert len(head) == FIRST_TOOL_LINE - 1
+        call = " | ".join(rule.partition(":")[0] for rule in calls if rule)
+        lines = [*head, *calls, f"call: {call}", self._calls(choice), *self._text()]
+        return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines))
+
+    def _start(self, choice: ToolChoice) -> str:
+        if choice.required:
+            return f"start: {'' if self._format.bare else self._lark(self._format.start)} calls"
+        return f"start: {'' if self._format.bare else 'text_and_mark'} calls | TEXT"
+
+    def _calls(self, choice: ToolChoice) -> str:
+        form = self._format
+        several = f"({self._lark(form.between)} call)*" if choice.parallel and form.between else ""
+        return f"calls: {self._lark(form.opening)} call {several} {self._lark(form.closing)}"
+
+    def _text(self) -> Iterator[str]:
+        """Text without calls: nothing in it would be read as one."""
+        mark = self._format.start
+        any_text = r"/\s*([^{\s](?s:.*))?/" if self._format.bare else "/(?s:.*)/"
+        yield f"TEXT: {any_text} & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
+        lazy = "" if self._special_token_id(mark) is not None else "[lazy]"
+        yield f"text_and_mark{lazy}: TEXT {self._lark(mark)}"
+
+    def _lark(self, text: str) -> str:
+        parts = ((part, self._special_token_id(part)) for part in _MARK.split(text) if part)
+        return " ".join(json.dumps(part) if id_ is None else f"<[{id_}]>" for part, id_ in parts)
