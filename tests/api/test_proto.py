@@ -77,6 +77,7 @@ FIELDS = {
         (4, "token_logprobs", "bool"),
         (5, "token_ranks", "bool"),
         (6, "top_n_tokens", "uint32"),
+        (101, "token_ids", "bool"),
     ],
     "BatchedGenerationResponse": [(1, "responses", "*GenerationResponse")],
     "GenerationResponse": [
@@ -94,8 +95,15 @@ FIELDS = {
         (3, "logprob", "float"),
         (4, "rank", "uint32"),
         (5, "top_tokens", "*TokenInfo.TopToken"),
+        (101, "id", "?uint32"),
+        (102, "special", "bool"),
     ],
-    "TokenInfo.TopToken": [(2, "text", "string"), (3, "logprob", "float")],
+    "TokenInfo.TopToken": [
+        (2, "text", "string"),
+        (3, "logprob", "float"),
+        (101, "id", "?uint32"),
+        (102, "special", "bool"),
+    ],
     "BatchedTokenizeRequest": [
         (1, "model_id", "string"),
         (2, "requests", "*TokenizeRequest"),

@@ -159,6 +159,27 @@ def test_token_details(stub: Stub) -> None:
     assert list(second.input_tokens) == list(whole.input_tokens)
 
 
+def test_ids_of_tokens_if_asked_for(stub: Stub) -> None:
+    """The fake model's ids are bytes in the order of GPT-2's characters for them, of which `!` is the first."""
+    request = unary_request('"#$</s>', 4)
+    request.params.response.CopyFrom(pb.ResponseOptions(generated_tokens=True, input_tokens=True, top_n_tokens=1))
+    (without,) = stub.Generate(request).responses
+    request.params.response.token_ids = True
+    (whole,) = stub.Generate(request).responses
+    expected = [('"', 1, False), ("#", 2, False), ("$", 3, False), ("</s>", 256, True)]
+    for tokens in (whole.input_tokens, whole.tokens):
+        assert [(token.text, token.id, token.special) for token in tokens] == expected
+        assert [(top.text, top.id, top.special) for token in tokens for top in token.top_tokens] == expected
+    _, second, *rest = stub.GenerateStream(as_stream_request(request))
+    assert list(second.input_tokens) == list(whole.input_tokens)
+    assert [token for message in rest for token in message.tokens] == list(whole.tokens)
+    for token in (*whole.input_tokens, *whole.tokens):  # an old client gets the bytes that it has always got
+        for named in (token, *token.top_tokens):
+            named.ClearField("id")
+            named.ClearField("special")
+    assert whole.SerializeToString() == without.SerializeToString()
+
+
 def test_a_stream_starts_before_the_first_token(stub: Stub) -> None:
     request = unary_request("abc", 5)
     request.params.method = pb.SAMPLE
@@ -337,6 +358,12 @@ BAD = {
     "long-stop": (stopping(stop_sequences=["é" * 121]), "stop_sequences", STOPS, ""),
     "details-without-lists": (
         response(token_ranks=True),
+        "",
+        "must request input and/or generated tokens to request extra token detail",
+        "",
+    ),
+    "ids-without-lists": (
+        response(token_ids=True),
         "",
         "must request input and/or generated tokens to request extra token detail",
         "",

@@ -41,6 +41,7 @@ class RawParams:
     include_stop_sequence: bool | None = None
     input_text: bool = False
     logprob_options: LogprobOptions = field(default_factory=LogprobOptions)
+    token_ids: bool = False  # of the tokens that the options report
     repetition_penalty: float = 0.0
     length_penalty: tuple[int, float] | None = None  # start_index, decay_factor
     frequency_penalty: float = 0.0

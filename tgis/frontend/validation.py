@@ -191,7 +191,7 @@ def _float_fields(p: RawParams) -> Iterator[tuple[str, float]]:
 
 def _details_without_tokens(p: RawParams, _: RequestLimits) -> bool:
     options = p.logprob_options
-    return options.wants_details and not (options.generated_tokens or options.input_tokens)
+    return (options.wants_details or p.token_ids) and not (options.generated_tokens or options.input_tokens)
 
 
 def _has_invalid_stop_sequence(p: RawParams, _: RequestLimits) -> bool:

@@ -113,20 +113,22 @@ class StoppingCriteria(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., time_limit_millis: _Optional[int] = ..., stop_sequences: _Optional[_Iterable[str]] = ..., include_stop_sequence: bool = ..., ignore_eos: bool = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("input_text", "generated_tokens", "input_tokens", "token_logprobs", "token_ranks", "top_n_tokens")
+    __slots__ = ("input_text", "generated_tokens", "input_tokens", "token_logprobs", "token_ranks", "top_n_tokens", "token_ids")
     INPUT_TEXT_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_RANKS_FIELD_NUMBER: _ClassVar[int]
     TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     input_text: bool
     generated_tokens: bool
     input_tokens: bool
     token_logprobs: bool
     token_ranks: bool
     top_n_tokens: int
-    def __init__(self, input_text: bool = ..., generated_tokens: bool = ..., input_tokens: bool = ..., token_logprobs: bool = ..., token_ranks: bool = ..., top_n_tokens: _Optional[int] = ...) -> None: ...
+    token_ids: bool
+    def __init__(self, input_text: bool = ..., generated_tokens: bool = ..., input_tokens: bool = ..., token_logprobs: bool = ..., token_ranks: bool = ..., top_n_tokens: _Optional[int] = ..., token_ids: bool = ...) -> None: ...
 
 class DecodingParameters(_message.Message):
     __slots__ = ("repetition_penalty", "length_penalty", "format", "json_schema", "regex", "choice", "grammar", "frequency_penalty", "presence_penalty", "logit_bias", "watermark")
@@ -206,23 +208,31 @@ class GenerationResponse(_message.Message):
     def __init__(self, generated_token_count: _Optional[int] = ..., text: _Optional[str] = ..., input_token_count: _Optional[int] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., input_tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., seed: _Optional[int] = ..., stop_sequence: _Optional[str] = ...) -> None: ...
 
 class TokenInfo(_message.Message):
-    __slots__ = ("text", "logprob", "rank", "top_tokens")
+    __slots__ = ("text", "logprob", "rank", "top_tokens", "id", "special")
     class TopToken(_message.Message):
-        __slots__ = ("text", "logprob")
+        __slots__ = ("text", "logprob", "id", "special")
         TEXT_FIELD_NUMBER: _ClassVar[int]
         LOGPROB_FIELD_NUMBER: _ClassVar[int]
+        ID_FIELD_NUMBER: _ClassVar[int]
+        SPECIAL_FIELD_NUMBER: _ClassVar[int]
         text: str
         logprob: float
-        def __init__(self, text: _Optional[str] = ..., logprob: _Optional[float] = ...) -> None: ...
+        id: int
+        special: bool
+        def __init__(self, text: _Optional[str] = ..., logprob: _Optional[float] = ..., id: _Optional[int] = ..., special: bool = ...) -> None: ...
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_FIELD_NUMBER: _ClassVar[int]
     text: str
     logprob: float
     rank: int
     top_tokens: _containers.RepeatedCompositeFieldContainer[TokenInfo.TopToken]
-    def __init__(self, text: _Optional[str] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_tokens: _Optional[_Iterable[_Union[TokenInfo.TopToken, _Mapping]]] = ...) -> None: ...
+    id: int
+    special: bool
+    def __init__(self, text: _Optional[str] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_tokens: _Optional[_Iterable[_Union[TokenInfo.TopToken, _Mapping]]] = ..., id: _Optional[int] = ..., special: bool = ...) -> None: ...
 
 class BatchedTokenizeRequest(_message.Message):
     __slots__ = ("model_id", "requests", "return_tokens", "return_offsets", "truncate_input_tokens", "prefix_id", "adapter_id")

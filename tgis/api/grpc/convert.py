@@ -1,6 +1,6 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tgis.api.grpc import wire
 from tgis.frontend.budget import Account
@@ -41,6 +41,7 @@ assert pb.BatchedTokenizeResponse.RESPONSES_FIELD_NUMBER == _RESPONSES
 _OUTPUT_COST = 8  # units of a slice, without tokens
 _BYTES_PER_SLICE_UNIT = 4096  # to copy
 
+IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 
@@ -97,6 +98,7 @@ def raw_params(params: pb.Parameters) -> RawParams:
         include_stop_sequence=(stopping.include_stop_sequence if stopping.HasField("include_stop_sequence") else None),
         input_text=params.response.input_text,
         logprob_options=_logprob_options(params.response),
+        token_ids=params.response.token_ids,
         repetition_penalty=decoding.repetition_penalty,
         length_penalty=((penalty.start_index, penalty.decay_factor) if decoding.HasField("length_penalty") else None),
         frequency_penalty=decoding.frequency_penalty,
@@ -114,20 +116,20 @@ def field_path(field: str) -> str:
     return _FIELD_PATHS.get(field, field)
 
 
-async def generate_reply(outputs: list[RequestOutput], slicer: Slicer) -> bytes:
+async def generate_reply(outputs: list[RequestOutput], slicer: Slicer, is_special: IsSpecial | None) -> bytes:
     """A serialized BatchedGenerationResponse."""
     parts = []
     async for some in slicer.slices(outputs, cost=_OUTPUT_COST):
         for output in some:
-            parts += wire.length_delimited(_RESPONSES, await _generation_response(output, slicer))
+            parts += wire.length_delimited(_RESPONSES, await _generation_response(output, slicer, is_special))
     return await _joined(parts, slicer)
 
 
-async def generation_response(output: RequestOutput, slicer: Slicer) -> bytes:
+async def generation_response(output: RequestOutput, slicer: Slicer, is_special: IsSpecial | None) -> bytes:
     """A serialized GenerationResponse."""
     if _is_small(output):
-        return _small_message(output)
-    return await _joined(await _generation_response(output, slicer), slicer)
+        return _small_message(output, is_special)
+    return await _joined(await _generation_response(output, slicer, is_special), slicer)
 
 
 def _is_small(output: RequestOutput) -> bool:
@@ -135,22 +137,22 @@ def _is_small(output: RequestOutput) -> bool:
     return not output.input_tokens and len(output.tokens) <= 1 and len(output.text) <= _BYTES_PER_SLICE_UNIT
 
 
-def _small_message(output: RequestOutput) -> bytes:
+def _small_message(output: RequestOutput, is_special: IsSpecial | None) -> bytes:
     response = _without_tokens(output)
     if output.tokens:
-        response.tokens.extend(_token_infos(output.tokens))
+        response.tokens.extend(_token_infos(output.tokens, is_special))
     return response.SerializeToString()
 
 
-async def _generation_response(output: RequestOutput, slicer: Slicer) -> list[bytes]:
+async def _generation_response(output: RequestOutput, slicer: Slicer, is_special: IsSpecial | None) -> list[bytes]:
     """Its parts: concatenated messages are one with the fields of all."""
     if _is_small(output):
-        return [_small_message(output)]
+        return [_small_message(output, is_special)]
     parts = [_without_tokens(output).SerializeToString()]
     async for tokens in slicer.slices(output.tokens, cost=output.details_per_token):
-        parts += [pb.GenerationResponse(tokens=_token_infos(tokens)).SerializeToString()]
+        parts += [pb.GenerationResponse(tokens=_token_infos(tokens, is_special)).SerializeToString()]
     async for tokens in slicer.slices(output.input_tokens, cost=output.details_per_token):
-        parts += [pb.GenerationResponse(input_tokens=_token_infos(tokens)).SerializeToString()]
+        parts += [pb.GenerationResponse(input_tokens=_token_infos(tokens, is_special)).SerializeToString()]
     return parts
 
 
@@ -247,13 +249,23 @@ def _grammar(decoding: pb.DecodingParameters) -> GrammarSpec | None:
     return None
 
 
-def _token_infos(infos: Iterable[TokenInfo]) -> list[pb.TokenInfo]:
+def _token_infos(infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> list[pb.TokenInfo]:
     return [
         pb.TokenInfo(
             text=info.text,
             logprob=info.logprob,
             rank=info.rank,
-            top_tokens=[pb.TokenInfo.TopToken(text=text, logprob=logprob) for _, text, logprob in info.top_tokens],
+            id=info.id if is_special else None,
+            special=is_special is not None and is_special(info.id),
+            top_tokens=[
+                pb.TokenInfo.TopToken(
+                    text=text,
+                    logprob=logprob,
+                    id=id_ if is_special else None,
+                    special=is_special is not None and is_special(id_),
+                )
+                for id_, text, logprob in info.top_tokens
+            ],
         )
         for info in infos
     ]

@@ -55,15 +55,17 @@ class GenerationServicer:
             message = await _parse(data, pb.BatchedGenerationRequest, generator, max_inputs)
             identity, deadline = self._identity(context), self._answer_deadline(context)
             call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline)
-            return await convert.generate_reply(await generator.generate(call), generator.slicer)
+            is_special = _is_special(message.params, generator)
+            return await convert.generate_reply(await generator.generate(call), generator.slicer, is_special)
 
     async def _generate_stream(self, data: bytes, stream: OpenCall) -> None:
         with self._admitted(data, stream.context) as (generator, account):
             message = await _parse(data, pb.SingleGenerationRequest, generator, max_inputs=1)
             call = convert.generate_stream_call(message, account, self._identity(stream.context), logs.correlation_id())
+            is_special = _is_special(message.params, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:
-                    await stream.write(await convert.generation_response(output, generator.slicer))
+                    await stream.write(await convert.generation_response(output, generator.slicer, is_special))
 
     async def _tokenize(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
@@ -98,6 +100,10 @@ class GenerationServicer:
         if self.generator is None:
             raise Unavailable("the model is still loading")
         return self.generator
+
+
+def _is_special(params: pb.Parameters, generator: Generator) -> convert.IsSpecial | None:
+    return generator.token_decoder.tokenizer.is_special if params.response.token_ids else None
 
 
 async def _parse(data: bytes, message_type: type[wire.M], generator: Generator, max_inputs: int) -> wire.M:
