@@ -230,6 +230,70 @@ def test_completions_echo_and_logprobs(client: openai.OpenAI) -> None:
     assert [token for part in parts if part for token in part.tokens or ()] == list("abcabc")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "length", "texts", "outputs"),
+    [
+        ([1, 2], 2, ['"#'], ['"#"#']),
+        ([[32, 33], [2]], 3, ["AB", "#"], ["ABAB", "####"]),
+        ([3, 256, 4], 3, ["$</s>%"], ["$"]),  # the end of sequence is a token like any other in a prompt
+    ],
+)
+def test_prompts_of_token_ids(
+    client: openai.OpenAI, prompt: Any, length: int, texts: list[str], outputs: list[str]
+) -> None:
+    params: Any = {"model": NAME, "max_tokens": 4, "prompt": prompt}
+    answer = client.completions.create(**params)
+    assert [choice.text for choice in answer.choices] == outputs
+    assert answer.usage
+    assert answer.usage.prompt_tokens == length
+    echoed = client.completions.create(**params, echo=True, logprobs=0)
+    assert [choice.text for choice in echoed.choices] == [a + b for a, b in zip(texts, outputs, strict=True)]
+    chunks = list(client.completions.create(**params, echo=True, stream=True))
+    for choice in echoed.choices:
+        own = [each.text for chunk in chunks for each in chunk.choices if each.index == choice.index]
+        assert "".join(own) == choice.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "said"),
+    [
+        ([], "prompt", "prompt cannot be empty"),
+        ([[]], "prompt[0]", "prompt[0] gives no token"),
+        ([1, "a"], "prompt", "prompt must be a text, token ids, or several of one of them"),
+        ([[1], [1, 257]], "prompt[1]", "prompt[1] gives token id 257, the model has only those below 257"),
+        ([1] * 300, "prompt[0]", "input tokens (300) plus prefix length (0) must be < 200"),
+    ],
+)
+def test_bad_prompts(client: openai.OpenAI, prompt: Any, field: str, said: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=NAME, prompt=prompt, stream=stream)
+        assert caught.value.param == field
+        assert said in caught.value.message
+
+
+TIMINGS = ["x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token"]
+
+
+def test_headers_as_on_the_routes_of_tgi(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hällo"}]
+    create, complete = client.chat.completions.with_raw_response.create, client.completions.with_raw_response.create
+    chat_headers = create(model=NAME, messages=messages, max_tokens=7, n=2).headers
+    headers = complete(model=NAME, prompt=["ab", "cde"], max_tokens=7).headers
+    names = ("x-compute-type", "x-compute-characters", "x-prompt-tokens", "x-generated-tokens")
+    assert [chat_headers[name] for name in names] == ["1-none", "5", "6", "14"]
+    assert [headers[name] for name in names] == ["1-none", "5", "5", "14"]
+    for found in (chat_headers, headers):
+        total, validation, queue, inference, per_token = (int(found[name]) for name in TIMINGS)
+        assert total + 3 >= validation + queue + inference  # each is truncated
+        assert inference >= 2 * 7 * 2  # two outputs, seven tokens, steps of 2 ms
+        assert per_token >= 2 * 2
+    assert 0.014 <= float(chat_headers["x-compute-time"]) < int(chat_headers["x-total-time"]) / 1000
+    assert "x-compute-time" not in headers
+    streamed = create(model=NAME, messages=messages, max_tokens=7, stream=True).headers
+    assert [streamed.get(name) for name in names] == ["1-none", "5", None, None]
+
+
 def test_the_best_of_several(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=NAME, prompt=["ab", "cd"], max_tokens=4, n=1, best_of=3)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "abab"), (1, "cdcd")]

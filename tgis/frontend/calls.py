@@ -24,10 +24,11 @@ class GenerateCall:
     """
 
     kind: CallKind
-    texts: list[str]
+    texts: list[str]  # empty ones for inputs that are token ids
     fields: list[str]  # longer than `texts` where an input is missing
     params: RawParams
     account: Account
+    token_ids: list[list[int]] | None = None  # the inputs, where they come tokenized
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
     correlation_id: str | None = None  # for logs

@@ -236,9 +236,7 @@ class Generator:
     ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
         limits, limit = self.server_info.limits, params.given.truncate_input_tokens
-        if not limit:
-            check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
-        encodings = await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, params.given))
+        encodings = await self._encode(call, params.given)
         log.inputs_tokenized([encoding.num_tokens for encoding in encodings for _ in range(call.n)])
         requests = []
         async for some in self.slicer.slices(zip(call.fields, encodings, strict=True), cost=_INPUT_COST * call.n):
@@ -263,6 +261,14 @@ class Generator:
         self._check_queue(requests)  # from here on nobody else can queue until the caller has
         log.validated(requests, params)
         return requests
+
+    async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:
+        limits = self.server_info.limits
+        if call.token_ids is not None:
+            return [Encoding.of_ids(ids, limits.max_sequence_length) for ids in call.token_ids]
+        if not params.truncate_input_tokens:
+            check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
+        return await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, params))
 
     def _check_queue(self, requests: list[Request]) -> None:
         """Reject what would make the queue too long: all inputs or none."""

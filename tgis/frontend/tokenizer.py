@@ -45,6 +45,11 @@ class Encoding:
     offset_array: "array[int]"  # begin and end of each of these tokens; empty unless requested
     num_tokens: int  # of the whole text, or more than enough
 
+    @classmethod
+    def of_ids(cls, ids: list[int], keep: int) -> "Encoding":
+        """Of a text that comes tokenized."""
+        return cls(array(_U32, ids[-keep:]), array(_U32), len(ids))
+
     @property
     def ids(self) -> list[int]:
         return self.id_array.tolist()
@@ -227,6 +232,11 @@ class Tokenizer:
         """None if the text is no special token."""
         token_id: int | None = self._backend.token_to_id(text)
         return token_id if token_id in self._special else None
+
+    async def decode_batch(self, texts: list[list[int]]) -> list[str]:
+        """Decode whole texts with their special tokens, in a thread."""
+        decode = partial(self._backend.decode_batch, texts, skip_special_tokens=False)
+        return await self._pool.run(sum(map(len, texts)), decode)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """Decode the ids as one whole text; unknown ids are dropped."""

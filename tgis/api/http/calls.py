@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -53,6 +54,11 @@ class HttpCall:
             self._data = await receive(self.request, limit, seconds)
         return await read_json(self._data, type_, self.account, self.generator.slicer)
 
+    def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
+        """As in TGI: where the answer is computed, and the length of the prompts."""
+        kind = f"{self._config.num_shard}-{self.generator.server_info.engine.device}"
+        return {"x-compute-type": kind, "x-compute-characters": str(sum(map(len, prompts)))}
+
     def event_stream(self, headers: Mapping[str, str] | None = None) -> EventStream:
         """The answer, which begins with its first event: errors before that have a status."""
         self.events = EventStream(self.request, {"x-request-id": self.correlation_id or "", **(headers or {})})
@@ -60,6 +66,11 @@ class HttpCall:
 
 
 Handle = Callable[[HttpCall], Awaitable[web.StreamResponse]]
+
+
+def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Response:
+    """An answer that is a value of msgspec."""
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)
 
 
 class HttpApi:

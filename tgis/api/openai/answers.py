@@ -27,6 +27,7 @@ def make_call(
     n: int,
     adapter: str | None,
     *,
+    token_ids: list[list[int]] | None = None,
     stream: bool,
 ) -> GenerateCall:
     """For the front end."""
@@ -37,6 +38,7 @@ def make_call(
         fields=fields,
         params=params,
         account=call.account,
+        token_ids=token_ids,
         identity=call.identity,
         adapter=None if adapter is None else ("adapter_id", adapter),
         correlation_id=logs.correlation_id(),

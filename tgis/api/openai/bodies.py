@@ -110,7 +110,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
-    prompt: str | list[str]
+    prompt: str | list[str | Count | list[Count]]  # one text or many, the token ids of one or of many
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: Count | None = None

@@ -9,7 +9,8 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from tgis.api.http.calls import HttpCall
+from tgis.api.http.calls import HttpCall, json_response
+from tgis.api.http.timing_headers import compute_time, timing_headers
 from tgis.api.openai.answers import (
     DONE,
     FINGERPRINT,
@@ -91,7 +92,8 @@ class ChatCompletions:
             usage.count(output)
         choices = [await self._choice(call, request, output) for output in outputs]
         body = ChatCompletion(answer.id, answer.created, answer.model, choices, usage.usage(), FINGERPRINT)
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+        headers = call.compute_headers(request.generate_call.texts) | compute_time(outputs[0])
+        return json_response(body, headers | timing_headers(outputs, body.usage.prompt_tokens))
 
     async def _read(self, call: HttpCall) -> _Request:
         body = await call.body(ChatCompletionRequest)
@@ -141,7 +143,8 @@ class ChatCompletions:
         return ChatChoice(output.index, message, logprobs, finish_reason(output.stop_reason, len(calls)) or "stop")
 
     async def _stream(self, call: HttpCall, request: _Request) -> web.StreamResponse:
-        events, answer = call.event_stream(), Answer.of("chatcmpl-", request.body, request.model)
+        events = call.event_stream(call.compute_headers(request.generate_call.texts))
+        answer = Answer.of("chatcmpl-", request.body, request.model)
         n = request.generate_call.n
         usage, decoder = UsageCounter(n), call.generator.token_decoder
         choices = [StreamedChoice(index, request.body, request.parser(), TokenTexts(decoder)) for index in range(n)]

@@ -3,11 +3,13 @@
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
+from typing import cast
 
 import msgspec
 from aiohttp import web
 
-from tgis.api.http.calls import HttpCall
+from tgis.api.http.calls import HttpCall, json_response
+from tgis.api.http.timing_headers import timing_headers
 from tgis.api.openai.answers import (
     DONE,
     FINGERPRINT,
@@ -36,19 +38,44 @@ class Completions:
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
         body = await call.body(CompletionRequest)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        if not prompts:
-            raise InvalidRequest("prompt", "prompt cannot be empty")
-        check_at_most("prompt", len(prompts), self._max_prompts)
+        texts, token_ids = _prompts(body.prompt)
+        check_at_most("prompt", len(texts), self._max_prompts)
         params, candidates = completion_params(body), num_candidates(body)
         check_at_most("n" if body.best_of is None else "best_of", candidates, self._max_choices)
         adapter = await self._models.adapter(body.model)
-        fields = [f"prompt[{index}]" for index in range(len(prompts))]
-        generate_call = make_call(call, params, prompts, fields, candidates, adapter, stream=bool(body.stream))
+        fields = [f"prompt[{index}]" for index in range(len(texts))]
+        generate_call = make_call(
+            call, params, texts, fields, candidates, adapter, token_ids=token_ids, stream=bool(body.stream)
+        )
         answer = Answer.of("cmpl-", body, adapter or self._models.names[0])
         if body.stream:
             return await _stream(call, body, generate_call, answer)
         return await _unary(call, body, generate_call, answer)
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[list[str], list[list[int]] | None]:
+    """Texts, and the token ids of prompts that come tokenized."""
+    match prompt:
+        case str():
+            return [prompt], None
+        case []:
+            raise InvalidRequest("prompt", "prompt cannot be empty")
+    kinds = {type(each) for each in prompt}
+    if kinds == {str}:
+        return cast("list[str]", prompt), None
+    if len(kinds) > 1:
+        raise InvalidRequest("prompt", "prompt must be a text, token ids, or several of one of them")
+    token_ids = cast("list[list[int]]", prompt if kinds == {list} else [prompt])
+    return [""] * len(token_ids), token_ids
+
+
+async def _echoed(call: HttpCall, body: CompletionRequest, generate_call: GenerateCall) -> list[str]:
+    """What stands before the outputs of each prompt."""
+    if not body.echo:
+        return [""] * len(generate_call.texts)
+    if generate_call.token_ids is None:
+        return generate_call.texts
+    return await call.generator.token_decoder.tokenizer.decode_batch(generate_call.token_ids)
 
 
 async def _unary(
@@ -58,18 +85,15 @@ async def _unary(
     usage = UsageCounter(generate_call.n)
     for output in outputs:
         usage.count(output)
-    choices = []
+    echoed, choices = await _echoed(call, body, generate_call), []
     for output in _chosen(outputs, generate_call.n, num_choices(body)):
-        prompt = generate_call.texts[output.index // num_choices(body)] if body.echo else ""
+        prompt = echoed[output.index // num_choices(body)]
         logprobs = await _logprobs(call, body, output) if body.logprobs is not None else None
         reason = finish_reason(output.stop_reason)
         choices.append(CompletionChoice(output.index, prompt + output.text, logprobs, reason))
-    return web.Response(
-        body=msgspec.json.encode(
-            Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT, usage.usage())
-        ),
-        content_type="application/json",
-    )
+    completion = Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT, usage.usage())
+    headers = call.compute_headers(generate_call.texts)
+    return json_response(completion, headers | timing_headers(outputs, usage.usage().prompt_tokens))
 
 
 def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:
@@ -100,13 +124,16 @@ def _extend(found: CompletionLogprobs, more: CompletionLogprobs) -> None:
 async def _stream(
     call: HttpCall, body: CompletionRequest, generate_call: GenerateCall, answer: Answer
 ) -> web.StreamResponse:
-    events, usage, n = call.event_stream(), UsageCounter(generate_call.n), generate_call.n
+    events = call.event_stream(call.compute_headers(generate_call.texts))
+    usage, n = UsageCounter(generate_call.n), generate_call.n
     count = len(generate_call.texts) * n
-    prompts = {index: generate_call.texts[index // n] if body.echo else "" for index in range(count)}  # to be sent
+    to_echo: dict[int, str] | None = None  # by output
     texts = [TokenTexts(call.generator.token_decoder) for _ in range(count)]
     pending = [CompletionLogprobs([], [], [], [] if body.logprobs else None) for _ in range(count)]
     async with aclosing(call.generator.stream(generate_call)) as outputs:
         async for output in outputs:
+            if to_echo is None:  # the first message: the prompts are valid
+                to_echo = dict(enumerate(each for each in await _echoed(call, body, generate_call) for _ in range(n)))
             usage.count(output)
             if body.logprobs is not None:
                 infos = chain(output.input_tokens, output.tokens)
@@ -116,7 +143,7 @@ async def _stream(
                 continue  # before the first token
             logprobs = pending[output.index] if body.logprobs is not None else None
             pending[output.index] = CompletionLogprobs([], [], [], [] if body.logprobs else None)
-            text = prompts.pop(output.index, "") + output.text
+            text = to_echo.pop(output.index, "") + output.text
             choice = CompletionChoice(output.index, text, logprobs, finish_reason(output.stop_reason))
             await events.send(_encoded_chunk(answer, [choice], usage, last=False))
     if answer.include_usage:

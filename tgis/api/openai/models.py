@@ -5,10 +5,9 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-import msgspec
 from aiohttp import web
 
-from tgis.api.http.calls import HttpCall
+from tgis.api.http.calls import HttpCall, json_response
 from tgis.api.http.errors import HttpError
 from tgis.api.openai.bodies import Model, ModelList
 from tgis.prompts.catalog import AdapterCatalog
@@ -44,16 +43,16 @@ class ServedModels:
         """GET /v1/models."""
         adapter_ids = await asyncio.to_thread(self.catalog.ids)
         models = [self._model(call, None), *(self._model(call, adapter_id) for adapter_id in adapter_ids)]
-        return _response(ModelList(models))
+        return json_response(ModelList(models))
 
     async def get_model(self, call: HttpCall) -> web.StreamResponse:
         """GET /v1/models/{id}, whose slashes may be part of the id."""
         name = call.request.match_info["id"]
         if name in self.names:
-            return _response(self._model(call, None))
+            return json_response(self._model(call, None))
         if not await asyncio.to_thread(self.catalog.has, name):
             raise _not_found(name)
-        return _response(self._model(call, name))
+        return json_response(self._model(call, name))
 
     def _model(self, call: HttpCall, adapter_id: str | None) -> Model:
         name, length = self.names[0], call.generator.server_info.limits.max_sequence_length
@@ -63,7 +62,3 @@ class ServedModels:
 def _not_found(name: str) -> HttpError:
     shown = "".join(c if c.isprintable() else "?" for c in name[:_SHOWN_CHARACTERS])
     return HttpError(404, f"the model {shown!r} does not exist")
-
-
-def _response(body: Model | ModelList) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

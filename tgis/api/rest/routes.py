@@ -1,6 +1,5 @@
 """TGI's routes: each reads its body, runs the Generator, and writes what comes."""
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -10,10 +9,11 @@ from aiohttp import web
 from msgspec import UNSET
 
 from tgis import __version__
-from tgis.api.http.calls import Handle, HttpCall
+from tgis.api.http.calls import Handle, HttpCall, json_response
 from tgis.api.http.errors import HttpError
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import Operation
+from tgis.api.http.timing_headers import compute_time, timing_headers
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.chat import ChatCompletions
 from tgis.api.rest import convert
@@ -77,10 +77,10 @@ class TgiApi:
         if request.stream:
             return await self._stream(call, request)
         answer, headers = await self._answer(call, request)
-        return _json([answer], headers)
+        return json_response([answer], headers)
 
     async def _generate(self, call: HttpCall) -> web.StreamResponse:
-        return _json(*await self._answer(call, await call.body(GenerateRequest)))
+        return json_response(*await self._answer(call, await call.body(GenerateRequest)))
 
     async def _generate_stream(self, call: HttpCall) -> web.StreamResponse:
         return await self._stream(call, await call.body(GenerateRequest))
@@ -93,7 +93,9 @@ class TgiApi:
             call, request, CallKind.SINGLE, details=wants_details or best_of > 1 or bool(given.top_n_tokens)
         )
         outputs = best_first(await call.generator.generate(generate_call))
-        headers = self._compute_headers(call.generator, request) | _timing_headers(outputs[0])
+        winner = outputs[0]
+        headers = call.compute_headers([request.inputs]) | compute_time(winner)
+        headers |= timing_headers([winner], winner.input_token_count)
         if not wants_details:
             return GenerateResponse(_full_text(outputs[0], request)), headers
         best, *others = [
@@ -113,7 +115,7 @@ class TgiApi:
     async def _stream(self, call: HttpCall, request: GenerateRequest) -> web.StreamResponse:
         generator = call.generator
         generate_call = self._generate_call(call, request, CallKind.STREAM, details=True)
-        events = call.event_stream(self._compute_headers(generator, request))
+        events = call.event_stream(call.compute_headers([request.inputs]))
         writer = _StreamWriter(events, generator, request)
         async with aclosing(generator.stream(generate_call)) as outputs:
             async for output in outputs:
@@ -154,12 +156,12 @@ class TgiApi:
 
     async def _tokenize(self, call: HttpCall) -> web.StreamResponse:
         request = await call.body(TokenizeRequest)
-        return _json(await self._tokens(call, request.inputs, add_special_tokens=True))
+        return json_response(await self._tokens(call, request.inputs, add_special_tokens=True))
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
         """Without the special tokens that the tokenizer adds: the template has them."""
         text = await self._chat.prompt(await call.body(ChatCompletionRequest), call.generator.slicer)
-        return _json(ChatTokenizeResponse(await self._tokens(call, text, add_special_tokens=False), text))
+        return json_response(ChatTokenizeResponse(await self._tokens(call, text, add_special_tokens=False), text))
 
     async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> Sequence[SimpleToken]:
         data = text.encode()
@@ -178,7 +180,7 @@ class TgiApi:
     async def _info(self, call: HttpCall) -> web.StreamResponse:
         server, config = call.generator.server_info, self._config
         limits, engine = self._limits(call.generator), server.engine
-        return _json(
+        return json_response(
             Info(
                 model_id=config.shown_model,
                 model_sha=None,
@@ -202,12 +204,6 @@ class TgiApi:
                 docker_label=None,
             )
         )
-
-    def _compute_headers(self, generator: Generator, request: GenerateRequest) -> dict[str, str]:
-        return {
-            "x-compute-type": f"{self._config.num_shard}-{generator.server_info.engine.device}",
-            "x-compute-characters": str(len(request.inputs)),
-        }
 
     def _limits(self, generator: Generator) -> RestLimits:
         config, length = self._config, generator.server_info.limits.max_sequence_length
@@ -244,27 +240,3 @@ class _StreamWriter:
 
 def _full_text(output: RequestOutput, request: GenerateRequest) -> str:
     return request.inputs + output.text if request.parameters.return_full_text else output.text
-
-
-def _timing_headers(output: RequestOutput) -> dict[str, str]:
-    """From the arrival of the call to now, in milliseconds unless it says otherwise."""
-    times, now = output.timings, time.monotonic()
-    assert times is not None
-    inference = now - (times.scheduled or now)
-    seconds = {
-        "x-total-time": now - times.arrived,
-        "x-validation-time": times.submitted - times.arrived,
-        "x-queue-time": (times.scheduled or now) - times.submitted,
-        "x-inference-time": inference,
-        "x-time-per-token": inference / max(output.generated_token_count, 1),
-    }
-    return {
-        "x-compute-time": f"{now - times.arrived:.9f}",
-        **{name: str(int(value * 1000)) for name, value in seconds.items()},
-        "x-prompt-tokens": str(output.input_token_count),
-        "x-generated-tokens": str(output.generated_token_count),
-    }
-
-
-def _json(body: Any, headers: Headers | None = None) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)
