@@ -1,51 +1,86 @@
 """One request through every face of a real server: gRPC, TGI's REST API and OpenAI's give the same tokens."""
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from golden_model import write_prompts
 from harness import Server, running_server
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx_exports import exported
 from tokenizers import Tokenizer
+from tuning import tuned
 
 from benchmarks.soak.reconcile import parse_metrics
 from tgis.pb import generation_pb2 as pb
 
 PROMPTS = ["The Queen", "“Off with her head!” the Queen shouted", "very very very very"]
-ADAPTER = "tuned/hatter"
+SOFT_PROMPT, LORAS = "tuned/hatter", ["queen", "nested/king", "alice"]
 HITS = ("tgi_prefix_cache_hit_tokens_total",)
+TITLES = ["the meeting of the team", "notes about the budget of next year"]
 
-requests = st.fixed_dictionaries(
-    {
-        "prompt": st.sampled_from(PROMPTS),
-        "max_tokens": st.integers(1, 24),
-        "temperature": st.sampled_from([0.0, 0.4, 1.0, 1.5]),
-        "seed": st.integers(0, 2**32 - 1),
-    },
-    optional={
+
+def requests(prompts: list[str], adapters: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    optional: dict[str, st.SearchStrategy[Any]] = {
         "top_k": st.integers(1, 40),
         "top_p": st.sampled_from([0.2, 0.9]),
         "repetition_penalty": st.sampled_from([0.9, 1.3]),
         "frequency_penalty": st.sampled_from([-0.5, 0.7]),
         "stop": st.sampled_from([["e"], [" the", "\n"], ["never there"]]),
-        "adapter": st.just(ADAPTER),
-    },
-)
+    }
+    return st.fixed_dictionaries(
+        {
+            "prompt": st.sampled_from(prompts),
+            "max_tokens": st.integers(1, 24),
+            "temperature": st.sampled_from([0.0, 0.4, 1.0, 1.5]),
+            "seed": st.integers(0, 2**32 - 1),
+        },
+        optional=optional | ({"adapter": st.sampled_from(adapters)} if adapters else {}),
+    )
 
 
 @pytest.fixture(scope="module")
-def server(glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(glassllm_dir: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("faces")
-    write_prompts({ADAPTER: {"decoder.pt": "The Hatter was"}}, glassllm_dir, directory / "store")
-    options: dict[str, Any] = {"PREFIX_STORE_PATH": directory / "store", "DTYPE": "float32", "MAX_BEST_OF": 4}
-    with running_server(directory, glassllm_dir, MAX_SEQUENCE_LENGTH=128, **options) as running:
+    shutil.copytree(tuned("glassllm-lora", glassllm_dir, cache_dir).store, directory / "store")
+    write_prompts({SOFT_PROMPT: {"decoder.pt": "The Hatter was"}}, glassllm_dir, directory / "store")
+    with running_server(directory, glassllm_dir, PREFIX_STORE_PATH=directory / "store", **OPTIONS) as running:
         yield running
+
+
+OPTIONS: dict[str, Any] = {"DTYPE": "float32", "MAX_BEST_OF": 4, "MAX_SEQUENCE_LENGTH": 128}
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A server with padded batches."""
+
+    server: Server
+    tokenizer: Tokenizer
+    prompts: list[str]
+    start: str | None = None  # what the decoder of an encoder-decoder begins with
+
+
+@pytest.fixture(scope="module", params=["hf_transformers", "hf_optimum_ort"])
+def padded(
+    request: pytest.FixtureRequest, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Padded]:
+    """An encoder-decoder by transformers, a decoder by ONNX Runtime."""
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param == "hf_transformers":
+        model, prompts, start = request.getfixturevalue("titles_dir"), TITLES, "<pad>"
+    else:
+        model, prompts, start = exported(request.getfixturevalue("glassllm_dir"), cache_dir), PROMPTS, None
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK=request.param, **OPTIONS) as running:
+        yield Padded(running, tokenizer, prompts, start)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +98,7 @@ def over_grpc(server: Server, request: dict[str, Any]) -> pb.GenerationResponse:
             repetition_penalty=request.get("repetition_penalty", 0),
             frequency_penalty=request.get("frequency_penalty", 0),
         ),
-        response=pb.ResponseOptions(generated_tokens=True, token_logprobs=True),
+        response=pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ids=True),
     )
     inputs = [pb.GenerationRequest(text=request["prompt"])]
     message = pb.BatchedGenerationRequest(requests=inputs, params=params, adapter_id=request.get("adapter"))
@@ -100,13 +135,26 @@ def over_openai(server: Server, request: dict[str, Any]) -> Any:
     return post(server, "/v1/completions", body | {"model": model, "logprobs": 0, "include_stop_str_in_output": True})
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(request=requests)
+@settings(max_examples=40, deadline=None)
+@given(request=requests(PROMPTS, [SOFT_PROMPT, *LORAS]))
 def test_all_faces_give_the_same_tokens(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
+    check_faces(server, tokenizer, request)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_all_faces_give_the_same_tokens_of_padded_batches(padded: Padded, data: st.DataObject) -> None:
+    check_faces(padded.server, padded.tokenizer, data.draw(requests(padded.prompts, [])))
+
+
+def check_faces(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
     grpc, tgi, openai = over_grpc(server, request), over_tgi(server, request), over_openai(server, request)
     (choice,) = openai["choices"]
     assert tgi["generated_text"] == choice["text"] == grpc.text
     details = tgi["details"]
+    assert [(token["id"], token["special"]) for token in details["tokens"]] == [
+        (token.id, token.special) for token in grpc.tokens
+    ]
     assert [tokenizer.id_to_token(token["id"]) for token in details["tokens"]] == [one.text for one in grpc.tokens]
     logprobs = [one.logprob for one in grpc.tokens]
     assert [token["logprob"] for token in details["tokens"]] == pytest.approx(logprobs, abs=1e-6)
@@ -164,3 +212,24 @@ def test_outputs_of_one_prompt_share_its_prefill(server: Server) -> None:
     alone = [post(server, "/v1/completions", body | {"seed": 41 + number}) for number in range(4)]
     assert [choice["text"] for choice in many["choices"]] == [one["choices"][0]["text"] for one in alone]
     assert len({choice["text"] for choice in many["choices"]}) > 1
+
+
+def test_several_outputs_of_padded_batches(padded: Padded) -> None:
+    """Each is what its seed gives alone; the best has the highest mean logprob."""
+    body = {"prompt": padded.prompts[0], "max_tokens": 12, "temperature": 1.3, "seed": 41, "logprobs": 0}
+    many = post(padded.server, "/v1/completions", body | {"n": 4})
+    alone = [post(padded.server, "/v1/completions", body | {"seed": 41 + number})["choices"][0] for number in range(4)]
+    assert [choice["text"] for choice in many["choices"]] == [choice["text"] for choice in alone]
+    assert len({choice["text"] for choice in alone}) > 1
+    best = post(padded.server, "/v1/completions", body | {"best_of": 4})["choices"][0]["text"]
+    means = [sum(logprobs) / len(logprobs) for logprobs in (choice["logprobs"]["token_logprobs"] for choice in alone)]
+    assert best == alone[means.index(max(means))]["text"]
+    parameters = {"best_of": 3, "do_sample": True, "max_new_tokens": 8, "details": True, "decoder_input_details": True}
+    details = post(padded.server, "/generate", {"inputs": padded.prompts[0], "parameters": parameters})["details"]
+    others = details["best_of_sequences"]
+    means = [sum(token["logprob"] for token in one["tokens"]) / len(one["tokens"]) for one in (details, *others)]
+    assert (len(others), max(means)) == (2, means[0])
+    expected = [padded.start] if padded.start else padded.tokenizer.encode(padded.prompts[0]).tokens
+    for one in (details, *others):
+        assert [padded.tokenizer.id_to_token(token["id"]) for token in one["prefill"]] == expected
+        assert one["prefill"][0]["logprob"] is None

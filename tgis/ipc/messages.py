@@ -67,6 +67,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # ids of input tokens are below
+    decoder_start_token_id: int | None = None  # of an encoder-decoder
     embedding_size: int = 0  # width of a soft prompt; 0: the engine takes none
     lora_targets: dict[str, tuple[int, int]] = {}  # layer -> its inputs and outputs; empty: the engine takes no LoRA
 

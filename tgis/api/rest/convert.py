@@ -132,7 +132,7 @@ class TokenConverter:
 async def sequence(output: RequestOutput, given: GenerateParameters, generator: Generator, text: str) -> BestOfSequence:
     """A whole output with its details."""
     convert, slicer, cost = TokenConverter(generator), generator.slicer, output.details_per_token
-    prefill = await _encoded(output.input_tokens, convert.prefill_token, slicer, cost)
+    prefill = await _encoded(_prefill(output, given, generator), convert.prefill_token, slicer, cost)
     return BestOfSequence(
         generated_text=text,
         finish_reason=finish_reason(output, output.input_token_count, given, generator.server_info.limits),
@@ -142,6 +142,14 @@ async def sequence(output: RequestOutput, given: GenerateParameters, generator: 
         tokens=await _encoded(output.tokens, convert.token, slicer),
         top_tokens=await _encoded(output.tokens, convert.top_tokens, slicer, cost) if given.top_n_tokens else UNSET,
     )
+
+
+def _prefill(output: RequestOutput, given: GenerateParameters, generator: Generator) -> Iterable[TokenInfo]:
+    """What the output follows: the input, or what the decoder of an encoder-decoder begins with."""
+    start = generator.server_info.engine.decoder_start_token_id
+    if start is None or not given.decoder_input_details:
+        return output.input_tokens
+    return [TokenInfo(start, "", math.nan, 0, [])]
 
 
 def stream_details(

@@ -32,6 +32,7 @@ class OnnxCausalLM:
     """A `PaddedModel`: a decoder, and the KV cache of its sequences."""
 
     embedding_size = 0  # graphs take ids only
+    decoder_start_token_id = None
 
     def __init__(self, options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:
         files = find_graphs(Path(options.model_path), encoder_decoder=False)
@@ -110,6 +111,7 @@ class OnnxSeq2SeqLM:
         self._device = device
         self.lora = LoraLayers(None)
         self._constraints = OutputConstraints(_generation_config(options, config), self._decoder.vocab_size, device)
+        self.decoder_start_token_id = self._constraints.decoder_start_token_id
         self.info = _model_info(config, self._decoder)
         most = getattr(config, "max_position_embeddings", None)
         self.max_positions = min(options.max_sequence_length, most or options.max_sequence_length)
@@ -131,7 +133,7 @@ class OnnxSeq2SeqLM:
 
     def token_history(self, seq: Sequence) -> list[int]:
         """The start token and the output."""
-        return [self._constraints.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
+        return [self.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
 
     def clear(self) -> None:
         self._sub_batches = SubBatches()

@@ -19,6 +19,7 @@ class CausalLM:
     """A `PaddedModel`: a decoder, and the KV cache of its sequences."""
 
     chunked_prefill = True
+    decoder_start_token_id = None
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
         self.model, self._signature = load_causal_lm(options, device)

@@ -61,6 +61,7 @@ class PaddedEngine:
             max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
             max_positions=self._model.max_positions,
             input_vocab_size=model.input_vocab_size,
+            decoder_start_token_id=self._model.decoder_start_token_id,
             embedding_size=self._model.embedding_size,
             lora_targets=self._model.lora.targets,
         )

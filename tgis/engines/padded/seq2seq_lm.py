@@ -69,6 +69,7 @@ class Seq2SeqLM:
         self.info = model_info(self.model)
         self._positions = find_positions(self.model, options.max_sequence_length)
         self._constraints = OutputConstraints(self.model.generation_config, self.info.vocab_size, device)
+        self.decoder_start_token_id = self._constraints.decoder_start_token_id
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self._max_batch_size = max_batch_size
@@ -89,7 +90,7 @@ class Seq2SeqLM:
 
     def token_history(self, seq: Sequence) -> list[int]:
         """The start token and the output."""
-        return [self._constraints.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
+        return [self.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
 
     def _decoder_input(self, seq: Sequence) -> list[int]:
         """The decoder's soft prompt as zeros, the start token and the output."""
