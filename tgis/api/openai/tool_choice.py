@@ -21,6 +21,7 @@ _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MARK = re.compile(r"(</?\|?\w+\|?>|\[[A-Z_]+\])")  # of a format: what may be a special token
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"type": "object"}
+_SHOWN = 40  # characters, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class ToolChoice:
             return cls(tools, required=True, parallel=parallel)
         name = given.function.name if isinstance(given, NamedTool) else given  # TGI's way
         if not any(tool.function.name == name for tool in tools):
-            raise InvalidRequest("tool_choice", "tool_choice must be none, auto, required or one of the tools", name)
+            text = "tool_choice must be none, auto, required or one of the tools"
+            raise InvalidRequest("tool_choice", text, name[:_SHOWN])
         return cls(tools, required=True, name=name, parallel=False)
 
     @property
@@ -62,7 +64,7 @@ class ToolChoice:
                 continue
             if not _NAME.fullmatch(function.name):
                 text = f"{path}.name must have 1 to 64 letters, digits, '_', '-' and '.'"
-                raise InvalidRequest(f"{path}.name", text, function.name[:65])
+                raise InvalidRequest(f"{path}.name", text, function.name[:_SHOWN])
             exact = self.required or function.strict
             yield index, function.name, _arguments(function.parameters, path) if exact else _ANY_PARAMETERS
 
@@ -72,7 +74,7 @@ def _arguments(parameters: dict[str, Any] | None, path: str) -> dict[str, Any]:
         return _NO_PARAMETERS
     kind = parameters.get("type", "object")
     if "object" not in (kind if isinstance(kind, list) else [kind]):
-        raise InvalidRequest(f"{path}.parameters", f"{path}.parameters must have the type object", str(kind)[:40])
+        raise InvalidRequest(f"{path}.parameters", f"{path}.parameters must have the type object", str(kind)[:_SHOWN])
     return parameters | {"type": "object"}
 
 
