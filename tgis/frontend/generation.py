@@ -220,11 +220,15 @@ class Generator:
         self, call: GenerateCall, params: ResolvedParams
     ) -> AsyncIterator[tuple[AdapterRef | None, int | None]]:
         """What the engine process keeps for the call until the block is left."""
-        async with (
-            self._adapters.acquire(call.adapter) as adapter,
-            self._grammars.acquire(params.given.grammar) as grammar,
-        ):
-            yield adapter, grammar
+        try:
+            async with (
+                self._adapters.acquire(call.adapter) as adapter,
+                self._grammars.acquire(params.given.grammar) as grammar,
+            ):
+                yield adapter, grammar
+        except (asyncio.CancelledError, GeneratorExit):
+            await asyncio.sleep(0)  # of clients that vanish together, the rows are freed before anything is recorded
+            raise
 
     async def _prepare(
         self,

@@ -29,8 +29,11 @@ class PaddedModel(Protocol):
     embedding_size: int  # of a soft prompt's tokens; 0 where there can be none
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
-    decoder_start_token_id: int | None  # of an encoder-decoder
     max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
+
+    @property
+    def decoder_start_token_id(self) -> int | None:
+        """Of an encoder-decoder."""
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
