@@ -71,6 +71,19 @@ async def test_little_work_does_not_wait() -> None:
 
 
 @run_async
+async def test_little_work_does_not_wait_for_long_work() -> None:
+    slicer = Slicer()
+    await slicer.turn(10 * SLICE)
+    waiting = [asyncio.create_task(slicer.turn(SLICE)) for _ in range(3)]
+    with pytest.raises(StopIteration):  # as a coroutine that never suspends
+        anext(slicer.slices(range(1000))).__await__().send(None)
+    with pytest.raises(StopIteration):
+        slicer.turn(1).__await__().send(None)
+    assert not any(task.done() for task in waiting)
+    await asyncio.gather(*waiting)
+
+
+@run_async
 async def test_who_is_cancelled_leaves_the_turn_to_others() -> None:
     slicer, work = Slicer(), Work()
 

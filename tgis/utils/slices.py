@@ -7,39 +7,67 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-SLICE = 512  # units of work, of some microseconds each
+SLICE = 640  # units of work, of some microseconds each
+LITTLE = 32  # units, enough for the new tokens of a stream
+_LONG_SLICE = 128  # what is not little has the smaller part, so that the loop goes round quickly
 
 
 class Slicer:
-    """Shared by all long work of a loop: an iteration of the loop does one slice, whoever waits for one."""
+    """Shared by all long work of a loop: an iteration of the loop does one slice, whoever waits for one.
+
+    Little work does not wait for long work: each has a part of the slice.
+    """
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()  # first come, first served
-        self._done = 0  # units in this iteration of the loop
+        self._little, self._long = _Turns(SLICE - _LONG_SLICE - LITTLE), _Turns(_LONG_SLICE)
 
     async def slices(self, items: Iterable[T], cost: int = 1) -> AsyncIterator[list[T]]:
         """The items in lists; each item takes `cost` units of work, by the iterator or by the caller."""
         rest = iter(items)
+        if num_first := LITTLE // cost:
+            await self._little.turn(0)
+            part = list(islice(rest, num_first))
+            self._little.count(len(part) * cost)
+            if part:
+                yield part
+            if len(part) < num_first:
+                return
         while True:
-            await self.turn(0)
-            part = list(islice(rest, max((SLICE - self._done) // cost, 1)))
+            await self._long.turn(0)
+            part = list(islice(rest, max(self._long.units_left // cost, 1)))
             if not part:
                 return
-            self._count(len(part) * cost)
+            self._long.count(len(part) * cost)
             yield part
 
     async def turn(self, units: int) -> None:
         """Wait until so much work may be done at once."""
-        if self._done >= SLICE:
+        await (self._little if units <= LITTLE else self._long).turn(units)
+
+
+class _Turns:
+    """An iteration of the loop does so many units, and the rest of the item with which it exceeds them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._turn = asyncio.Lock()  # first come, first served
+        self._done = 0  # units in this iteration of the loop
+
+    @property
+    def units_left(self) -> int:
+        return self._limit - self._done
+
+    async def turn(self, units: int) -> None:
+        if self._done >= self._limit:
             await self._next_turn()
-        self._count(units)
+        self.count(units)
 
     async def _next_turn(self) -> None:
         async with self._turn:
-            while self._done >= SLICE:
+            while self._done >= self._limit:
                 await asyncio.sleep(0)
 
-    def _count(self, units: int) -> None:
+    def count(self, units: int) -> None:
         if units and not self._done:
             asyncio.get_running_loop().call_soon(self._reset)
         self._done += units
