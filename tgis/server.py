@@ -26,7 +26,7 @@ from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
-from tgis.api.http.openapi import with_documents
+from tgis.api.http.pages.routes import Pages
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.api.openai.operations import OpenAIApi
@@ -322,9 +322,9 @@ class Server:
         probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, snapshot)
         openai = self._openai_api
         operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
-        documented = with_documents(operations, needs_token=self._http_auth.needed)
-        routes = [operation.route(self._http_api) for operation in documented]
-        return HttpPorts(self._config, probes, routes, self._certificates)
+        api_routes = [operation.route(self._http_api) for operation in operations]
+        pages = Pages(operations, self._http_auth)
+        return HttpPorts(self._config, probes, [*api_routes, *pages.routes()], self._certificates)
 
     def _placeholder_id(self, vocab_size: int) -> int:
         """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""

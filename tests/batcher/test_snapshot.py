@@ -37,6 +37,7 @@ def test_a_request_waits_for_memory() -> None:
         WaitReason.MEMORY,
         1.0,
     )
+    assert seen.total_generated_tokens == 2
 
 
 def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | None:

@@ -72,7 +72,7 @@ def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.mark.parametrize("path", ["/info", "/openapi.json", "/docs"])
+@pytest.mark.parametrize("path", ["/info", "/openapi.json", "/docs", "/ui"])
 def test_http_routes_need_a_token(server: Server, path: str) -> None:
     before = counter(server, "tgi_authentication_failure_total")
     assert server.get(path) == (

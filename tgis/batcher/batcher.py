@@ -34,6 +34,7 @@ class Batcher:
         self._running: list[Sequence] = []  # the oldest first
         self._to_release: list[Sequence] = []  # by the next plan
         self._num_steps = 0  # that have succeeded
+        self._num_generated_tokens = 0
         self._planned_at = 0.0
         self._step_seconds = 0.0  # of the last step
         self._capacity = CapacityLimits(limits)
@@ -176,6 +177,7 @@ class Batcher:
             wait_reason=self._wait_reason,
             last_wait_reason=last,
             seconds_since_last_wait=round(now - when, 3) if last else None,
+            total_generated_tokens=self._num_generated_tokens,
             context_tokens=self.context_tokens,
             peak_context_tokens=self._peak_context_tokens(),
             token_capacity=capacity.context_tokens,
@@ -281,6 +283,7 @@ class Batcher:
         assert tokens, "a sampled sequence gets at least one token"
         for token in tokens:
             seq.tokens.append(token)
+            self._num_generated_tokens += 1
             seq.stop_reason = self._stop_reason(seq, now)
             if seq.finished:
                 break

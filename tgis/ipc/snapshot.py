@@ -37,6 +37,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     wait_reason: WaitReason | None  # of the first in the queue, if it has been tried
     last_wait_reason: WaitReason | None  # of the last request that had to wait
     seconds_since_last_wait: float | None
+    total_generated_tokens: int  # since the start
     context_tokens: int  # of the running requests, padding included
     peak_context_tokens: int  # if all of them generate as many tokens as they may
     token_capacity: int  # less than at the start after running out of memory

@@ -1,1 +1,1 @@
-"""The HTTP ports: probes, metrics, the debug page, and what HTTP APIs share."""
+"""The HTTP ports: probes, metrics, pages for browsers, and what HTTP APIs share."""

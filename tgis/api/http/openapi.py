@@ -1,39 +1,19 @@
-"""The OpenAPI 3.1 document of all HTTP APIs, made from the types of their bodies, and a page that shows it."""
+"""The OpenAPI 3.1 document of all HTTP APIs, made from the types of their bodies."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from tgis import __version__
-from tgis.api.http.calls import HttpCall
-from tgis.api.http.docs_page import HEADERS, render_page
 from tgis.api.http.operations import Operation
 
 _REF = "#/components/schemas/{name}"
 _PATTERN = re.compile(r":[^}]+(?=})")  # of a parameter in a path
 _PARAMETER = re.compile(r"{(\w+)")
-_DOCUMENT_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # the latter is TGI's
 
 Json = dict[str, Any]
-
-
-def with_documents(operations: Sequence[Operation], *, needs_token: bool) -> list[Operation]:
-    """The operations, and those that describe them."""
-    document = make_document(operations, needs_token=needs_token)
-    encoded, page = msgspec.json.encode(document), render_page(document)
-
-    async def openapi(_call: HttpCall) -> web.StreamResponse:
-        return web.Response(body=encoded, content_type="application/json")
-
-    async def docs(_call: HttpCall) -> web.StreamResponse:
-        return web.Response(text=page, content_type="text/html", headers=HEADERS)
-
-    face = operations[0].face
-    documents = [Operation("GET", path, openapi, face, "openapi", "This document") for path in _DOCUMENT_PATHS]
-    return [*operations, *documents, Operation("GET", "/docs", docs, face, "docs", "This document as a page")]
 
 
 def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json:

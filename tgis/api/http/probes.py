@@ -4,7 +4,6 @@ The first three need no token and never wait for the engine. The last asks it, a
 """
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -13,17 +12,14 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.debug_page import render_error, render_html, render_json
 from tgis.api.http.errors import HttpError
+from tgis.api.http.pages import batch
+from tgis.api.http.pages.page import NO_STORE, wants_page
 from tgis.errors import Unavailable
 from tgis.ipc.snapshot import Snapshot
 
 SCRAPE_INTERVAL_SECONDS = 0.1  # a scrape takes the event loop about 10 ms, in parts
 SCRAPE_PAUSE = 4  # times as long as the scrape before: on a busy loop one takes longer
-DEBUG_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-}
 
 
 class Probes:
@@ -89,14 +85,16 @@ class Probes:
 
     async def _debug_batch(self, request: web.Request) -> web.Response:
         """HTML for browsers, JSON for other clients."""
-        page = "text/html" in request.headers.get("Accept", "")
-        status, kind = 200, "text/html" if page else "application/json"
+        assert self._snapshot is not None
+        page = wants_page(request)
         try:
             self._auth.check(request)
-            assert self._snapshot is not None
             state = await self._snapshot()
-            text = render_html(state) if page else render_json(state)
         except (Unavailable, HttpError) as error:
             status = 503 if isinstance(error, Unavailable) else error.status
-            text = render_error(str(error)) if page else json.dumps({"error": str(error)})
-        return web.Response(text=text, status=status, content_type=kind, headers=DEBUG_HEADERS)
+            if page:
+                return batch.render_error(str(error)).response(status)
+            return web.json_response({"error": str(error)}, status=status, headers=NO_STORE)
+        if page:
+            return batch.render_page(state).response()
+        return web.Response(text=batch.render_json(state), content_type="application/json", headers=NO_STORE)

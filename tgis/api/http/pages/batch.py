@@ -1,4 +1,4 @@
-"""The batch and the queue for an operator: JSON, or a self-refreshing HTML page without any external resource.
+"""`/debug/batch`, the batch and the queue for an operator: JSON, or a page that refreshes itself.
 
 Says why the first request in the queue waits and which option would help. Shows numbers and texts of this package
 only; everything is escaped nevertheless.
@@ -8,6 +8,7 @@ from html import escape
 
 import msgspec
 
+from tgis.api.http.pages.page import Page, make_page
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
 REFRESH_SECONDS = 2
@@ -30,17 +31,21 @@ _ADVICE = {
     WaitReason.RETRY: "A step has failed. Its requests are retried in groups to find the one that causes it; "
     "see the log.",
 }
-_CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem; color: #222; background: #fff }
-h1 { font-size: 1.3rem; margin: 0 } h2 { font-size: 1rem; margin: 1.2rem 0 .2rem } p { margin: .2rem 0 }
-div { border-left: .3rem solid #2a7; background: #f3f8f5; padding: .5rem 1rem; margin-top: .6rem; max-width: 60rem }
-.wait { border-color: #d80; background: #fdf6ea } .bad { border-color: #c22; background: #fcf0f0 }
-section { display: inline-block; vertical-align: top; margin-right: 3rem } section:first-of-type { display: block }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { text-align: right; padding: .1rem .5rem; border-bottom: 1px solid #e5e5e5 }
-th { font-weight: normal } th, small { color: #777 }
-th:first-child, td:first-child { text-align: left; padding-left: 0 }
-meter { width: min(9rem, 12vw) }
+_STYLE = """
+body { padding: 1.5rem; }
+h2 { font-size: 1rem; margin: 1.5rem 0 0.2rem; }
+p { margin: 0.2rem 0; }
+.ok, .wait, .bad { border-left: 6px solid; padding: 0.6rem 1rem; margin-top: 1rem; background: var(--panel); }
+.ok { border-color: var(--good); }
+.wait { border-color: var(--warn); }
+.bad { border-color: var(--bad); }
+section { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 0.1rem 0.6rem; border-bottom: 1px solid var(--line); }
+th { font-weight: normal; }
+th, small { color: var(--muted); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+meter { width: min(9rem, 12vw); }
 """
 
 
@@ -51,7 +56,7 @@ def render_json(snapshot: Snapshot) -> str:
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode() + "\n"
 
 
-def render_html(snapshot: Snapshot) -> str:
+def render_page(snapshot: Snapshot) -> Page:
     title = f"{snapshot.num_running:,} running, {snapshot.num_waiting:,} waiting"
     css_class = "wait" if snapshot.num_waiting else "ok"
     return _page(
@@ -59,19 +64,15 @@ def render_html(snapshot: Snapshot) -> str:
     )
 
 
-def render_error(reason: str) -> str:
+def render_error(reason: str) -> Page:
     """The page shown when there is no snapshot."""
     return _page("Unavailable", _banner("bad", [reason]))
 
 
-def _page(title: str, body: str) -> str:
+def _page(title: str, body: str) -> Page:
     note = f"refreshed every {REFRESH_SECONDS} s; request ids as in the log; curl gets JSON"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}"><title>{escape(title)}</title>'
-        f"<style>{_CSS}</style></head>"
-        f"<body><h1>{escape(title)}</h1><small>{note}</small>{body}</body></html>"
-    )
+    body = f"<h1>{escape(title)}</h1><small>{note}</small>{body}"
+    return make_page(title, body, _STYLE, refresh_seconds=REFRESH_SECONDS)
 
 
 def _banner(css_class: str, lines: list[str]) -> str:

@@ -1,0 +1,233 @@
+"""/ui in headless Chromium: what a person does there, with a server whose engine repeats its prompt."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from browser import CONTROL, SHIFT, BrowserPage, needs_chromium, open_page, running_chromium
+from chat_templates import LAST_MESSAGE, write_template
+from harness import Server, run_async, running_server
+from loading_server import serving_while_loading
+
+from tgis.models.fake import make_fake_model
+
+pytestmark = needs_chromium
+
+SHARES = ["60.7 %", "22.3 %", "8.21 %", "3.02 %", "1.11 %"]  # e^-0.5, e^-1.5, ...: candidates of the fake engine
+TOKEN = "secret-token"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with running_chromium(tmp_path_factory.mktemp("chromium")) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("ui")
+    model = make_fake_model(directory / "model", 2048, step_seconds=0.002)
+    write_template(model, LAST_MESSAGE)
+    adapter = directory / "store" / "tuned"
+    adapter.mkdir(parents=True)
+    (adapter / "decoder.pt").touch()
+    with running_server(
+        directory, model, DEPLOYMENT_FRAMEWORK="fake", DEBUG_BATCH="true", PREFIX_STORE_PATH=directory / "store"
+    ) as running:
+        yield running
+
+
+@asynccontextmanager
+async def opened(chromium: int, server: Server, *, phone: bool = False) -> AsyncIterator[BrowserPage]:
+    """/ui, once it knows what is served; nothing may go wrong in it, and nothing come from elsewhere."""
+    url, size = f"http://localhost:{server.http_port}", (360, 640) if phone else (1200, 800)
+    async with open_page(chromium, f"{url}/ui", *size, phone=phone) as page:
+        await page.until("document.getElementById('served').textContent.includes('of context')")
+        yield page
+        assert page.problems == []
+        assert [each for each in page.requested if not each.startswith(url)] == []
+
+
+async def answered(page: BrowserPage, how: str) -> None:
+    await page.until(f"[...document.querySelectorAll('.facts')].at(-1)?.textContent.endsWith({how!r})")
+
+
+async def heading(page: BrowserPage) -> list[str]:
+    """Of the card: the token and its probability."""
+    found: list[str] = await page.value("[...document.querySelector('#card h2').childNodes].map(e => e.textContent)")
+    return found
+
+
+async def focused(page: BrowserPage) -> str:
+    found: str = await page.value("document.activeElement.id || document.activeElement.className")
+    return found
+
+
+@run_async
+async def test_a_chat_is_streamed_and_its_tokens_explained(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        await page.fill("[name=max_tokens]", "20")
+        await page.click("#text")
+        await page.type("hello ")
+        await page.press("Enter")
+        await answered(page, "cut at the limit")
+        assert await page.value("document.querySelector('.answer').textContent") == "hello hello hello he"
+        assert (await page.text(".facts")).startswith("6 tokens in · 20 out · first after ")
+        await page.hover(".token", 4)
+        card = await page.value("[...document.querySelectorAll('#card li')].map(e => e.innerText.split('\\n'))")
+        assert card == [[letter, share] for letter, share in zip("opqrs", SHARES, strict=True)]
+        assert await heading(page) == ["o", SHARES[0]]
+        await page.hover("h1")
+        assert not await page.value("document.querySelector('#card').matches(':popover-open')")
+        await page.until("document.getElementById('batch').textContent.includes('0 running')")
+
+
+@run_async
+async def test_everything_works_by_keyboard(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        assert await focused(page) == "text"
+        await page.type("abc")
+        await page.press("Enter", SHIFT)
+        await page.type("def")
+        await page.press("Enter")
+        await answered(page, "cut at the limit")
+        assert (await page.value("document.querySelector('.answer').textContent")).startswith("abc\ndefabc\n")
+        while await focused(page) != "answer":
+            await page.press("Tab", SHIFT)
+        for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+            await page.press(key)
+        others = [f"not {letter} {share}" for letter, share in zip("cdef", SHARES[1:], strict=True)]
+        assert await page.text("#spoken") == ", ".join([f"b {SHARES[0]}", *others])
+        assert await heading(page) == ["b", SHARES[0]]
+        await page.press("Escape")
+        assert not await page.value("document.querySelector('#card').matches(':popover-open')")
+        await page.fill("[name=max_tokens]", "1000")
+        while await focused(page) != "text":
+            await page.press("Tab", SHIFT)
+        await page.type("again")
+        await page.press("Enter")
+        await page.until("document.querySelectorAll('.answer')[1]?.children.length")
+        await page.press("Escape")
+        await answered(page, "stopped by you")
+
+
+@run_async
+async def test_a_prompt_is_continued_with_the_parameters_given(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        await page.click(".modes label:last-of-type")
+        await page.fill("[name=max_tokens]", "30")
+        await page.fill("[name=stop]", "y\\nz")
+        await page.click("#text")
+        await page.type("x\U0001f98ay\nz ")
+        await page.press("Enter", CONTROL)
+        await answered(page, "complete")
+        spans = await page.value("[...document.querySelectorAll('.token:not(.special)')].map(e => e.textContent)")
+        assert spans == ["x", "\U0001f98a"]  # of one token, and of four
+        await page.hover(".token", 1)
+        assert await page.value("document.querySelectorAll('#card h2').length") == 4
+
+
+@run_async
+async def test_text_is_never_markup(chromium: int, server: Server) -> None:
+    hostile = "<img src=x onerror=alert(1)><script>document.title = 'hacked'</script>&amp;"
+    async with opened(chromium, server) as page:
+        await page.fill("[name=max_tokens]", str(len(hostile)))
+        await page.click("#text")
+        await page.type(hostile)
+        await page.press("Enter")
+        await answered(page, "cut at the limit")
+        for selector in (".question", ".answer"):
+            assert await page.value(f"document.querySelector('{selector}').textContent") == hostile
+        assert await page.value("document.querySelectorAll('body img, body script').length") == 0
+        assert await page.value("document.title") == "tgis"
+
+
+@run_async
+async def test_a_refusal_is_shown_beside_its_field_and_the_question_kept(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        await page.fill("[name=temperature]", "-1")
+        await page.click("#text")
+        await page.type("hello")
+        await page.click("#send")
+        await page.until("!document.getElementById('error').hidden")
+        assert await page.text("#error") == "temperature must be >= 0, got -1"
+        assert await page.value("document.querySelector('[aria-invalid]').name") == "temperature"
+        assert await page.value("document.querySelector('#text').value") == "hello"
+        await page.fill("[name=temperature]", "0")
+        await page.click("#send")
+        await answered(page, "cut at the limit")
+        assert await page.value("document.querySelectorAll('[aria-invalid]').length") == 0
+        assert await page.value("document.querySelectorAll('article').length") == 1
+
+
+@run_async
+async def test_a_stop_frees_the_row(chromium: int, server: Server) -> None:
+    async with opened(chromium, server, phone=True) as page:
+        assert not await page.value("document.querySelector('#parameters').open")
+        await page.tap("#parameters summary")
+        await page.until("document.querySelector('#parameters').open")
+        await page.fill("[name=max_tokens]", "1000")
+        await page.tap("#text")
+        await page.until("document.activeElement.id === 'text'")
+        await page.type("hello ")
+        await page.tap("#send")
+        await page.until("document.querySelectorAll('.token').length > 9")
+        await page.tap("#send")
+        await answered(page, "stopped by you")
+        server.wait_for_metric("tgi_batch_current_size 0.0")
+        assert await page.value("document.documentElement.scrollWidth") <= 360
+        await page.tap(".token")
+        await page.until("document.querySelector('#card').matches(':popover-open')")
+        assert await heading(page) == ["h", SHARES[0]]
+
+
+@run_async
+async def test_an_adapter_is_a_model(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        names = await page.value("[...document.querySelectorAll('[name=model] option')].map(e => e.textContent)")
+        assert names[1:] == ["tuned"]
+
+
+@run_async
+async def test_a_model_without_a_template_continues_prompts(chromium: int, tmp_path: Path) -> None:
+    model = make_fake_model(tmp_path / "model")
+    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake") as plain:
+        async with opened(chromium, plain) as page:
+            await page.until("document.querySelector('[value=chat]').disabled")
+            assert await page.value("document.querySelector('[value=prompt]').checked")
+            assert await page.text("#batch") == ""  # /debug/batch is off
+            await page.type("ab")
+            plain.process.kill()
+            await page.click("#send")
+            await page.until("document.getElementById('error').textContent === 'The server cannot be reached.'")
+
+
+@run_async
+async def test_a_model_that_is_loading_is_waited_for(chromium: int) -> None:
+    async with serving_while_loading() as url, open_page(chromium, f"{url}/ui") as page:
+        await page.until("document.getElementById('served').textContent === 'the model is still loading'")
+
+
+@run_async
+async def test_a_token_may_be_typed_where_the_page_came_by_a_proxy(chromium: int, tmp_path: Path) -> None:
+    model, tokens = make_fake_model(tmp_path / "model"), tmp_path / "tokens"
+    tokens.write_text(TOKEN)
+    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", AUTH_TOKEN_PATH=tokens) as guarded:
+        url = f"http://localhost:{guarded.http_port}/ui"
+        async with open_page(chromium, url) as page:
+            assert "A valid bearer token is required" in await page.text("main")
+            await page.send_headers(Authorization=f"Bearer {TOKEN}")
+            await page.go(url)
+            await page.until("document.getElementById('served').textContent.includes('of context')")
+            await page.send_headers()
+            await page.type("ab")
+            await page.press("Enter", CONTROL)
+            await page.until("document.activeElement.name === 'token'")
+            assert await page.text("#error") == "a valid bearer token is required"
+            await page.type(TOKEN)
+            await page.press("Tab")
+            await page.until("document.getElementById('error').hidden")
+            await page.click("#send")
+            await answered(page, "cut at the limit")
+            assert page.problems == []

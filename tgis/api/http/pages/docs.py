@@ -1,0 +1,102 @@
+"""`/docs`: the OpenAPI document as a page, without a script."""
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+import msgspec
+
+from tgis.api.http.pages.page import Page, make_page
+
+_STYLE = """
+body { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+h2 { margin: 2.5rem 0 0.4rem; padding-top: 1.2rem; border-top: 1px solid var(--line); font-size: 1.15rem; }
+h3 { margin: 2rem 0 0.2rem; font-size: 1rem; }
+p, ul { margin: 0.2rem 0; }
+h2 code, h3 code { font-size: 1em; overflow-wrap: anywhere; }
+.method { display: inline-block; min-width: 3rem; color: var(--accent); }
+.operations { list-style: none; margin: 1rem 0; padding: 0; columns: 20rem; }
+.operations a { text-decoration: none; }
+:target { background: var(--panel); }
+.wide { overflow-x: auto; margin-top: 0.5rem; }
+table { border-collapse: collapse; }
+th, td { padding: 0.25rem 1.5rem 0.25rem 0; border-bottom: 1px solid var(--line); }
+th, td { text-align: left; vertical-align: top; }
+th { color: var(--muted); font-weight: normal; }
+"""
+_BOUNDS = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "minItems": "items ≥"}
+
+Json = dict[str, Any]
+
+
+def render_page(document: Json) -> Page:
+    title = f"{document['info']['title']} {document['info']['version']}"
+    body = (
+        f"<h1>{escape(title)}</h1>"
+        '<p><a href="ui">Try the model</a> · <a href="openapi.json">this page as an OpenAPI document</a></p>'
+        f'<nav aria-label="Operations"><ul class="operations">{"".join(_index(document))}</ul></nav>'
+        f"<main>{''.join(_sections(document))}<h2>Bodies</h2>{''.join(_schemas(document))}</main>"
+    )
+    return make_page(f"API of {title}", body, _STYLE)
+
+
+def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
+    """The id, name and description of each."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            name = f'<code><span class="method">{method.upper()}</span> {escape(path)}</code>'
+            yield escape(operation["operationId"]), name, operation
+
+
+def _index(document: Json) -> Iterator[str]:
+    for id_, name, _ in _operations(document):
+        yield f'<li><a href="#{id_}">{name}</a></li>'
+
+
+def _sections(document: Json) -> Iterator[str]:
+    for id_, name, operation in _operations(document):
+        yield f'<h2 id="{id_}">{name}</h2><p>{escape(operation["summary"])}</p><ul>'
+        if body := operation.get("requestBody"):
+            yield f"<li>Body: {_contents(body['content'])}</li>"
+        for status, answer in operation["responses"].items():
+            label = "Errors" if status == "default" else status
+            yield f"<li>{label}: {_contents(answer['content'])}</li>"
+        yield "</ul>"
+
+
+def _contents(content: Json) -> str:
+    return ", ".join(f"{_type(each['schema'])} as <code>{kind}</code>" for kind, each in content.items()) or "empty"
+
+
+def _schemas(document: Json) -> Iterator[str]:
+    for name, schema in document["components"]["schemas"].items():
+        yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(schema.get("description", ""))}</p>'
+        if properties := schema.get("properties"):
+            yield '<div class="wide"><table><tr><th>Field<th>Type<th>Default</tr>'
+            required = schema.get("required", ())
+            for field, of_field in properties.items():
+                default = "required" if field in required else f"<code>{escape(_json(of_field.get('default')))}</code>"
+                yield f"<tr><td><code>{escape(field)}</code><td>{_type(of_field)}<td>{default}</tr>"
+            yield "</table></div>"
+
+
+def _type(schema: Json) -> str:
+    """A schema in few words."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    if "contentSchema" in schema.get("properties", {}).get("data", {}):  # an event
+        return _type(schema["properties"]["data"]["contentSchema"])
+    if "anyOf" in schema:
+        return " or ".join(map(_type, schema["anyOf"]))
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(_json(value))}</code>" for value in schema["enum"])
+    kind = escape(str(schema.get("type", "anything")))
+    if items := schema.get("items"):
+        kind += f" of {_type(items)}"
+    bounds = "".join(f", {sign} {schema[name]}" for name, sign in _BOUNDS.items() if name in schema)
+    return kind + escape(bounds)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

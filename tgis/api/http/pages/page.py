@@ -1,0 +1,57 @@
+"""A page of HTML: one file in one look, whose policy lets a browser run and load nothing but what the file has."""
+
+import functools
+import hashlib
+from base64 import b64encode
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from aiohttp import web
+
+NO_STORE = {"Cache-Control": "no-store"}
+_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Ready to be sent."""
+
+    text: str
+    policy: str
+
+    def response(self, status: int = 200) -> web.Response:
+        policies = {
+            "Content-Security-Policy": self.policy,
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        return web.Response(text=self.text, status=status, content_type="text/html", headers=NO_STORE | policies)
+
+
+def make_page(title: str, body: str, style: str = "", script: str = "", refresh_seconds: int = 0) -> Page:
+    """`body` is HTML; with a script, the page may send requests to this server."""
+    style, policy = _common_style() + style, _POLICY
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    if refresh_seconds:
+        head += f'<meta http-equiv="refresh" content="{refresh_seconds}">'
+    head += f"<title>{escape(title)}</title><style>{style}</style>"
+    policy += f"; style-src {_source(style)}"
+    if script:
+        head += f'<script type="module">{script}</script>'
+        policy += f"; script-src {_source(script)}; connect-src 'self'"
+    return Page(f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n', policy)
+
+
+def wants_page(request: web.Request) -> bool:
+    """Whether a browser asks; other clients get JSON."""
+    return "text/html" in request.headers.get("Accept", "")
+
+
+@functools.cache
+def _common_style() -> str:
+    return Path(__file__).with_name("page.css").read_text()
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
