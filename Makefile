@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all fuzz soak chaos check format bench bench-gpu test-gpu wheels clean
+.PHONY: help venv proto demo-model serve test test-all test-clients fuzz soak chaos check format bench bench-gpu test-gpu wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,14 @@ test: venv ## run the tests, except the slow ones, on every core; ARGS goes to p
 
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
+
+test-clients: venv .cache/clients/installed ## run clients whose pins clash with ours, and five minutes of schemathesis; ARGS goes to pytest
+	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+.cache/clients/installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv .cache/clients
+	.cache/clients/bin/python -m pip install --disable-pip-version-check --requirement $<
+	@touch $@
 
 fuzz: venv ## give readers of files and messages hostile bytes, for a minute each; ARGS goes to tests/support/fuzz.py
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'

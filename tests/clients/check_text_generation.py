@@ -1,0 +1,133 @@
+"""text-generation, the client package of TGI, against the server at SERVER_URL, whose engine repeats its prompt.
+
+Its streamed chats are left out: they cannot work with any server that ends streams as OpenAI does.
+"""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+from text_generation import AsyncClient, Client, errors  # type: ignore[import-not-found]
+from text_generation.types import FinishReason, Message  # type: ignore[import-not-found]
+
+URL = os.environ["SERVER_URL"]
+TOO_LONG, POISONED = {"prompt": "a", "max_new_tokens": 10**6}, {"prompt": "a!", "max_new_tokens": 3}
+ERRORS = [
+    (TOO_LONG, errors.ValidationError),
+    ({"prompt": "a", "max_new_tokens": 3, "stop_sequences": ["a"] * 9}, errors.ValidationError),
+    (POISONED, errors.GenerationError),
+]
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client(URL, timeout=30)
+
+
+@pytest.fixture
+def async_client() -> AsyncClient:
+    return AsyncClient(URL, timeout=30)
+
+
+def test_greedy(client: Client) -> None:
+    answer = client.generate("hello ", max_new_tokens=10)
+    assert answer.generated_text == "hello hell"
+    details = answer.details
+    assert details
+    assert (details.finish_reason, details.generated_tokens, details.seed) == (FinishReason.Length, 10, None)
+    assert "".join(token.text for token in details.tokens) == "hello hell"
+
+
+def test_every_parameter(client: Client) -> None:
+    answer = client.generate(
+        "hello ",
+        max_new_tokens=5,
+        decoder_input_details=True,
+        top_n_tokens=2,
+        return_full_text=True,
+        stop_sequences=["o"],
+        temperature=0.5,
+        top_p=0.9,
+        top_k=10,
+        typical_p=0.9,
+        truncate=3,
+        watermark=True,
+        repetition_penalty=1.2,
+        frequency_penalty=0.1,
+        seed=7,
+        do_sample=True,
+    )
+    details = answer.details
+    assert details
+    assert answer.generated_text == "hello lo"  # what it repeats are the last three tokens, up to the stop sequence
+    assert (details.finish_reason, details.seed) == (FinishReason.StopSequence, 7)
+    assert [token.text for token in details.prefill] == list("lo ")
+    assert details.top_tokens
+    assert [len(tops) for tops in details.top_tokens] == [2] * details.generated_tokens
+
+
+def test_the_best_of_two(client: Client) -> None:
+    details = client.generate("hello ", max_new_tokens=5, best_of=2, do_sample=True).details
+    assert details
+    assert details.seed is not None
+    assert details.best_of_sequences
+    assert details.best_of_sequences[0].seed not in (None, details.seed)
+
+
+def test_stream(client: Client) -> None:
+    *rest, last = client.generate_stream("hello ", max_new_tokens=9, do_sample=True, seed=3)
+    assert [part.generated_text for part in rest] == [None] * 8
+    assert last.generated_text == "".join(part.token.text for part in (*rest, last)) == "hello hel"
+    assert last.details
+    assert (last.details.finish_reason, last.details.generated_tokens, last.details.seed) == (FinishReason.Length, 9, 3)
+
+
+@pytest.mark.parametrize(("params", "error"), ERRORS)
+def test_errors(client: Client, params: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        client.generate(**params)
+    with pytest.raises(error):
+        list(client.generate_stream(**params))
+
+
+def test_too_many(client: Client) -> None:
+    """There are two permits."""
+    streams = [client.generate_stream("long ", max_new_tokens=1500) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(errors.OverloadedError):
+        client.generate("a", max_new_tokens=1)
+    for stream in streams:
+        stream.close()
+
+
+def test_chat(client: Client) -> None:
+    answer: Any = client.chat([Message(role="user", content="hello ")], max_tokens=8, logprobs=True, top_logprobs=2)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello he", "length")
+    assert (answer.usage["prompt_tokens"], answer.usage["completion_tokens"]) == (6, 8)
+
+
+def test_asyncio(async_client: AsyncClient) -> None:
+    async def run() -> None:
+        answers = await asyncio.gather(*(async_client.generate("hello ", max_new_tokens=8) for _ in range(2)))
+        assert {answer.generated_text for answer in answers} == {"hello he"}
+        texts = [part.token.text async for part in async_client.generate_stream("hello ", max_new_tokens=4)]
+        assert texts == list("hell")
+        answer: Any = await async_client.chat([Message(role="user", content="hello ")], max_tokens=3)
+        assert answer.choices[0].message.content == "hel"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("params", "error"), ERRORS)
+def test_errors_of_asyncio(async_client: AsyncClient, params: dict[str, Any], error: type[Exception]) -> None:
+    async def run() -> None:
+        with pytest.raises(error):
+            await async_client.generate(**params)
+        with pytest.raises(error):
+            async for _ in async_client.generate_stream(**params):
+                pass
+
+    asyncio.run(run())
