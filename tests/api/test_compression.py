@@ -4,12 +4,15 @@ import gzip
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
 
 from tgis.api.grpc.handlers import unary_handler
 from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
+from tgis.pb import generation_pb2 as pb
 
 MAX_BYTES = 1 << 16
 CONFIG = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0, grpc_max_message_bytes=MAX_BYTES)
@@ -68,3 +71,10 @@ async def test_a_damaged_message(message: bytes) -> None:
         await answer(message, None)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == "the message cannot be decompressed"
+
+
+def test_no_message_begins_like_a_compressed_one() -> None:
+    """0x78, with which zlib begins, is the tag of field 15."""
+    requests = [pb.BatchedGenerationRequest, pb.SingleGenerationRequest, pb.BatchedTokenizeRequest, pb.ModelInfoRequest]
+    for message in (*requests, health_pb2.HealthCheckRequest, reflection_pb2.ServerReflectionRequest):
+        assert 15 not in message.DESCRIPTOR.fields_by_number
