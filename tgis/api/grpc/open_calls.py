@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 import grpc
 
-from tgis.api.grpc.compression import decompress
 from tgis.api.grpc.status import Context, abort, client_address
 from tgis.config import Config
-from tgis.errors import ClientTimeout, InvalidRequest, OutOfMemory, Overloaded, RequestError
+from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
 
 T = TypeVar("T")
 
@@ -58,14 +57,11 @@ class OpenCall:
         return data
 
     async def next_message(self, max_bytes: int | None = None) -> bytes | None:
-        """None at the end; InvalidRequest if it has more than `max_bytes`, OutOfMemory if more than any may have."""
+        """None at the end; InvalidRequest if it has more than `max_bytes`."""
         with _entered(self._calls.receiving, self):
             data = await self.context.read()
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
-        data = await decompress(data, self._calls.max_message_bytes + 1)
-        if len(data) > self._calls.max_message_bytes:
-            raise OutOfMemory(f"the message has more than {self._calls.max_message_bytes} bytes, decompressed")
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest("", f"the message has {len(data)} bytes, at most {max_bytes} allowed")
         return data
@@ -106,7 +102,6 @@ class OpenCalls:
     """All calls of the gRPC port."""
 
     def __init__(self, config: Config) -> None:
-        self.max_message_bytes = config.grpc_max_message_bytes
         self._message_seconds = config.grpc_message_timeout_seconds
         self._write_seconds = config.stream_write_timeout_seconds
         self._max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
