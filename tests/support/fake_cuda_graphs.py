@@ -1,17 +1,49 @@
-"""A fake of CUDA graph capture for machines without a GPU."""
+"""A stand-in for CUDA graph capture on machines without a GPU."""
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tgis.engines.paged.cuda_graphs import Replay
 
 
 def record(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-    """As a CUDA graph does: replays read the same input tensors and write the same output tensor."""
-    output = run().clone()
+    """As a CUDA graph does: a replay runs no Python, reads and writes the same tensors, and repeats every operator."""
+    tape = _Tape()
+    with tape:
+        output = run()
+    return tape.replay, output
 
-    def replay() -> None:
-        output.copy_(run())
 
-    return replay, output
+class _Tape(TorchDispatchMode):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def replay(self) -> None:
+        for operator, args, kwargs, outputs in self._calls:
+            results = _tensors(operator(*args, **kwargs))
+            for output, result in zip(outputs, results, strict=True) if outputs else ():
+                output.copy_(result)
+
+    def __torch_dispatch__(
+        self, operator: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        found = operator(*args, **kwargs)
+        memory = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
+        is_view = all(each.untyped_storage().data_ptr() in memory for each in _tensors(found))
+        if operator._schema.is_mutable or not is_view:
+            self._calls.append((operator, args, kwargs, [] if operator._schema.is_mutable else _tensors(found)))
+        return found
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]

@@ -24,6 +24,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
+from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.batch import BatchBuilder
 from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterRef
@@ -176,7 +177,7 @@ def test_a_step_input_carries_all_that_a_step_needs(data: st.DataObject) -> None
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks.StepInput.of(plan)), type=ranks.RankMessage)
     assert isinstance(sent, ranks.StepInput)
     (ours, prompt_slices), (theirs, same) = (
-        BatchBuilder(4, torch.device("cpu")).build(each) for each in (plan, sent.to_plan(dtype))
+        BatchBuilder(4, torch.device("cpu"), LoraLayers(None)).build(each) for each in (plan, sent.to_plan(dtype))
     )
     assert prompt_slices == same
     for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logits_indices"):

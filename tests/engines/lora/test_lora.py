@@ -366,7 +366,8 @@ def test_a_bank_keeps_adapters_apart_through_random_updates(monkeypatch: pytest.
         assert set(bank.adapters) == (here | come) - go
         width = sum(one.rank for one in bank.adapters)
         order = sorted(bank.adapters, key=lambda one: one.version)
-        for one, foreign in zip([*order, None], bank.foreign_columns([*order, None]), strict=True):
+        first_columns = torch.tensor(bank.first_columns([*order, None]))
+        for one, foreign in zip([*order, None], bank.foreign_columns(first_columns), strict=True):
             assert int((~foreign).sum()) == (one.rank if one else 0)
             for name, (down, up) in bank.layers.items():
                 assert len(down) == len(up) < 2 * width

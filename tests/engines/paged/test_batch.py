@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.batch import BatchBuilder
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
@@ -16,7 +17,8 @@ def test_a_batch_is_one_copy() -> None:
     for row, blocks, computed in zip(rows, ([7, 1, 4], [3, 9], [2, 5]), (19, 0, 12), strict=True):
         row.block_table, row.num_computed_tokens = blocks, computed
     numbers = np.array([[1, 2, 3], [-1, 2**63 - 1, -(2**63)]])
-    batch, _ = BatchBuilder(8, CPU).build(StepPlan(rows, [1, 3, 2], rows[:1], has_prefill=True), numbers)
+    plan = StepPlan(rows, [1, 3, 2], rows[:1], has_prefill=True)
+    batch, _ = BatchBuilder(8, CPU, LoraLayers(None)).build(plan, numbers)
     assert batch.input_ids.tolist() == [19, 0, 1, 2, 12, 13]
     assert batch.positions.tolist() == [19, 0, 1, 2, 12, 13]
     assert batch.slot_mapping.tolist() == [4 * 8 + 3, 24, 25, 26, 5 * 8 + 4, 5 * 8 + 5]

@@ -1,7 +1,8 @@
 """The matrices of several LoRA adapters side by side, layer by layer, so that one GEMM covers all of them.
 
 An adapter has the same columns in every layer, as many as its largest rank. They are written when it is added and
-freed when it is removed; others move only to make room or to close large gaps.
+freed when it is removed; others move only to make room or to close large gaps. A bank with a minimum of columns always
+has its whole capacity in use, at the same addresses until it has to grow, so that a captured step finds later adapters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,24 +14,34 @@ from torch import Tensor
 from tgis.engines.transfers import to_device
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
-_UNOWNED, _NO_ADAPTER = -1, -2
+NO_ADAPTER = -2
+_UNOWNED = -1
 
 
 class AdapterBank:
     """Adapters and their columns; free columns hold arbitrary finite values."""
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, dtypes: Mapping[str, torch.dtype], min_columns: int = 0) -> None:
         """`dtypes` of all layers: those of a half-precision model may differ."""
         self._dtypes = dtypes
+        self._min_columns = min_columns
         self._columns: dict[LoraAdapter, slice] = {}
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: [capacity, inputs], [capacity, outputs]
         self._capacity = 0
         self._column_owners = torch.empty(0)
+        self._moved = False  # since the last update
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # the used part of the buffers
+        self.version = 0  # of `layers`: where these tensors are and, without a minimum of columns, what they hold
 
     @property
     def adapters(self) -> AbstractSet[LoraAdapter]:
         return self._columns.keys()
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        device: torch.device = self._column_owners.device
+        return device
 
     def update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
         """Add and remove adapters; if that raises, for example out of memory, none is left."""
@@ -42,10 +53,13 @@ class AdapterBank:
         finally:
             self._publish()
 
-    def foreign_columns(self, adapters: Iterable[LoraAdapter | None]) -> Tensor:
-        """Which columns are not those of each adapter: bool [adapters, 1, columns]."""
-        starts = [_NO_ADAPTER if adapter is None else self._columns[adapter].start for adapter in adapters]
-        return to_device(starts, torch.int64, self._column_owners.device)[:, None, None] != self._column_owners
+    def first_columns(self, adapters: Iterable[LoraAdapter | None]) -> list[int]:
+        """Those of each adapter."""
+        return [NO_ADAPTER if adapter is None else self._columns[adapter].start for adapter in adapters]
+
+    def foreign_columns(self, first_columns: Tensor) -> Tensor:
+        """Which columns are not those of the adapter that begins in each of `first_columns`: bool [n, 1, columns]."""
+        return first_columns[:, None, None] != self._column_owners
 
     def _update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
         for adapter in removed:
@@ -56,7 +70,8 @@ class AdapterBank:
                 self._rebuild([*self._columns, adapter])
             else:
                 self._write(adapter, start)
-        if self._width >= 2 * sum(adapter.rank for adapter in self._columns):
+        is_wide = self._width >= 2 * sum(adapter.rank for adapter in self._columns)
+        if is_wide and self._capacity > self._min_columns:
             self._rebuild(list(self._columns))
 
     @property
@@ -74,14 +89,16 @@ class AdapterBank:
 
     def _rebuild(self, adapters: list[LoraAdapter]) -> None:
         needed = sum(adapter.rank for adapter in adapters)
-        self._capacity = 1 << (needed - 1).bit_length() if needed else 0
+        self._capacity = max(1 << (needed - 1).bit_length() if needed else 0, self._min_columns)
         self._columns, self._buffers = {}, {}
+        self._moved = True
         for adapter in adapters:
             self._write(adapter, self._width)
 
     def _write(self, adapter: LoraAdapter, start: int) -> None:
         columns = self._columns[adapter] = slice(start, start + adapter.rank)
         for name in adapter.layers.keys() - self._buffers.keys():
+            self._moved = True
             self._buffers[name] = self._empty(adapter.layers[name], self._dtypes[name])
         for name, (down, up) in self._buffers.items():
             layer = adapter.layers.get(name)
@@ -97,10 +114,15 @@ class AdapterBank:
         return down, up
 
     def _publish(self) -> None:
-        width = self._width
+        width = self._capacity if self._min_columns else self._width
         owners = [_UNOWNED] * width
         for columns in self._columns.values():
             owners[columns] = [columns.start] * (columns.stop - columns.start)
+        if self._min_columns and not self._moved:
+            self._column_owners.copy_(to_device(owners, torch.int64, self.device))
+            return
+        self._moved = False
+        self.version += 1
         self.layers = {name: (down[:width], up[:width]) for name, (down, up) in self._buffers.items()}
         device = next(iter(self.layers.values()))[0].device if self.layers else None
         self._column_owners = torch.tensor(owners, dtype=torch.int64, device=device)

@@ -6,6 +6,7 @@ the B matrices: two GEMMs and a mask, however many adapters there are.
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.kernels.cpu.gemm import Gemm, cpu_gemm
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.lora.adapter_bank import AdapterBank
+from tgis.engines.transfers import to_device
 from tgis.prompts.lora import LoraAdapter
 
 _IDLE_PASSES = 64  # before an adapter that no sequence has leaves the bank
@@ -28,14 +30,23 @@ def lora_of(seq: Sequence) -> LoraAdapter | None:
     return seq.adapter if isinstance(seq.adapter, LoraAdapter) else None
 
 
-class LoraLayers:
-    """The linear layers of a model, which adapters change inside of `applied`; a model of None has no layers."""
+@dataclass(frozen=True, slots=True)
+class PlacedAdapters:
+    """The adapters of a pass, by part of its inputs."""
 
-    def __init__(self, model: PreTrainedModel | None, kernels: CpuKernels | None = None) -> None:
+    first_columns: Tensor  # int64 [parts], in the bank
+    version: int  # of the bank: a pass that was recorded with another one reads something else
+
+
+class LoraLayers:
+    """The linear layers of a model, which adapters change inside of `applied` and `using`; None has no layers."""
+
+    def __init__(self, model: PreTrainedModel | None, kernels: CpuKernels | None = None, min_columns: int = 0) -> None:
+        """With `min_columns` of the bank, passes can be captured and replayed with other adapters."""
         self._kernels = kernels
         self._modules = {} if model is None else dict(_lora_targets(model))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
-        self._bank = AdapterBank({name: module.weight.dtype for name, module in self._modules.items()})
+        self._bank = AdapterBank({name: module.weight.dtype for name, module in self._modules.items()}, min_columns)
         self._gemms: dict[str, tuple[Gemm, Gemm]] = {}  # with the A and B matrices, packed when first needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass; every adapter in the bank is here
         self._num_passes = 0
@@ -46,14 +57,28 @@ class LoraLayers:
         """Input and output sizes of the layers that adapters may change, by name."""
         return {name: _shape(module) for name, module in self._modules.items()}
 
+    def place(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
+        """The first column of each adapter in the bank, to which new ones are added; none if nobody has an adapter."""
+        used = {adapter for adapter in adapters if adapter is not None}
+        if self._foreign_columns is None:  # nested: the outer pass has all of these
+            self._update_bank(used)
+        return self._bank.first_columns(adapters) if used else []
+
+    def placed(self, first_columns: Tensor) -> PlacedAdapters | None:
+        """What `place` has returned, on the device."""
+        return PlacedAdapters(first_columns, self._bank.version) if len(first_columns) else None
+
     @contextmanager
     def applied(self, adapters: Collection[LoraAdapter | None]) -> Iterator[None]:
         """Change the layers inside of the block: their inputs have one part per adapter (a row, or a token)."""
+        with self.using(self.placed(to_device(self.place(adapters), torch.int64, self._bank.device))):
+            yield
+
+    @contextmanager
+    def using(self, placed: PlacedAdapters | None) -> Iterator[None]:
+        """The same with adapters that are in the bank."""
         outer = self._foreign_columns
-        used = {adapter for adapter in adapters if adapter is not None}
-        if outer is None:  # nested: the outer pass has all of these
-            self._update_bank(used)
-        self._foreign_columns = self._bank.foreign_columns(adapters) if used else None
+        self._foreign_columns = None if placed is None else self._bank.foreign_columns(placed.first_columns)
         try:
             yield
         finally:
@@ -69,9 +94,13 @@ class LoraLayers:
         for adapter in old:
             del self._last_used[adapter]
         if new or old:
-            self._gemms = {}
+            version = self._bank.version
             self._bank.update(new, old & self._bank.adapters)
-            self._update_hooks()
+            if self._bank.version != version:
+                self._gemms = {}
+                self._update_hooks()
+        if used and not self._gemms:  # not in the pass, which may be recorded
+            self._gemms = {name: self._make_gemms(name) for name in self._bank.layers}
 
     def _update_hooks(self) -> None:
         """Hook only layers that some adapter changes, since hooks cost time."""
@@ -84,15 +113,13 @@ class LoraLayers:
     def _forward_hook(self, name: str) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
             if self._foreign_columns is not None:
-                _add_lora(output, inputs[0], *self._gemms_of(name), self._foreign_columns)
+                _add_lora(output, inputs[0], *self._gemms[name], self._foreign_columns)
 
         return hook
 
-    def _gemms_of(self, name: str) -> tuple[Gemm, Gemm]:
-        if name not in self._gemms:
-            down, up = self._bank.layers[name]
-            self._gemms[name] = _gemm(down, self._kernels), _gemm(up.T, self._kernels)
-        return self._gemms[name]
+    def _make_gemms(self, name: str) -> tuple[Gemm, Gemm]:
+        down, up = self._bank.layers[name]
+        return _gemm(down, self._kernels), _gemm(up.T, self._kernels)
 
 
 def _add_lora(output: Tensor, x: Tensor, down: Gemm, up: Gemm, foreign: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.kernels.attention_inputs import PagedChunks, PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
-from tgis.engines.lora.layers import lora_of
+from tgis.engines.lora.layers import LoraLayers, PlacedAdapters, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
 from tgis.engines.transfers import upload
 from tgis.prompts.lora import LoraAdapter
@@ -35,7 +35,7 @@ class FlatBatch:
     logits_indices: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[PromptSpan]  # of soft prompts
     all_logits: bool = False  # these are all tokens, in order
-    adapters: list[LoraAdapter | None] = field(default_factory=list)  # by token; empty: none has any
+    adapters: PlacedAdapters | None = None  # by token; None: none has any
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler, in the same copy
     decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
@@ -63,9 +63,10 @@ class FlatBatch:
 class BatchBuilder:
     """Makes the batches of an engine."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, lora: LoraLayers) -> None:
         self._block_size = block_size
         self._device = device
+        self._lora = lora
 
     def build(
         self, plan: StepPlan, step_metadata: NDArray[np.int64] = _NO_METADATA
@@ -114,10 +115,11 @@ class BatchBuilder:
             [seq_len for _, seq_len in decodes],
             logits_indices,
             step_metadata.ravel().tolist(),
+            self._lora.place(_adapters(work)),
             *(seq.block_table[: -(-positions.stop // size)] for seq, positions in prefills),
         ]
         on_device = upload(parts, self._device)
-        tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, *chunk_tables = on_device
+        tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, adapters, *chunk_tables = on_device
         chunks, start = [], len(decodes)
         for (_, own), block_table in zip(prefills, chunk_tables, strict=True):
             chunks.append(PrefillChunk(slice(start, start + len(own)), own.start, block_table))
@@ -126,7 +128,7 @@ class BatchBuilder:
             *(tokens, positions, slot_mapping, tables.view(len(decodes), max_blocks), seq_lens, chunks, indices),
             spans=[],
             all_logits=logits_indices == list(range(len(input_ids))),
-            adapters=_adapters(work),
+            adapters=self._lora.placed(adapters),
             step_metadata=metadata.view(step_metadata.shape),
         )
 

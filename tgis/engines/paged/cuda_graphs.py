@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps, captured once for some batch sizes and replayed.
 
 A captured step reads its batch from static tensors; missing sequences are padded with sequences of length 0, whose keys
-and values go to a slot that nobody reads.
+and values go to a slot that nobody reads. Steps with LoRA adapters are captured when they first occur: they read the
+matrices from static tensors too, but which layers have any is known only then.
 """
 
 import logging
@@ -10,12 +11,15 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.static_inputs import StaticInputs
+from tgis.engines.paged.self_check import verify_steps
+from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
+from tgis.errors import Unsupported
 from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ def cuda_capture() -> Capture:
         finally:
             torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may load adapters
             output = run()
         return graph.replay, output
 
@@ -73,8 +77,10 @@ class DecodeGraphs:
         self._max_batch_size = max_batch_size
         self._max_blocks = max_blocks
         self._capture_sizes: list[int] = []
-        self._captured: dict[int, tuple[Replay, Tensor]] = {}
+        self._captured: dict[StepKey, tuple[Replay, Tensor]] = {}
         self._inputs: StaticInputs | None = None
+        self._output: Tensor | None = None  # of all graphs
+        self._capture_graph: Capture | None = None  # None: steps with adapters run eagerly
 
     def capture(self, capture_graph: Capture, device: torch.device) -> None:
         """Capture all sizes, the largest first, so that the others reuse its memory; RuntimeError if the model does
@@ -87,9 +93,11 @@ class DecodeGraphs:
         with log_progress(lambda: f"{len(self._captured)} of {len(sizes)} captured"):
             for size in reversed(sizes):
                 inputs.pad(0, size, self._scratch_slot)
-                self._captured[size] = capture_graph(lambda size=size: self._forward(inputs.batch(size)))  # type: ignore[misc]
+                self._captured[size, None] = capture_graph(partial(self._logits, inputs.batch(size)))
+                self._output = self._captured[max(sizes), None][1]
         log.info("captured %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
         self._capture_sizes = sizes
+        self._capture_graph = capture_graph
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, which no later call changes; None if no graph is for such a batch."""
@@ -99,6 +107,38 @@ class DecodeGraphs:
         size = self._capture_sizes[bisect_left(self._capture_sizes, count)]
         self._inputs.copy_from(batch)
         self._inputs.pad(count, size, self._scratch_slot)
-        replay, output = self._captured[size]
+        captured = self._find(size, batch.adapters.version if batch.adapters else None)
+        if captured is None:
+            return None
+        replay, output = captured
         replay()
         return output[:count][batch.logits_indices]  # a copy: the next replay overwrites the output
+
+    def _logits(self, batch: FlatBatch) -> Tensor:
+        """Where the first graph, the largest, leaves them: an output for each size would take much memory."""
+        logits = self._forward(batch)
+        return logits if self._output is None else self._output[: len(logits)].copy_(logits)
+
+    def _find(self, size: int, adapters: int | None) -> tuple[Replay, Tensor] | None:
+        """The captured step, captured now if it has adapters."""
+        found = self._captured.get((size, adapters))
+        if found is None and self._capture_graph:
+            try:
+                found = self._capture_with_adapters(size, adapters, self._capture_graph)
+            except (RuntimeError, Unsupported) as error:
+                self._capture_graph = None
+                reason = str(error).strip().splitlines()[0]
+                log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", reason)
+            else:
+                self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
+        return found
+
+    def _capture_with_adapters(self, size: int, adapters: int | None, capture_graph: Capture) -> tuple[Replay, Tensor]:
+        assert self._inputs is not None
+        batch = self._inputs.batch(size, adapters)
+        eager = self._forward(batch)
+        replay, output = capture_graph(partial(self._logits, batch))
+        replay()
+        # An adapter may overflow.
+        verify_steps("captured", output.nan_to_num(), eager.nan_to_num(), output.dtype)
+        return replay, output

@@ -40,6 +40,7 @@ BLOCK_SIZE = 16  # tokens
 _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step without decodes: more gain no throughput
 _MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not replayed: that alone is 1.5
+_MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # of the bank: on CPUs each column costs time
 _CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
 
 
@@ -67,14 +68,14 @@ class PagedEngine:
         self._device = select_device(options)
         self._model, self._signature = load_causal_lm(options, self._device)
         self._kernels = select_kernels(options, self._device)
-        self._lora = LoraLayers(self._model, self._kernels)
+        self._lora = LoraLayers(self._model, self._kernels, _MIN_LORA_COLUMNS[self._device.type])
         self._embed_tokens = self._model.get_input_embeddings()
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
         ops = select_ops(self._device, self._kernels)
         self._vocab_size = int(self._model.get_output_embeddings().out_features)
         self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history, ops)
         self._prompt_logprobs = PromptLogprobs()
-        self._batch_builder = BatchBuilder(block_size, self._device)
+        self._batch_builder = BatchBuilder(block_size, self._device, self._lora)
         if async_decode is None:
             async_decode = self._device.type == "cuda" and options.num_shards == 1
         launch_next = self._launch_next if async_decode else None
@@ -249,8 +250,8 @@ class PagedEngine:
             logits: torch.Tensor = self._model(use_cache=False, **arguments).logits[0]
             return logits
 
-        with self._lora.applied(batch.adapters):
-            logits = self._compiled.run(forward, eager=bool(batch.adapters)) if self._compiled else forward()
+        with self._lora.using(batch.adapters):
+            logits = self._compiled.run(forward, eager=batch.adapters is not None) if self._compiled else forward()
         return logits if selects or batch.all_logits else logits[batch.logits_indices]
 
     def _num_available_blocks(self, bytes_per_block: int) -> int:

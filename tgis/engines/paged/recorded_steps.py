@@ -1,4 +1,5 @@
-"""Decode steps on CPUs, recorded for each number of sequences when it first occurs, and replayed.
+"""Decode steps on CPUs, recorded for each number of sequences when it first occurs, and replayed. Those with LoRA
+adapters are recorded anew whenever other adapters come or go.
 
 What has been recorded in one step is compared with the next one, which is computed both ways: it must give the same
 bits, since which steps are replayed depends on what else is in the batch.
@@ -14,7 +15,7 @@ from torch import Tensor
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
 from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.static_inputs import StaticInputs
+from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class RecordedSteps:
         self._recorder = Recorder(kernels)
         self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"))
         self._sequences = self._inputs.batch(max_batch_size).cpu_sequences
-        self._steps: dict[int, _RecordedStep] = {}
+        self._steps: dict[StepKey, _RecordedStep] = {}
         self._enabled = True
 
     def run(self, batch: FlatBatch) -> Tensor | None:
@@ -48,7 +49,7 @@ class RecordedSteps:
         self._inputs.copy_from(batch)
         self._sequences[: batch.num_decodes, 2] = batch.seq_lens
         try:
-            logits = self._run(batch.num_decodes)
+            logits = self._run(batch.num_decodes, batch.adapters.version if batch.adapters else None)
         except Unsupported as error:
             self._disable(str(error))
             return None
@@ -62,12 +63,14 @@ class RecordedSteps:
         self._steps.clear()
         log.warning("decode steps are not recorded: %s", reason)
 
-    def _run(self, count: int) -> Tensor:
-        batch = self._inputs.batch(count)
+    def _run(self, count: int, adapters: int | None) -> Tensor:
+        batch = self._inputs.batch(count, adapters)
         batch.cpu_sequences = self._sequences[:count]
-        step = self._steps.get(count)
+        step = self._steps.get((count, adapters))
         if step is None:
-            self._steps[count] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(batch)))
+            if adapters is not None:
+                self._steps = without_stale(self._steps, adapters)
+            self._steps[count, adapters] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(batch)))
         elif step.verified:
             step.replay()
         else:

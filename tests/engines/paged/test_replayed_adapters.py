@@ -1,0 +1,149 @@
+"""LoRA adapters in decode steps that are replayed: the tokens of eager ones, whatever adapters come and go."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from adapter_batches import AdapterRequest, EngineSetup, generate_all
+from batches import engine_options, limits
+from cpu_kernels import CPU_ISA, kernels_of
+from fake_cuda_graphs import record
+from tiny_models import EOS, LLAMA_LIKE, TOKEN_IDS, VOCAB_SIZE, make_model_from_config
+from torch import Tensor
+from transformers import LlamaConfig
+
+from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
+from tgis.engines.paged import engine as engine_module
+from tgis.engines.paged.cuda_graphs import Replay
+from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.recorded_steps import RecordedSteps
+from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
+
+ROWS, NEW = 4, 9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**LLAMA_LIKE | TOKEN_IDS | {"head_dim": 16})  # for which there are kernels
+    return make_model_from_config(config, tmp_path_factory.mktemp("model"))
+
+
+def make_engine(model: Path, dtype: str) -> PagedEngine:
+    options = msgspec.structs.replace(engine_options(model, ROWS, threads=1), dtype=dtype)
+    engine = PagedEngine(options)
+    engine.warm_up()
+    return engine
+
+
+def make_adapters(engine: PagedEngine, ranks: list[int]) -> list[LoraAdapter]:
+    """Random ones; every other changes every other layer."""
+    torch.manual_seed(1)
+    dtype = getattr(torch, engine.info.dtype)
+    adapters = []
+    for version, rank in enumerate(ranks, 1):
+        targets = list(engine.info.lora_targets.items())[:: 1 + version % 2]
+        adapters.append(
+            LoraAdapter(
+                version,
+                {
+                    name: LoraLayerWeights(torch.randn(rank, i, dtype=dtype), torch.randn(rank, o, dtype=dtype) / 9)
+                    for name, (i, o) in targets
+                },
+            )
+        )
+    return adapters
+
+
+def generated(engine: PagedEngine, ranks: list[int]) -> list[list[int]]:
+    """By requests with each adapter and none, which arrive at random steps; first some, then all."""
+    adapters: list[Any] = [None, *make_adapters(engine, ranks)]
+    draw = random.Random(2)
+    bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
+    setup, tokens = EngineSetup(engine, bounds), []
+    for some in (adapters[:2], adapters):
+        prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 30))] for _ in range(3 * len(some))]
+        jobs = [AdapterRequest(prompt, some[n % len(some)], NEW) for n, prompt in enumerate(prompts)]
+        tokens += generate_all(setup, jobs, seed=3, eos=EOS)[0]
+    return tokens
+
+
+def test_recorded_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels_of(CPU_ISA)
+    replays: Counter[bool] = Counter()
+    make = Recorder.record
+
+    def counted(recorder: Recorder, run: Callable[[], Tensor]) -> tuple[RecordedPass, Tensor]:
+        replay, output = make(recorder, run)
+        has_adapters = engine._attention.batch is not None and engine._attention.batch.adapters is not None
+        replay.parts.append(lambda: replays.update([has_adapters]))
+        return replay, output
+
+    engine = make_engine(model, "float32")
+    monkeypatch.setattr(Recorder, "record", counted)
+    found = generated(engine, [2, 3, 1])
+    assert replays[True] > 20
+    monkeypatch.setattr(RecordedSteps, "run", lambda *_: None)
+    assert generated(make_engine(model, "float32"), [2, 3, 1]) == found
+
+
+@pytest.fixture
+def captured(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedEngine, Counter[str]]:
+    """An engine whose bank has four columns at least, and how many steps with adapters are captured and replayed."""
+    monkeypatch.setitem(engine_module._MIN_LORA_COLUMNS, "cpu", 4)
+    engine, counts = make_engine(model, "float64"), Counter[str]()
+
+    def counted(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        replay, output = record(run)
+        batch = engine._attention.batch
+        if batch is None or batch.adapters is None:
+            return replay, output
+        counts["captured"] += 1
+
+        def count() -> None:
+            counts["replayed"] += 1
+            replay()
+
+        return count, output
+
+    engine._capture_graphs(counted, engine._dummy_logits())
+    assert engine._graphs is not None
+    return engine, counts
+
+
+def test_captured_steps_read_what_the_bank_holds(model: Path, captured: tuple[PagedEngine, Counter[str]]) -> None:
+    """Later adapters too, as long as it does not grow: one capture for each batch size and set of layers."""
+    engine, counts = captured
+    assert generated(engine, [2, 1, 1]) == generated(make_engine(model, "float64"), [2, 1, 1])
+    assert counts["captured"] <= 2 * 3
+    assert counts["replayed"] > 5 * counts["captured"]
+
+
+def test_captured_steps_follow_a_bank_that_grows(model: Path, captured: tuple[PagedEngine, Counter[str]]) -> None:
+    engine, counts = captured
+    ranks = [2, 3, 5, 1]
+    assert generated(engine, ranks) == generated(make_engine(model, "float64"), ranks)
+    assert counts["captured"] > 3
+
+
+def test_adapters_that_cannot_be_captured_run_eagerly(
+    model: Path,
+    captured: tuple[PagedEngine, Counter[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, _ = captured
+    assert engine._graphs is not None
+
+    def fail(_: object) -> None:
+        raise RuntimeError("called a synchronizing operation\nand more")
+
+    monkeypatch.setattr(engine._graphs, "_capture_graph", fail)
+    assert generated(engine, [2, 3]) == generated(make_engine(model, "float64"), [2, 3])
+    assert [each for each in caplog.messages if "CUDA graphs" in each] == [
+        "decode steps with LoRA adapters run without CUDA graphs: called a synchronizing operation"
+    ]
