@@ -11,13 +11,14 @@ from typing import Any
 import decode_cases
 import prefill_cases
 import race_cases
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tgis.engines.kernels.attention_inputs import make_paged_chunks
-from tgis.engines.kernels.cuda import paged_decode, paged_prefill, race
+from tgis.engines.kernels.cuda import argmax, kv_cache, paged_decode, paged_prefill, race
 
-KERNELS = ("_split_attention", "_combine_splits", "_prefill_attention", "_race_block")
+KERNELS = ("_split_attention", "_combine_splits", "_prefill_attention", "_race_block", "_argmax_row", "_write_token")
 
 
 class FakeTritonDriver:
@@ -81,6 +82,18 @@ def build_race(case: race_cases.Case, capability: int) -> tuple[int, int, int]:
     return build(race, "_race_block", capability, run)
 
 
+def build_argmax(capability: int) -> tuple[int, int, int]:
+    logits = torch.zeros(2, 128256, dtype=torch.bfloat16)
+    return build(argmax, "_argmax_row", capability, partial(argmax.argmax_lowest_id, logits))
+
+
+def build_write(capability: int) -> tuple[int, int, int]:
+    states, cache = torch.zeros(2, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 16, 8, 128, dtype=torch.bfloat16)
+    slots = torch.zeros(2, dtype=torch.int64)
+    run = partial(kv_cache.write_kv_cache, states, states, cache, cache, slots)
+    return build(kv_cache, "_write_token", capability, run)
+
+
 def main() -> None:
     decodes, prefills = decode_cases.BFLOAT16, prefill_cases.BFLOAT16
     builds = {name: build_decode(decodes[name], 90) for name in ("Llama", "StarCoder", "GPT-OSS")}
@@ -88,6 +101,7 @@ def main() -> None:
     builds |= {f"{name}, prefill": build_prefill(case, 90) for name, case in prefills.items()}
     builds["Gemma on sm_86, prefill"] = build_prefill(prefills["Gemma"], 86)
     builds["a race"] = build_race(race_cases.CASES["bfloat16"], 80)
+    builds["an argmax"], builds["a write"] = build_argmax(80), build_write(80)
     print(json.dumps(builds))
 
 

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from interpreted_engine import NEW, requests
 from repository import REPOSITORY
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def child(script: str, **variables: str) -> dict[str, Any]:
+def child(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
     """The last line that a script prints, from JSON; Triton interprets or compiles for a whole process."""
     paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests" / "support" / script)],
+        [sys.executable, str(REPOSITORY / "tests" / "support" / script), *arguments],
         env=os.environ | variables | {"PYTHONPATH": paths},
         check=True,
         stdout=subprocess.PIPE,
@@ -42,10 +46,28 @@ def test_interpreted_races_end_as_in_pytorch() -> None:
     assert max(changed.values()) < 0.02
 
 
+def test_interpreted_writes_and_choices_are_those_of_pytorch() -> None:
+    wrong = child("step_kernel_cases.py", TRITON_INTERPRET="1")
+    assert len(wrong) == 18
+    assert {name: count for name, count in wrong.items() if count} == {}
+
+
+def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp_path: Path) -> None:
+    """Written, attended in chunks and decoded by kernels, all of which have passed their trials."""
+    model = make_model("Llama", tmp_path)
+    found = child("interpreted_engine.py", str(model), TRITON_INTERPRET="1")
+    assert found["kernels"] == ["_triton_decode", "_triton_prefill", "_triton_write"]
+    network = AutoModelForCausalLM.from_pretrained(model).eval()
+    for request, tokens in zip(requests(), found["tokens"], strict=True):
+        ids = torch.tensor([request.tokens])
+        output = network.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        assert tokens == output[0, len(request.tokens) :].tolist()
+
+
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Attention with wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
     builds = child("triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
-    assert builds.pop("a race")[0] <= 1024
+    assert all(builds.pop(name)[0] <= 1024 for name in ("a race", "an argmax", "a write"))
     assert len(builds) == 8
     for name, (shared, wide_copies, products) in builds.items():
         assert shared <= 99 * 1024, name

@@ -149,10 +149,11 @@ def test_unsupported_inputs_use_other_backends(
     keys, values = (torch.empty(1, 16, 2, inputs[n], dtype=inputs["cache"] or q.dtype) for n in ("k_size", "v_size"))
     params = AttentionParams(1.0, None, inputs["softcap"], inputs["sinks"])
     assert is_supported(q, keys, values, params) == supported
-    assert attention._select_backends(q, (keys, values), params) == (attention._torch_decode, attention._torch_prefill)
+    assert attention._select_backends(q, (keys, values), params) is attention._TORCH_BACKENDS
     monkeypatch.setattr(attention, "has_kernels", lambda _device: True)
-    decode, prefill = attention._select_backends(q, (keys, values), params)
+    write, decode, prefill = attention._select_backends(q, (keys, values), params)
     same = inputs["cache"] is None
     other = attention._triton_prefill if same else attention._torch_prefill
     assert prefill is (attention._varlen_prefill if supported else other)
     assert decode is (attention._triton_decode if same else attention._torch_decode)
+    assert write is (attention._triton_write if same else attention._torch_write)

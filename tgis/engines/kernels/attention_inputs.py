@@ -18,6 +18,11 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
 
+    @property
+    def kind(self) -> tuple[bool, float | None, bool]:
+        """What kernels are compiled for."""
+        return self.window is None, self.softcap, self.sinks is None
+
 
 @dataclass(slots=True)
 class PrefillChunk:

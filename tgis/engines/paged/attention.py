@@ -6,7 +6,8 @@ model passes unknown arguments on. The backends here are plain PyTorch and run e
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk,
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda import has_kernels
+from tgis.engines.kernels.cuda.trials import KernelTrials
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.kv_cache import PagedKVCache
@@ -25,8 +27,15 @@ _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding incl
 
 
 _KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D]
+_Write = Callable[[FlatBatch, Tensor, Tensor, _KVCache], None]
 _Decode = Callable[[FlatBatch, Tensor, _KVCache, AttentionParams], Tensor]
 _Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
+
+
+class _Backends(NamedTuple):
+    write: _Write
+    decode: _Decode
+    prefill: _Prefill
 
 
 class PagedAttention:
@@ -35,6 +44,7 @@ class PagedAttention:
     def __init__(self, name: str, block_size: int, kernels: CpuKernels | None) -> None:
         self.name = name
         self._cpu_attention = CpuAttention(kernels) if kernels else None
+        self._trials = KernelTrials()
         self.runs_cpu_kernel = bool(kernels)  # in all layers so far
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
@@ -84,25 +94,44 @@ class PagedAttention:
             self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
             return self._cpu_attention.attend(q, *kv_cache, batch.cpu_sequences, params)[None]
         self.runs_cpu_kernel = False
-        for stored, new in zip(kv_cache, (k, v), strict=True):
-            stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
-        decode, prefill = _select_backends(q, kv_cache, params)
-        outputs = [decode(batch, q[: batch.num_decodes], kv_cache, params)] if batch.num_decodes else []
-        outputs += prefill(batch, q, k, v, kv_cache, params) if batch.chunks else []
+        fast, plain = _select_backends(q, kv_cache, params), _TORCH_BACKENDS
+        kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
+        run = partial(self._trials.run, kind)
+        run(fast.write, plain.write, lambda _: _slots(kv_cache, batch.slot_mapping), batch, k, v, kv_cache)
+        decodes = q[: batch.num_decodes], kv_cache, params
+        outputs = [run(fast.decode, plain.decode, torch.clone, batch, *decodes)] if batch.num_decodes else []
+        outputs += run(fast.prefill, plain.prefill, torch.cat, batch, q, k, v, kv_cache, params) if batch.chunks else []
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
-def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> tuple[_Decode, _Prefill]:
+def _slots(kv_cache: _KVCache, slot_mapping: Tensor) -> Tensor:
+    """What they hold, flat."""
+    return torch.cat([stored.flatten(0, 1)[slot_mapping].flatten() for stored in kv_cache])
+
+
+def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> _Backends:
     """The fastest for the device, the dtypes and the parameters."""
     if not has_kernels(q.device):
-        return _torch_decode, _torch_prefill
+        return _TORCH_BACKENDS
     if q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
-        return _torch_decode, _torch_prefill
-    return _triton_decode, _varlen_prefill if is_supported(q, *kv_cache, params) else _triton_prefill
+        return _TORCH_BACKENDS
+    prefill = _varlen_prefill if is_supported(q, *kv_cache, params) else _triton_prefill
+    return _Backends(_triton_write, _triton_decode, prefill)
+
+
+def _triton_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
+    from tgis.engines.kernels.cuda.kv_cache import write_kv_cache  # noqa: PLC0415 - needs Triton, which CPUs lack
+
+    write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
+
+
+def _torch_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
+    for stored, new in zip(kv_cache, (k, v), strict=True):
+        stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
 
 
 def _triton_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
-    from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - needs Triton, which CPUs lack
+    from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - as above
 
     return paged_decode(
         q,
@@ -214,3 +243,6 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: Att
         column = sinks.repeat_interleave(q.shape[2] // sinks.shape[1], 1)[None, :, :, None]
         scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
     return scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
+
+
+_TORCH_BACKENDS = _Backends(_torch_write, _torch_decode, _torch_prefill)

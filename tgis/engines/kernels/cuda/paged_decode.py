@@ -72,7 +72,8 @@ def paged_decode(
         num_warps=8 if block_m * block_v > 8192 else 4,
         num_stages=3 if block_m == _MIN_DOT else 2,
     )
-    _combine_splits[num_seqs, num_heads](*results, *partition, **sizes)
+    # No more sequences have several splits than there are spare ones.
+    _combine_splits[min(num_seqs, num_splits - num_seqs), num_heads](*results, *partition, **sizes)
     return output
 
 
@@ -204,12 +205,14 @@ def _combine_splits(
     v_size: tl.constexpr,
     block_v: tl.constexpr,
 ) -> None:
-    """One head of one sequence: the mean of its splits, weighted by their log-sum-exp."""
-    seq, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    """One head of one of the sequences that have several splits: the mean of these, weighted by their log-sum-exp."""
+    index, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     counts, firsts, _ = _partition_splits(seq_lens, num_seqs, num_splits, window, padded_seqs, tile)
-    count, first = _element(counts, seq, padded_seqs), _element(firsts, seq, padded_seqs)
-    if count == 1:
+    number = tl.cumsum((counts > 1).to(tl.int32), 0)  # of such sequences, up to each
+    if index >= tl.max(number, 0):
         return
+    seq = tl.sum((number <= index).to(tl.int32), 0)
+    count, first = _element(counts, seq, padded_seqs), _element(firsts, seq, padded_seqs)
     v_offsets = tl.arange(0, block_v)
     running_max = tl.full([1], float("-inf"), tl.float32)
     running_sum = tl.zeros([1], tl.float32)

@@ -1,0 +1,49 @@
+"""The engine with Triton's kernels, interpreted on a CPU: a process that sets TRITON_INTERPRET=1. Prints one line of
+JSON: the tokens that it generates on the model given, and the kernels that have passed their trials.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import torch
+from batches import engine_options, limits
+from tiny_models import generate_all
+
+from tgis.engines.paged import attention
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+
+ROWS, NEW = 3, 5
+
+
+def requests() -> list[Request]:
+    draw = random.Random(5)
+    prompts = [[draw.randint(3, 60) for _ in range(draw.randint(1, 30))] for _ in range(5)]
+    return [Request(n, prompt, NEW, False, SamplingParams(), LogprobOptions()) for n, prompt in enumerate(prompts)]
+
+
+def generated(model: Path) -> tuple[list[list[int]], PagedEngine]:
+    """With chunked prompts beside decodes."""
+    options = msgspec.structs.replace(engine_options(model, ROWS, threads=1), cpu_isa="none")
+    engine = PagedEngine(options)
+    bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
+    return generate_all(engine, bounds, requests(), random.Random(1)), engine
+
+
+def main() -> None:
+    from triton_interpreter import repair  # the tests of machines without Triton import this module
+
+    repair()
+    attention.has_kernels = lambda _: True
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=2)
+    tokens, engine = generated(Path(sys.argv[1]))
+    passed = {kernel.__name__ for (kernel, _), fit in engine._attention._trials._passed.items() if fit}
+    print(json.dumps({"tokens": tokens, "kernels": sorted(passed)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Kernels are tried where they run: one that does not compile for a device, or does not give there what PyTorch gives,
+is not used.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
+_HALF_TOLERANCE = 0.02
+_MAX_OTHER_NUMBERS = 0.02  # of integers, which near ties may change
+
+_Result = TypeVar("_Result")
+
+
+class KernelTrials:
+    """The first use of each kernel, for each kind of arguments that it is compiled for, computes both ways."""
+
+    def __init__(self) -> None:
+        self._passed: dict[Hashable, bool] = {}
+
+    def run(
+        self,
+        kind: Hashable,
+        kernel: Callable[..., _Result],
+        plain: Callable[..., _Result],
+        outputs: Callable[[_Result], Tensor],
+        *arguments: Any,
+    ) -> _Result:
+        """What the kernel makes of the arguments, or else PyTorch; `outputs` of the results are compared."""
+        if kernel is plain:
+            return plain(*arguments)
+        key = kernel, kind
+        if key not in self._passed:
+            problem = _problem(lambda: outputs(kernel(*arguments)), lambda: outputs(plain(*arguments)))
+            self._passed[key] = problem is None
+            if problem is not None:
+                name, count = kernel.__name__.strip("_"), list(self._passed.values()).count(False)
+                log.warning("PyTorch computes in place of %s (%d kernels failed so far): %s", name, count, problem)
+        return kernel(*arguments) if self._passed[key] else plain(*arguments)
+
+
+def _problem(kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> str | None:
+    """Why the kernel cannot be used; the device must have been fit before."""
+    try:
+        return _difference(kernel(), plain())
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # noqa: BLE001 - compilers raise anything
+        return " ".join(repr(error).split())[:300]
+
+
+def _difference(found: Tensor, expected: Tensor) -> str | None:
+    """How much the two differ, if that is more than rounding explains."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    if not found.is_floating_point():
+        share = (found != expected).double().mean().item()
+        return None if share <= _MAX_OTHER_NUMBERS else f"{share:.0%} of the numbers differ"
+    tolerance = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    off = ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+    return None if off <= tolerance else f"off by {off:.1e}"
