@@ -3,26 +3,27 @@
 On CUDA the host's side is pinned memory, which torch does not reuse before the copy is done. On CPUs nothing is copied.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 2  # numbers: 16 bytes, by which Triton specializes kernels
 
 
-def upload(parts: Sequence[Collection[int]], device: torch.device) -> list[Tensor]:
-    """An int64 tensor of each part; all are views of one, aligned as compiled kernels expect."""
-    numbers: list[int] = []
-    starts = []
-    for part in parts:
-        starts.append(len(numbers))
-        numbers += part
-        numbers += [0] * (-len(part) % _ALIGNMENT)
-    on_device = _copy_async(torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))), device)
-    return [on_device[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
+def upload(parts: Sequence[Sequence[int] | NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """An int64 tensor of the shape of each part; all are views of one, aligned as compiled kernels expect."""
+    arrays = [np.asarray(part, np.int64) for part in parts]
+    ends = list(accumulate(array.size + -array.size % _ALIGNMENT for array in arrays))
+    numbers, starts = np.zeros(ends[-1], np.int64), [0, *ends]
+    for start, array in zip(starts, arrays, strict=False):
+        numbers[start : start + array.size].reshape(array.shape)[...] = array
+    on_device = _copy_async(torch.from_numpy(numbers), device)
+    return [on_device[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=False)]
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,11 +1,13 @@
 """The model inputs of a step."""
 
+import random
+
 import numpy as np
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.paged.batch import BatchBuilder
+from tgis.engines.paged.batch import BatchBuilder, _BlockTables
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -41,3 +43,24 @@ def test_a_batch_is_one_copy() -> None:
     ]
     tensors += [chunk.block_table for chunk in batch.chunks]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+def test_rows_of_block_tables_follow_their_sequences() -> None:
+    """Which grow, come and go, lose their blocks and get others, in any order."""
+    draw, rows = random.Random(1), _BlockTables()
+    tables: list[list[int]] = []
+    for step in range(400):
+        for _ in range(draw.randint(0, 2) or not tables):
+            tables.insert(draw.randint(0, len(tables)), [draw.randrange(1000) for _ in range(draw.randint(1, 9))])
+        for table in tables:
+            table += [draw.randrange(1000) for _ in range(draw.randint(-6, 2))]
+        if draw.random() < 0.2:
+            tables[draw.randrange(len(tables))] = [step]
+        while len(tables) > draw.randint(4, 12):
+            tables.pop(draw.randrange(len(tables)))
+        width = draw.randint(1, max(map(len, tables)))
+        found = rows.rows(tables, width)
+        assert found.shape == (len(tables), width)
+        for row, table in zip(found.tolist(), tables, strict=True):
+            assert row[: len(table)] == table[:width]
+    assert rows.rows([], 0).shape == (0, 0)

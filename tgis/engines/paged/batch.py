@@ -60,6 +60,35 @@ class FlatBatch:
         return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
 
 
+class _BlockTables:
+    """The block tables of decodes in one array, where most rows stay as they are from step to step: the list of a
+    sequence only grows, until another list takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._array: NDArray[np.int64] = np.zeros((0, 0), np.int64)
+        self._rows: list[tuple[list[int], int]] = []  # lists, and how much of them is in the array
+
+    def rows(self, tables: list[list[int]], width: int) -> NDArray[np.int64]:
+        """The beginnings of these, [tables, width], padded with anything that was a block once."""
+        self._make_room(len(tables), max(map(len, tables), default=0))
+        for index, table in enumerate(tables):
+            known, count = self._rows[index]
+            if known is not table:
+                count = 0
+            if count < len(table):
+                self._array[index, count : len(table)] = table[count:]
+                self._rows[index] = table, len(table)
+        return self._array[: len(tables), :width]
+
+    def _make_room(self, *needed: int) -> None:
+        present = self._array.shape
+        if any(have < need for have, need in zip(present, needed, strict=True)):
+            sizes = (have if have >= need else max(need, 2 * have) for have, need in zip(present, needed, strict=True))
+            self._array = np.zeros(tuple(sizes), np.int64)
+            self._rows = [([], 0)] * len(self._array)
+
+
 class BatchBuilder:
     """Makes the batches of an engine."""
 
@@ -67,6 +96,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._device = device
         self._lora = lora
+        self._tables = _BlockTables()
 
     def build(
         self, plan: StepPlan, step_metadata: NDArray[np.int64] = _NO_METADATA
@@ -111,10 +141,10 @@ class BatchBuilder:
             input_ids,
             [p for _, positions in work for p in positions],
             [seq.block_table[p // size] * size + p % size for seq, positions in work for p in positions],
-            [block for seq, _ in decodes for block in _padded(seq.block_table, max_blocks)],
+            self._tables.rows([seq.block_table for seq, _ in decodes], max_blocks),
             [seq_len for _, seq_len in decodes],
             logits_indices,
-            step_metadata.ravel().tolist(),
+            step_metadata,
             self._lora.place(_adapters(work)),
             *(seq.block_table[: -(-positions.stop // size)] for seq, positions in prefills),
         ]
@@ -125,16 +155,12 @@ class BatchBuilder:
             chunks.append(PrefillChunk(slice(start, start + len(own)), own.start, block_table))
             start += len(own)
         return FlatBatch(
-            *(tokens, positions, slot_mapping, tables.view(len(decodes), max_blocks), seq_lens, chunks, indices),
+            *(tokens, positions, slot_mapping, tables, seq_lens, chunks, indices),
             spans=[],
             all_logits=logits_indices == list(range(len(input_ids))),
             adapters=self._lora.placed(adapters),
-            step_metadata=metadata.view(step_metadata.shape),
+            step_metadata=metadata,
         )
-
-
-def _padded(block_table: list[int], length: int) -> list[int]:
-    return block_table[:length] + [0] * (length - len(block_table))
 
 
 def _adapters(work: _Work) -> list[LoraAdapter | None]:
