@@ -85,8 +85,9 @@ test-gpu: $(if $(WHEELS),,venv) ## run the tests that need a GPU; ARGS goes to p
 wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside torch and transformers
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt \
 	--python-version 3.12 --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
-	--platform manylinux_2_34_x86_64 --dest $(WHEELS) cffi cryptography googleapis-common-protos grpcio \
-	grpcio-health-checking grpcio-reflection grpcio-status msgspec protobuf pycparser uvloop
+	--platform manylinux_2_31_x86_64 --platform manylinux_2_34_x86_64 --dest $(WHEELS) cffi cryptography \
+	googleapis-common-protos grpcio grpcio-health-checking grpcio-reflection grpcio-status llguidance msgspec protobuf \
+	pycparser uvloop
 
 clean: ## remove everything that make created, except the demo models in .cache
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
