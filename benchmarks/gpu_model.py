@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 
 from benchmarks.gpu import SHAPES, mixed_jobs
 from tgis.batcher.capacity import BatchLimits
@@ -21,6 +22,12 @@ KV_BYTES = 2 * 32 * 8 * 128 * 2  # of a token in all layers
 PROMPT_TOKENS_PER_SECOND = 42_500
 HOST_SECONDS = 5e-3  # of a pass with prompts, which no step before it hides: planning, the batch, sampling's launches
 VLLM = (203, 1454, 6612, 9714, 22_481, 10_478)  # tokens/s of the loads of `benchmarks.gpu`, the mixed one last
+LAYERS, HEADS, PROGRAMS_AT_ONCE = 32, 32, 132 * 16  # of a GPU, with four warps each
+CAPTURED_KERNEL, KERNEL, WAVE = (
+    1.5e-6,
+    3e-6,
+    1e-6,
+)  # seconds: small kernels in a graph, others, idle programs
 LIMITS = BatchLimits(256, 900_000, 8192, block_size=16, lookahead=1, max_slowdown=8.0)  # the defaults on CUDA
 
 
@@ -28,7 +35,10 @@ LIMITS = BatchLimits(256, 900_000, 8192, block_size=16, lookahead=1, max_slowdow
 class GpuModel:
     """Seconds of a step."""
 
-    decode_rows: tuple[tuple[int, float], ...]  # batch size and what a captured decode step takes beside its KV cache
+    decode_rows: tuple[tuple[int, float], ...]  # batch size and what a captured decode step takes beside the rest
+    layer_kernels: int  # of a layer in a captured step
+    step_kernels: int  # of a step outside of the graph: its inputs, greedy sampling, its results
+    combines_all_rows: bool  # attention's second pass has programs for each row, not only for those with several splits
     pass_seconds: float  # of any other pass, at least: its launches
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
@@ -41,9 +51,16 @@ class GpuModel:
         decodes = [seq for seq in plan.seqs if seq.decoding]
         kv_seconds = sum(len(seq.tokens) for seq in decodes) * KV_BYTES / BYTES_PER_SECOND
         if not plan.num_prefill_tokens:
-            return kv_seconds + self._interpolate(len(decodes))
+            return kv_seconds + self.decode_seconds(len(decodes))
         tokens = sum(plan.num_prefill_tokens) + len(decodes)
         return HOST_SECONDS + kv_seconds + max(self.pass_seconds, tokens / PROMPT_TOKENS_PER_SECOND)
+
+    def decode_seconds(self, rows: int) -> float:
+        """Of a captured step, without reading the KV cache."""
+        combined = rows if self.combines_all_rows else min(rows, 66)  # spare splits: 4 programs a multiprocessor
+        waves = LAYERS * ceil(combined * HEADS / PROGRAMS_AT_ONCE) * WAVE
+        kernels = LAYERS * self.layer_kernels * CAPTURED_KERNEL + self.step_kernels * KERNEL
+        return self._interpolate(rows) + waves + kernels
 
     def _interpolate(self, rows: int) -> float:
         for (low, early), (high, late) in pairwise(self.decode_rows):
@@ -52,9 +69,13 @@ class GpuModel:
         raise ValueError(f"more than {self.decode_rows[-1][0]} rows")
 
 
+BYTES = (1, 4.0e-3), (64, 4.4e-3), (256, 7.9e-3)  # weights and activations at the bandwidth, products
+UNFUSED = (1, 4.26e-3), (64, 4.96e-3), (256, 9.26e-3)  # with the activations of every small operator
 MODELS = {
-    "captured": GpuModel(((1, 6.7e-3), (64, 7.4e-3), (256, 11.7e-3)), 30e-3),
-    "captured and compiled": GpuModel(((1, 4.68e-3), (64, 5.1e-3), (256, 8.7e-3)), 9.5e-3),
+    "captured, c51a0fb": GpuModel(UNFUSED, 48, 45, combines_all_rows=True, pass_seconds=30e-3),
+    "captured": GpuModel(UNFUSED, 47, 28, combines_all_rows=False, pass_seconds=30e-3),
+    "captured and compiled, c51a0fb": GpuModel(BYTES, 11, 45, combines_all_rows=True, pass_seconds=9.5e-3),
+    "captured and compiled": GpuModel(BYTES, 10, 28, combines_all_rows=False, pass_seconds=9.5e-3),
 }
 
 
@@ -70,7 +91,7 @@ def ratios(model: GpuModel, limits: BatchLimits = LIMITS) -> list[float]:
 def main() -> int:
     figures = {name: ratios(model) for name, model in MODELS.items()}
     for name, row in figures.items():
-        print(f"{name:<24}", *(f"{ratio:>6.2f}" for ratio in row))
+        print(f"{name:<32}", *(f"{ratio:>6.2f}" for ratio in row))
     print(json.dumps(figures))
     return 0
 
