@@ -153,7 +153,7 @@ def test_defaults_are_those_of_tgis() -> None:
         512,
     )
     assert defaults.max_prefill_padding == 0.2
-    assert (defaults.batch_safety_margin, defaults.cuda_process_memory_fraction) == (20, 1.0)
+    assert (defaults.batch_safety_margin, defaults.cuda_process_memory_fraction) == (None, 1.0)
     assert (defaults.default_include_stop_seqs, defaults.output_special_tokens) == (True, False)
     assert (defaults.deployment_framework, defaults.json_output) == ("auto", False)
     assert defaults.termination_log == Path("/dev/termination-log")

@@ -28,7 +28,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     max_batch_size: int | None  # None: the engine's own default
     max_prefill_padding: float
     max_waiting_tokens: int
-    batch_safety_margin: int  # percent of memory kept free
+    batch_safety_margin: int | None  # percent of memory kept free; None: the engine decides
     cuda_memory_fraction: float
     num_threads: int  # of all shards together
     log_level: str

@@ -2,12 +2,25 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
+from batches import engine_options
+from tiny_models import make_model
 
 from tgis.engines.memory import available
-from tgis.engines.memory.available import PeakMeter, available_memory, format_bytes, total_memory
+from tgis.engines.memory.available import (
+    PeakMeter,
+    available_memory,
+    format_bytes,
+    memory_for_batches,
+    total_memory,
+)
+from tgis.engines.paged import engine as paged
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.adapters import AdapterStoreOptions
 
 CPU = torch.device("cpu")
 STAT = "anon 100\nfile 900\n{0}active_file 300\n{0}inactive_file 500\n{1} 50\n"
@@ -53,6 +66,31 @@ def test_without_limits_the_available_memory_counts(system: System) -> None:
 def test_a_container_has_less_and_its_cached_files_do_not_count(system: System) -> None:
     system("0::/\n", _=version_2("1000000", 400_000))
     assert (available_memory(CPU), total_memory(CPU)) == (1_000_000 - (400_000 - 750), 1_000_000)
+
+
+@pytest.mark.parametrize(("margin", "expected"), [(None, 6400), (0, 8000), (25, 6000)])
+def test_a_margin_stays_free(system: System, margin: int | None, expected: int, tmp_path: Path) -> None:
+    system("0::/\n", _={})
+    options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), batch_safety_margin=margin)
+    assert memory_for_batches(options, CPU) == expected << 10
+
+
+def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = {"estimate_memory": "auto", "batch_safety_margin": None}
+    options = msgspec.structs.replace(engine_options(make_model("Llama", tmp_path), 4, threads=1), **defaults)
+    engine = PagedEngine(options)
+    monkeypatch.setattr(paged, "profile", lambda *_: 100)
+    monkeypatch.setattr(available, "available_memory", lambda _: 1000)
+
+    def found(device: str, **changes: Any) -> int:
+        engine._device, engine._options = torch.device(device), msgspec.structs.replace(options, **changes)
+        return engine._available_kv_bytes()
+
+    assert found("cuda") == 920 - 100
+    assert found("cuda", batch_safety_margin=5) == 950 - 100
+    assert found("cuda", adapter_store=AdapterStoreOptions(None, 0, 0)) == 800 - 100
+    assert found("cuda", estimate_memory="off") == 800
+    assert found("cpu") == 800 * 4 // 10
 
 
 def test_a_limit_beyond_the_machine_does_not_count(system: System) -> None:

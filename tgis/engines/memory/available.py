@@ -18,12 +18,18 @@ PROCESS = Path("/proc/self")
 _MEMINFO = Path("/proc/meminfo")
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 _RESET_PEAK = "5"  # see clear_refs in proc(5)
+DEFAULT_MARGIN = 20  # percent, as in TGIS
 
 
-def memory_for_batches(options: EngineOptions, device: torch.device) -> int:
+def memory_for_batches(options: EngineOptions, device: torch.device, default_margin: int = DEFAULT_MARGIN) -> int:
     """Bytes for the KV cache and for steps, once the model is loaded: without a margin and the cache of adapters."""
     prompts = options.adapter_store.cache_bytes if options.adapter_store else 0
-    return max(available_memory(device) - prompts, 0) * (100 - options.batch_safety_margin) // 100
+    return max(available_memory(device) - prompts, 0) * (100 - safety_margin(options, default_margin)) // 100
+
+
+def safety_margin(options: EngineOptions, default: int = DEFAULT_MARGIN) -> int:
+    """Percent of memory to keep free."""
+    return default if options.batch_safety_margin is None else options.batch_safety_margin
 
 
 def available_memory(device: torch.device) -> int:

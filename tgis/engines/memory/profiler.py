@@ -15,7 +15,7 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
-from tgis.engines.memory.available import PeakMeter, format_bytes, memory_for_batches
+from tgis.engines.memory.available import PeakMeter, format_bytes, memory_for_batches, safety_margin
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -71,7 +71,7 @@ def padded_capacity(engine: ProfiledEngine, options: EngineOptions, device: torc
     """
     max_batch_size = engine.info.max_batch_size
     if options.estimate_memory == "manual":
-        return manual_capacity(options.max_sequence_length, max_batch_size, options.batch_safety_margin)
+        return manual_capacity(options.max_sequence_length, max_batch_size, safety_margin(options))
     available = memory_for_batches(options, device)
     reserved = cost.fixed_bytes
     if options.estimate_memory == "auto":

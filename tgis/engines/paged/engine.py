@@ -17,7 +17,7 @@ from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, max_po
 from tgis.engines.loading.rope import tabulate_angles
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
-from tgis.engines.memory.available import device_errors, memory_for_batches
+from tgis.engines.memory.available import DEFAULT_MARGIN, device_errors, memory_for_batches, safety_margin
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
@@ -33,6 +33,7 @@ from tgis.engines.sampling.ops import select_ops
 from tgis.engines.sampling.sampler import SampledTokens
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.request import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ _DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step without decodes: more gain no throughput
 _MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not replayed: that alone is 1.5
 _MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # of the bank: on CPUs each column costs time
+_EXACT_MARGIN = 8  # percent of memory for what torch's count of a GPU's memory leaves out
 _CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
 
 
@@ -126,6 +128,7 @@ class PagedEngine:
         self.info = msgspec.structs.replace(self.info, token_capacity=capacity, max_request_tokens=capacity)
         started = time.monotonic()
         eager_logits = self._dummy_logits()
+        self._warm_sampler(eager_logits)
         log.info("warm after %.1f s", time.monotonic() - started)
         on_cuda = self._device.type == "cuda"
         wanted = self._options.compile
@@ -138,6 +141,12 @@ class PagedEngine:
             self._graphs = RecordedSteps(self._forward, self._kernels, self.info.max_batch_size, self._max_blocks)
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
+
+    def _warm_sampler(self, logits: torch.Tensor) -> None:
+        """Kernels compile when they are first used."""
+        for params in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=4)):
+            seq = Sequence(Request(-1, [1], 2, sampling_params=params), arrival_time=0.0)
+            self._sampler.sample_and_wait([seq], logits[:1].clone())
 
     def _dummy_logits(self) -> torch.Tensor:
         """Those of a prefill and of a decode, [2, V]."""
@@ -260,13 +269,16 @@ class PagedEngine:
         if self._options.kv_cache_bytes is not None:
             return min(useful, self._options.kv_cache_bytes // self._options.num_shards // bytes_per_block)
         if self._options.estimate_memory == "manual":
-            return max(self._max_blocks, useful * (100 - self._options.batch_safety_margin) // 100)
+            return max(self._max_blocks, useful * (100 - safety_margin(self._options)) // 100)
         return min(useful, self._available_kv_bytes() // bytes_per_block)
 
     def _available_kv_bytes(self) -> int:
         """Of this rank: ranks share the machine's memory, but have a GPU each."""
         on_cpu = self._device.type == "cpu"
-        free = memory_for_batches(self._options, self._device) // (self._options.num_shards if on_cpu else 1)
+        counts_exactly = not on_cpu and self._options.estimate_memory == "auto"
+        is_final = self._options.adapter_store is None  # adapters take memory later
+        margin = _EXACT_MARGIN if counts_exactly and is_final else DEFAULT_MARGIN
+        free = memory_for_batches(self._options, self._device, margin) // (self._options.num_shards if on_cpu else 1)
         share = int(free * _CPU_KV_FRACTION) if on_cpu else free
         if self._options.estimate_memory == "off":
             return share
