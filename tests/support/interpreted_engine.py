@@ -15,6 +15,7 @@ from tiny_models import generate_all
 
 from tgis.engines.paged import attention
 from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.sampling import ops
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 ROWS, NEW = 3, 5
@@ -38,10 +39,12 @@ def main() -> None:
     from triton_interpreter import repair  # the tests of machines without Triton import this module
 
     repair()
-    attention.has_kernels = lambda _: True
+    attention.has_kernels = ops.has_kernels = lambda _: True
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=2)
     tokens, engine = generated(Path(sys.argv[1]))
-    passed = {kernel.__name__ for (kernel, _), fit in engine._attention._trials._passed.items() if fit}
+    (trials,) = engine._sampler._ops.best_tokens.args
+    tried = engine._attention._trials._passed | trials._passed
+    passed = {kernel.__name__ for (kernel, _), fit in tried.items() if fit}
     print(json.dumps({"tokens": tokens, "kernels": sorted(passed)}))
 
 

@@ -9,6 +9,8 @@ import json
 import torch
 from torch import Tensor
 
+from tgis.engines.sampling.logprobs import RowState
+
 INF, NAN = float("inf"), float("nan")
 ROWS = {
     "one token": [[0.5]],
@@ -43,16 +45,16 @@ def wrong_writes(name: str, device: str, dtype: torch.dtype) -> int:
 
 
 def wrong_choices(values: Tensor) -> int:
-    """Of ids and of maxima, which must be those of a scan from the left."""
-    from tgis.engines.kernels.cuda.argmax import argmax_lowest_id
+    """Of ids, which must be those of a scan from the left, and of states."""
+    from tgis.engines.kernels.cuda.argmax import best_token_table
 
-    best, ids = argmax_lowest_id(values)
     wrong = 0
-    for row, found, token in zip(values.cpu(), best.cpu(), ids.cpu(), strict=True):
+    for row, (token, state, *others) in zip(values.cpu(), best_token_table(values).tolist(), strict=True):
         maximum = row.max()
-        wrong += not torch.equal(found[0].nan_to_num(9.0), maximum.nan_to_num(9.0))
-        wrong += int(token) not in range(len(row))
-        wrong += bool(maximum.isfinite()) and int(token) != row.tolist().index(maximum.item())
+        if maximum.isfinite():
+            wrong += [token, state, *others] != [row.tolist().index(maximum.item()), RowState.EXACT, 0, 0, 0]
+        else:
+            wrong += state != RowState.INVALID or token not in range(len(row))
     return wrong
 
 

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from tgis.engines.kernels.attention_inputs import make_paged_chunks
 from tgis.engines.kernels.cuda import argmax, kv_cache, paged_decode, paged_prefill, race
 
-KERNELS = ("_split_attention", "_combine_splits", "_prefill_attention", "_race_block", "_argmax_row", "_write_token")
+KERNELS = ("_split_attention", "_combine_splits", "_prefill_attention", "_race_block", "_best_token", "_write_token")
 
 
 class FakeTritonDriver:
@@ -84,7 +84,7 @@ def build_race(case: race_cases.Case, capability: int) -> tuple[int, int, int]:
 
 def build_argmax(capability: int) -> tuple[int, int, int]:
     logits = torch.zeros(2, 128256, dtype=torch.bfloat16)
-    return build(argmax, "_argmax_row", capability, partial(argmax.argmax_lowest_id, logits))
+    return build(argmax, "_best_token", capability, partial(argmax.best_token_table, logits))
 
 
 def build_write(capability: int) -> tuple[int, int, int]:

@@ -53,10 +53,11 @@ def test_interpreted_writes_and_choices_are_those_of_pytorch() -> None:
 
 
 def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp_path: Path) -> None:
-    """Written, attended in chunks and decoded by kernels, all of which have passed their trials."""
+    """Keys and values written, attention in chunks and decodes, and tokens chosen, all by kernels that passed."""
     model = make_model("Llama", tmp_path)
     found = child("interpreted_engine.py", str(model), TRITON_INTERPRET="1")
-    assert found["kernels"] == ["_triton_decode", "_triton_prefill", "_triton_write"]
+    kernels = ["best", "decode", "draw", "prefill", "write"]
+    assert found["kernels"] == [f"_triton_{name}" for name in kernels]
     network = AutoModelForCausalLM.from_pretrained(model).eval()
     for request, tokens in zip(requests(), found["tokens"], strict=True):
         ids = torch.tensor([request.tokens])

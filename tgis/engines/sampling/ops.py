@@ -11,6 +11,7 @@ from tgis.engines.kernels.cpu.argmax import CpuArgmax
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.race import CpuRace
 from tgis.engines.kernels.cuda import has_kernels
+from tgis.engines.kernels.cuda.trials import KernelTrials
 from tgis.engines.sampling.draws import draw
 from tgis.engines.sampling.logits_processors import Scores, argmax_lowest_id
 from tgis.engines.sampling.logprobs import ChosenTokens, table_without_candidates
@@ -37,7 +38,10 @@ class SamplingOps:
 def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
     if kernels is not None:
         return SamplingOps(partial(_best_on_cpu, CpuArgmax(kernels)), partial(_draw_on_cpu, CpuRace(kernels)))
-    return SamplingOps(draw=_draw_on_gpu) if has_kernels(device) else SamplingOps()
+    if not has_kernels(device):
+        return SamplingOps()
+    trials = KernelTrials()
+    return SamplingOps(partial(_best_on_gpu, trials), partial(_draw_on_gpu, trials))
 
 
 def _best_on_cpu(kernel: CpuArgmax, values: Tensor) -> Tensor:
@@ -50,7 +54,23 @@ def _draw_on_cpu(kernel: CpuRace, scores: Scores, keys: Tensor) -> Tensor:
     return kernel(scores.values, scores.max_score, scores.temperature, keys)
 
 
-def _draw_on_gpu(scores: Scores, keys: Tensor) -> Tensor:
-    from tgis.engines.kernels.cuda.race import race_winners  # noqa: PLC0415 - needs Triton, which CPUs lack
+def _best_on_gpu(trials: KernelTrials, values: Tensor) -> Tensor:
+    if values.dtype == torch.float64:
+        return best_tokens(values)
+    return trials.run(values.dtype, _triton_best, best_tokens, torch.Tensor.long, values)
+
+
+def _triton_best(values: Tensor) -> Tensor:
+    from tgis.engines.kernels.cuda.argmax import best_token_table  # noqa: PLC0415 - needs Triton, which CPUs lack
+
+    return best_token_table(values)
+
+
+def _draw_on_gpu(trials: KernelTrials, scores: Scores, keys: Tensor) -> Tensor:
+    return trials.run(scores.values.dtype, _triton_draw, draw, torch.clone, scores, keys)
+
+
+def _triton_draw(scores: Scores, keys: Tensor) -> Tensor:
+    from tgis.engines.kernels.cuda.race import race_winners  # noqa: PLC0415 - as above
 
     return race_winners(scores.values, scores.max_score, scores.temperature, keys)

@@ -7,29 +7,25 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096  # tokens per loop iteration
+_COLUMNS = tl.constexpr(5)  # of a table
+_INVALID = tl.constexpr(2.0)  # state of a row whose best score is not finite
 
 
-def argmax_lowest_id(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest of `values` [b, V] and its id, the lowest of equal ones, each [b, 1]; NaN if any is NaN. In at most
-    single precision, on the current device.
+def best_token_table(values: Tensor) -> Tensor:
+    """The table [b, 5], as engines/sampling/logprobs.py has it, of the tokens with the highest of `values` [b, V], of
+    equal ones those with the lowest id. In single precision at most, on the current device.
     """
-    (rows, vocab_size), device = values.shape, values.device
+    rows, vocab_size = values.shape
     assert values.stride(1) == 1
     assert values.itemsize <= torch.float32.itemsize
-    best = torch.empty(rows, 1, dtype=values.dtype, device=device)
-    token_ids = torch.empty(rows, 1, dtype=torch.int64, device=device)
-    _argmax_row[rows,](best, token_ids, values, values.stride(0), vocab_size, block_size=_BLOCK, num_warps=8)
-    return best, token_ids
+    table = torch.empty(rows, _COLUMNS.value, dtype=torch.float64, device=values.device)
+    _best_token[rows,](table, values, values.stride(0), vocab_size, block_size=_BLOCK, num_warps=8)
+    return table
 
 
 @triton.jit
-def _argmax_row(
-    best: tl.tensor,
-    token_ids: tl.tensor,
-    values: tl.tensor,
-    stride: tl.tensor,
-    vocab_size: tl.tensor,
-    block_size: tl.constexpr,
+def _best_token(
+    table: tl.tensor, values: tl.tensor, stride: tl.tensor, vocab_size: tl.tensor, block_size: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     highest = tl.full([block_size], float("-inf"), tl.float32)
@@ -43,6 +39,7 @@ def _argmax_row(
         highest = tl.maximum(highest, value)
     maximum = tl.max(highest, 0)
     token_id = tl.min(tl.where(highest == maximum, first, vocab_size - 1), 0)
-    tl.store(token_ids + row, token_id.to(tl.int64))
-    maximum = tl.where(tl.max(is_nan, 0) > 0, float("nan"), maximum)
-    tl.store(best + row, maximum.to(best.dtype.element_ty))
+    is_invalid = (tl.max(is_nan, 0) > 0) | (tl.abs(maximum) == float("inf"))
+    column = tl.arange(0, 8)
+    numbers = tl.where(column == 0, token_id, tl.where((column == 1) & is_invalid, _INVALID, 0.0)).to(tl.float64)
+    tl.store(table + row * _COLUMNS + column, numbers, mask=column < _COLUMNS)
