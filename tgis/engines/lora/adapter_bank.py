@@ -14,8 +14,7 @@ from torch import Tensor
 from tgis.engines.transfers import to_device
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
-NO_ADAPTER = -2
-_UNOWNED = -1
+_UNOWNED, _NO_ADAPTER = -1, -2
 
 
 class AdapterBank:
@@ -55,7 +54,7 @@ class AdapterBank:
 
     def first_columns(self, adapters: Iterable[LoraAdapter | None]) -> list[int]:
         """Those of each adapter."""
-        return [NO_ADAPTER if adapter is None else self._columns[adapter].start for adapter in adapters]
+        return [_NO_ADAPTER if adapter is None else self._columns[adapter].start for adapter in adapters]
 
     def foreign_columns(self, first_columns: Tensor) -> Tensor:
         """Which columns are not those of the adapter that begins in each of `first_columns`: bool [n, 1, columns]."""

@@ -70,12 +70,12 @@ class _BlockTables:
         self._rows: list[tuple[list[int], int]] = []  # lists, and how much of them is in the array
 
     def rows(self, tables: list[list[int]], width: int) -> NDArray[np.int64]:
-        """The beginnings of these, [tables, width], padded with anything that was a block once."""
+        """The beginnings of these, [tables, width], padded with 0."""
         self._make_room(len(tables), max(map(len, tables), default=0))
         for index, table in enumerate(tables):
             known, count = self._rows[index]
             if known is not table:
-                count = 0
+                count = self._array[index] = 0
             if count < len(table):
                 self._array[index, count : len(table)] = table[count:]
                 self._rows[index] = table, len(table)

@@ -12,9 +12,10 @@ def write_kv_cache(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor,
     """
     (num_tokens, num_heads, k_size), v_size = k.shape, v.shape[2]
     assert k.dtype == v.dtype == key_cache.dtype == value_cache.dtype
-    assert k.stride(2) == v.stride(2) == slot_mapping.stride(0) == 1
+    assert slot_mapping.stride(0) == 1
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
+    k, v = (states if states.stride(2) == 1 else states.contiguous() for states in (k, v))
     _write_token[num_tokens,](
         *(k, v, key_cache, value_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         num_heads=num_heads,
