@@ -93,7 +93,7 @@ class DecodeGraphs:
         with log_progress(lambda: f"{len(self._captured)} of {len(sizes)} captured"):
             for size in reversed(sizes):
                 inputs.pad(0, size, self._scratch_slot)
-                self._captured[size, None] = capture_graph(partial(self._logits, inputs.batch(size)))
+                self._captured[size, None] = capture_graph(partial(self._logits, inputs, size, None))
                 self._output = self._captured[max(sizes), None][1]
         log.info("captured %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
         self._capture_sizes = sizes
@@ -114,17 +114,18 @@ class DecodeGraphs:
         replay()
         return output[:count][batch.logits_indices]  # a copy: the next replay overwrites the output
 
-    def _logits(self, batch: FlatBatch) -> Tensor:
+    def _logits(self, inputs: StaticInputs, size: int, adapters: int | None) -> Tensor:
         """Where the first graph, the largest, leaves them: an output for each size would take much memory."""
-        logits = self._forward(batch)
+        logits = self._forward(inputs.batch(size, adapters))  # a new batch, which keeps nothing of an earlier pass
         return logits if self._output is None else self._output[: len(logits)].copy_(logits)
 
     def _find(self, size: int, adapters: int | None) -> tuple[Replay, Tensor] | None:
         """The captured step, captured now if it has adapters."""
         found = self._captured.get((size, adapters))
-        if found is None and self._capture_graph:
+        if found is None and self._capture_graph and self._inputs:
+            run = partial(self._logits, self._inputs, size, adapters)
             try:
-                found = self._capture_with_adapters(size, adapters, self._capture_graph)
+                found = _verified(run, self._capture_graph)
             except (RuntimeError, Unsupported) as error:
                 self._capture_graph = None
                 reason = str(error).strip().splitlines()[0]
@@ -133,12 +134,11 @@ class DecodeGraphs:
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
         return found
 
-    def _capture_with_adapters(self, size: int, adapters: int | None, capture_graph: Capture) -> tuple[Replay, Tensor]:
-        assert self._inputs is not None
-        batch = self._inputs.batch(size, adapters)
-        eager = self._forward(batch)
-        replay, output = capture_graph(partial(self._logits, batch))
-        replay()
-        # An adapter may overflow.
-        verify_steps("captured", output.nan_to_num(), eager.nan_to_num(), output.dtype)
-        return replay, output
+
+def _verified(run: Callable[[], Tensor], capture_graph: Capture) -> tuple[Replay, Tensor]:
+    """What is captured, once a replay has given what the pass gives; Unsupported if it does not."""
+    eager = run().nan_to_num()  # an adapter may overflow
+    replay, output = capture_graph(run)
+    replay()
+    verify_steps("captured", output.nan_to_num(), eager, output.dtype)
+    return replay, output
