@@ -7,6 +7,8 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -39,10 +41,15 @@ def main() -> None:
     from triton_interpreter import repair  # the tests of machines without Triton import this module
 
     repair()
-    attention.has_kernels = ops.has_kernels = lambda _: True
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=2)
-    tokens, engine = generated(Path(sys.argv[1]))
-    (trials,) = engine._sampler._ops.best_tokens.args
+    properties = SimpleNamespace(multi_processor_count=2)
+    with (
+        mock.patch.object(attention, "has_kernels", lambda _: True),
+        mock.patch.object(ops, "has_kernels", lambda _: True),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties),
+    ):
+        tokens, engine = generated(Path(sys.argv[1]))
+    best_tokens: Any = engine._sampler._ops.best_tokens
+    (trials,) = best_tokens.args
     tried = engine._attention._trials._passed | trials._passed
     passed = {kernel.__name__ for (kernel, _), fit in tried.items() if fit}
     print(json.dumps({"tokens": tokens, "kernels": sorted(passed)}))

@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Part = Sequence[int] | NDArray[np.int64]
+
 _ALIGNMENT = 2  # numbers: 16 bytes, by which Triton specializes kernels
 
 
-def upload(parts: Sequence[Sequence[int] | NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+def upload(parts: Sequence[Part], device: torch.device) -> list[Tensor]:
     """An int64 tensor of the shape of each part; all are views of one, aligned as compiled kernels expect."""
     arrays = [np.asarray(part, np.int64) for part in parts]
     ends = list(accumulate(array.size + -array.size % _ALIGNMENT for array in arrays))

@@ -14,7 +14,7 @@ from tgis.engines.kernels.attention_inputs import PagedChunks, PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
 from tgis.engines.lora.layers import LoraLayers, PlacedAdapters, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
-from tgis.engines.transfers import upload
+from tgis.engines.transfers import Part, upload
 from tgis.prompts.lora import LoraAdapter
 
 _NO_METADATA = np.empty(0, np.int64)
@@ -137,7 +137,7 @@ class BatchBuilder:
         decodes = [(seq, positions.stop) for seq, positions in work if len(positions) == 1]
         prefills = [(seq, positions) for seq, positions in work if len(positions) > 1]
         max_blocks = max((-(-seq_len // size) for _, seq_len in decodes), default=0)
-        parts = [
+        parts: list[Part] = [
             input_ids,
             [p for _, positions in work for p in positions],
             [seq.block_table[p // size] * size + p % size for seq, positions in work for p in positions],

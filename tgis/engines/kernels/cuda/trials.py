@@ -22,7 +22,7 @@ class KernelTrials:
     """The first use of each kernel, for each kind of arguments that it is compiled for, computes both ways."""
 
     def __init__(self) -> None:
-        self._passed: dict[Hashable, bool] = {}
+        self._passed: dict[tuple[Callable[..., Any], Hashable], bool] = {}
 
     def run(
         self,
