@@ -43,9 +43,9 @@ def main() -> None:
     repair()
     properties = SimpleNamespace(multi_processor_count=2)
     with (
-        mock.patch.object(attention, "has_kernels", lambda _: True),
-        mock.patch.object(ops, "has_kernels", lambda _: True),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties),
+        mock.patch.object(attention, "has_kernels", return_value=True),
+        mock.patch.object(ops, "has_kernels", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
     ):
         tokens, engine = generated(Path(sys.argv[1]))
     best_tokens: Any = engine._sampler._ops.best_tokens
