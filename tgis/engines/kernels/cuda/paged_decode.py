@@ -206,12 +206,12 @@ def _combine_splits(
     block_v: tl.constexpr,
 ) -> None:
     """One head of one of the sequences that have several splits: the mean of these, weighted by their log-sum-exp."""
-    index, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    nth, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     counts, firsts, _ = _partition_splits(seq_lens, num_seqs, num_splits, window, padded_seqs, tile)
     number = tl.cumsum((counts > 1).to(tl.int32), 0)  # of such sequences, up to each
-    if index >= tl.max(number, 0):
+    if nth >= tl.max(number, 0):
         return
-    seq = tl.sum((number <= index).to(tl.int32), 0)
+    seq = tl.sum((number <= nth).to(tl.int32), 0)
     count, first = _element(counts, seq, padded_seqs), _element(firsts, seq, padded_seqs)
     v_offsets = tl.arange(0, block_v)
     running_max = tl.full([1], float("-inf"), tl.float32)
