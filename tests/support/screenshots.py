@@ -18,7 +18,7 @@ PROMPT_TOKENS = (40, 180, 25, 320, 60, 90, 220, 15, 130, 300, 70, 400, 30, 500, 
 
 
 async def ask(page: BrowserPage, text: str) -> None:
-    """With the same tokens each time, and wait for the end."""
+    """Wait for the end; with the same tokens each time where the parameters are open."""
     await page.until("document.querySelector('[name=model]').value")
     await page.fill("[name=seed]", "7")
     await page.click("#text")
@@ -36,7 +36,6 @@ async def show_ui(server: Server, chromium: int) -> None:
         await page.screenshot(IMAGES / "ui.png")
     async with open_page(chromium, url, 360, 640, dark=True, phone=True) as page:
         await page.click(".modes label:last-of-type")
-        await page.fill("[name=max_tokens]", "48")
         await ask(page, "Once upon a time, a small gray cat")
         await page.tap(".token[data-p='2']")
         await page.until("document.querySelector('#card').matches(':popover-open')")

@@ -25,7 +25,7 @@ function showCard(span) {
 }
 
 function placeCard() {
-  const { left, top, bottom } = current.getClientRects()[0];
+  const { left, top, bottom } = [...current.getClientRects()].at(-1); // of two lines the word is in the latter
   const below = bottom + card.offsetHeight < innerHeight;
   card.style.left = `${Math.max(8, Math.min(left, innerWidth - card.offsetWidth - 8))}px`;
   card.style.top = `${below ? bottom : Math.max(0, top - card.offsetHeight)}px`;
