@@ -71,7 +71,7 @@ def render_error(reason: str) -> Page:
 
 def _page(title: str, body: str) -> Page:
     note = f"refreshed every {REFRESH_SECONDS} s; request ids as in the log; curl gets JSON"
-    body = f"<h1>{escape(title)}</h1><small>{note}</small>{body}"
+    body = f"<main><h1>{escape(title)}</h1><small>{note}</small>{body}</main>"
     return make_page(title, body, _STYLE, refresh_seconds=REFRESH_SECONDS)
 
 
@@ -151,7 +151,8 @@ def _table(title: str, headers: list[str], rows: list[str], more: int = 0) -> st
         return ""
     head = "".join(f"<th>{escape(text)}</th>" for text in headers)
     rest = f"<small>and {more:,} more</small>" if more else ""
-    return f"<section><h2>{escape(title)}</h2><table><tr>{head}</tr>{''.join(rows)}</table>{rest}</section>"
+    table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    return f'<section tabindex="0"><h2>{escape(title)}</h2>{table}{rest}</section>'
 
 
 def _table_row(*cells: str | float | tuple[int, int]) -> str:

@@ -32,8 +32,8 @@ Json = dict[str, Any]
 def render_page(document: Json) -> Page:
     title = f"{document['info']['title']} {document['info']['version']}"
     body = (
-        f"<h1>{escape(title)}</h1>"
-        '<p><a href="ui">Try the model</a> · <a href="openapi.json">this page as an OpenAPI document</a></p>'
+        f"<header><h1>{escape(title)}</h1>"
+        '<p><a href="ui">Try the model</a> · <a href="openapi.json">this page as an OpenAPI document</a></p></header>'
         f'<nav aria-label="Operations"><ul class="operations">{"".join(_index(document))}</ul></nav>'
         f"<main>{''.join(_sections(document))}<h2>Bodies</h2>{''.join(_schemas(document))}</main>"
     )
@@ -72,7 +72,7 @@ def _schemas(document: Json) -> Iterator[str]:
     for name, schema in document["components"]["schemas"].items():
         yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(schema.get("description", ""))}</p>'
         if properties := schema.get("properties"):
-            yield '<div class="wide"><table><tr><th>Field<th>Type<th>Default</tr>'
+            yield '<div class="wide" tabindex="0"><table><tr><th>Field<th>Type<th>Default</tr>'
             required = schema.get("required", ())
             for field, of_field in properties.items():
                 default = "required" if field in required else f"<code>{escape(_json(of_field.get('default')))}</code>"
