@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from tgis.api.http.calls import HttpCall, json_response
-from tgis.api.http.timing_headers import compute_time, timing_headers
+from tgis.api.http.timing_headers import timing_headers
 from tgis.api.openai.answers import (
     DONE,
     FINGERPRINT,
@@ -92,7 +92,7 @@ class ChatCompletions:
             usage.count(output)
         choices = [await self._choice(call, request, output) for output in outputs]
         body = ChatCompletion(answer.id, answer.created, answer.model, choices, usage.usage(), FINGERPRINT)
-        headers = call.compute_headers(request.generate_call.texts) | compute_time(outputs[0])
+        headers = call.compute_headers(request.generate_call.texts)
         return json_response(body, headers | timing_headers(outputs, body.usage.prompt_tokens))
 
     async def _read(self, call: HttpCall) -> _Request:

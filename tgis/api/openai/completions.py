@@ -93,7 +93,7 @@ async def _unary(
         choices.append(CompletionChoice(output.index, prompt + output.text, logprobs, reason))
     completion = Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT, usage.usage())
     headers = call.compute_headers(generate_call.texts)
-    return json_response(completion, headers | timing_headers(outputs, usage.usage().prompt_tokens))
+    return json_response(completion, headers | timing_headers(outputs, usage.usage().prompt_tokens, compute_time=False))
 
 
 def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:

@@ -13,7 +13,7 @@ from tgis.api.http.calls import Handle, HttpCall, json_response
 from tgis.api.http.errors import HttpError
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import Operation
-from tgis.api.http.timing_headers import compute_time, timing_headers
+from tgis.api.http.timing_headers import timing_headers
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.chat import ChatCompletions
 from tgis.api.rest import convert
@@ -94,7 +94,7 @@ class TgiApi:
         )
         outputs = best_first(await call.generator.generate(generate_call))
         winner = outputs[0]
-        headers = call.compute_headers([request.inputs]) | compute_time(winner)
+        headers = call.compute_headers([request.inputs])
         headers |= timing_headers([winner], winner.input_token_count)
         if not wants_details:
             return GenerateResponse(_full_text(outputs[0], request)), headers
