@@ -1,6 +1,11 @@
 """Masks against brute force: every token of a vocabulary tried with another library's matcher."""
 
+import os
 import random
+import subprocess
+import sys
+import time
+from contextlib import suppress
 
 import pytest
 import regex
@@ -8,6 +13,7 @@ from grammar_walks import EOS, byte_table, compiled, token_table, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.structured_output.suite import allows
 from tgis.errors import GrammarError
 from tgis.ipc.grammars import GrammarKind, Vocabulary
 from tgis.structured_output.matcher import TokenTable
@@ -154,6 +160,37 @@ def test_what_cannot_be_compiled_says_why(kind: GrammarKind, text: str, problem:
     assert str(error.value) == problem
 
 
+SIZE = 1 << 16
+HOSTILE = [
+    (GrammarKind.GRAMMAR, "\n" * SIZE),
+    (GrammarKind.GRAMMAR, " \n" * (SIZE // 2)),
+    (GrammarKind.GRAMMAR, "a\n" * (SIZE // 2)),
+    (GrammarKind.GRAMMAR, 'root ::= "a"' + "\n" * SIZE + "x"),
+    (GrammarKind.GRAMMAR, 'root ::= "a"{1,' + " " * SIZE + "x"),
+    (GrammarKind.GRAMMAR, 'root ::= "a"{' + "1" * SIZE + "}"),
+    (GrammarKind.GRAMMAR, "root ::= [" + "a" * SIZE + "]"),
+    (GrammarKind.GRAMMAR, 'root ::= "' + "a" * SIZE + '"'),
+    (GrammarKind.GRAMMAR, "start: /a{" + " " * (SIZE // 2) + "," + " " * (SIZE // 2) + "x/"),
+    (GrammarKind.GRAMMAR, "start: /(" + " " * SIZE + "/"),
+    (GrammarKind.GRAMMAR, "start: /(" + "\n" * SIZE + "/"),
+    *((GrammarKind.GRAMMAR, text * (SIZE // len(text))) for text in ("{", "{,", '"', '"\\', "/\\", "<", "%json 1 ")),
+    (GrammarKind.REGEX, "a{" + " " * (SIZE // 2) + "," + " " * (SIZE // 2) + "x"),
+    (GrammarKind.REGEX, "a{," + "1" * SIZE),
+    (GrammarKind.REGEX, "(" + " " * SIZE),
+    (GrammarKind.REGEX, "(" + "\n" * SIZE),
+    (GrammarKind.JSON_SCHEMA, " " * SIZE),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), HOSTILE, ids=[repr(text[:12]) for _, text in HOSTILE])
+def test_no_text_takes_long_to_read(kind: GrammarKind, text: str) -> None:
+    """The GIL is held until a regular expression is done: one that backtracks from each place takes minutes."""
+    started = time.process_time()
+    with suppress(GrammarError):
+        compiled(kind, text, TABLE)
+    assert time.process_time() - started < 2
+
+
 def test_schemas_in_lark_are_those_of_a_json_schema() -> None:
     """Also a directive in a string of one, and with bounded blanks."""
     grammar = '''start: "<" %json {
@@ -165,6 +202,28 @@ def test_schemas_in_lark_are_those_of_a_json_schema() -> None:
     blank = ord(" ") + 1
     assert blank in matcher.allowed_ids([*text, *[blank] * 31])
     assert blank not in matcher.allowed_ids([*text, *[blank] * 32])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('start: "a" // as %json {"has" it\n', "a"),
+        ('start: "a" # or %json {\n', "a"),
+        ('start: "a %json {}" "\\"" " %json"', 'a %json {}" %json'),
+        ('start: /a\\/"%json[{]/ "b" /[?]%json/', 'a/"%json{b?%json'),
+        ('start: "/" %json {"const": "//"} /"/ %json {"const": 1} // "', '/"//""1'),
+        ('start: %json {"const": "\\"%json"} "#" %json {"const": 2}', '"\\"%json"#2'),
+    ],
+)
+def test_what_looks_like_a_schema_in_lark_is_none(grammar: str, text: str) -> None:
+    """In a string, a regex and a comment; the schemas behind them are some."""
+    assert allows(compiled(GrammarKind.GRAMMAR, grammar, byte_table()), text)
+
+
+@pytest.mark.parametrize("before", ['"/"', '/"/', '"a" //"\n', '"\\\\" "//"', '/["#]/'])
+def test_schemas_in_lark_are_checked_whatever_is_before_them(before: str) -> None:
+    with pytest.raises(GrammarError, match="unsupported keyword x-guidance"):
+        compiled(GrammarKind.GRAMMAR, f'start: {before} %json {{"x-guidance": {{}}}}', TABLE)
 
 
 def test_the_strings_of_a_schema_in_lark_are_no_grammar() -> None:
@@ -179,3 +238,28 @@ def test_lark_grammars_are_taken_as_they_are() -> None:
     matcher = compiled(GrammarKind.REGEX, "a/b\\/c\n", byte_table())
     text = [byte + 1 for byte in b"a/b/c\n"]
     assert all(token in matcher.allowed_ids(text[:at]) for at, token in enumerate([*text, EOS]))
+
+
+UNPRIVILEGED = """
+import os
+import queue
+from grammar_walks import LIMITS, byte_table
+from tgis.ipc.grammars import CompileGrammar, GrammarKind, GrammarSpec
+from tgis.structured_output.compiler import GrammarCompiler
+
+table = byte_table()
+os.nice(10)
+if os.getuid() == 0:
+    os.setuid(65534)
+problems = queue.Queue()
+compiler = GrammarCompiler(table, LIMITS, lambda answer: problems.put(answer.problem))
+compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.REGEX, "a")))
+print([problems.get(), compiler._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()])
+"""
+
+
+def test_compilations_have_less_priority_than_their_process() -> None:
+    """Also in a process that others come before already, and that may not raise its own."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=env, capture_output=True, text=True, check=True)
+    assert run.stdout == f"['', {min(os.getpriority(os.PRIO_PROCESS, 0) + 15, 19)}]\n"

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import llguidance
 
@@ -20,7 +21,7 @@ from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 log = logging.getLogger(__name__)
 
 _THREADS = 2  # one expensive grammar does not delay all others
-_NICENESS = 5  # where cores are few, steps get three times as much of them
+_NICENESS = 5  # more than the process has: where cores are few, steps get three times as much of them
 _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
 _STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
 _STEP_MAX_ITEMS = 20_000  # likewise; 10,000 are too few for some outputs of objects with 300 optional properties
@@ -97,4 +98,5 @@ class GrammarCompiler:
 
 def _lower_priority() -> None:
     """Of this thread alone: Linux has a priority for each."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    with suppress(OSError):  # some containers forbid it
+        os.nice(_NICENESS)

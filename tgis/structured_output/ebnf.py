@@ -6,6 +6,7 @@ longest terminal: where one terminal may begin another, they are written charact
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,14 +18,14 @@ _TOKEN = re.compile(
     |(?P<name>[A-Za-z_][\w.-]*)
     |(?P<literal>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
     |(?P<chars>\[\^?(?:[^\]\\\n]|\\.)*\])
-    |(?P<repeat>[*+?]|\{\s*\d+\s*(?:,\s*\d*\s*)?\})
+    |(?P<repeat>[*+?]|\{\s*\d+\s*(?:,\s*(?:\d+\s*)?)?\})
     |(?P<mark>[.()|])""",
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in "\\\"'[]^-/"}
 _ROOT = "root"
-_RULE = re.compile(r"^\s*[\w<>-]+\s*::=", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*[\w<>-]+\s*::=", re.MULTILINE)
 
 
 def is_ebnf(text: str) -> bool:
@@ -173,23 +174,25 @@ class _Parser:
         self._depth -= 1
 
     def _repeat(self, token: _Token) -> None:
-        counts = [int(number) for number in re.findall(r"\d+", token.text)]
-        if counts and max(counts) > self.max_repetitions:
+        numbers = re.findall(r"\d+", token.text)
+        longest = len(str(self.max_repetitions))
+        if any(len(number) > longest or int(number) > self.max_repetitions for number in numbers):
             raise self._error(f"more than {self.max_repetitions} repetitions", token)
+        counts = [int(number) for number in numbers]
         if len(counts) == 2 and counts[0] > counts[1]:
             raise self._error(f"no number is in {token.text}", token)
         self._pieces.append(re.sub(r"\s", "", token.text))
 
     def _class(self, token: _Token) -> _Chars:
         negated = token.text.startswith("[^")
-        chars = list(self._characters(token))
+        chars = list(self._characters(token))[::-1]
         ranges = []
         while chars:
-            first, _ = chars.pop(0)
+            first, _ = chars.pop()
             last = first
-            if len(chars) > 1 and chars[0] == ("-", False):
-                last = chars[1][0]
-                del chars[:2]
+            if len(chars) > 1 and chars[-1] == ("-", False):
+                last = chars[-2][0]
+                del chars[-2:]
             if last < first:
                 raise self._error(f"no character is in {first}-{last}", token)
             ranges.append((first, last))
@@ -241,6 +244,7 @@ def _unsafe_literals(pieces: list[_Piece]) -> set[str]:
     """Literals with a begin that is another terminal, until none is left whole that has one."""
     texts = {piece.text for piece in pieces if isinstance(piece, _Literal)}
     classes = {piece for piece in pieces if isinstance(piece, _Chars)}
+    lengths = sorted({len(text) for text in texts})
     shortest = {text for text in texts if len(text) == 1}
     unsafe: set[str] = set()
     while True:
@@ -249,7 +253,7 @@ def _unsafe_literals(pieces: list[_Piece]) -> set[str]:
             for text in texts - shortest - unsafe
             if text[0] in shortest
             or any(chars.matches(text[0]) for chars in classes)
-            or any(text[:end] in texts for end in range(1, len(text)))
+            or any(text[:end] in texts for end in lengths[: bisect_left(lengths, len(text))])
         }
         if not found:
             return unsafe

@@ -16,7 +16,16 @@ from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
 
 _DIRECTIVE = "%llguidance"
-_JSON_SCHEMA = re.compile(r"%json\s*")
+# Lark's tokens that may contain anything, by llguidance's rules. An unterminated one matches too: otherwise the rest of
+# the text would be scanned from each place in it.
+_SCHEMA_OR_TEXT = re.compile(
+    r"""(?P<schema>%json\s*)
+    |"(?:[^"\\]|\\.)*"?  # a string
+    |(?:\#|//)[^\n]*
+    |/(?:[^/\\]|\\.)*/?  # a regex
+    |<[^<>\s]*  # a special token""",
+    re.VERBOSE | re.DOTALL,
+)
 _HEAD = f'{_DIRECTIVE} {{"no_forcing": true}}\n'
 # Between the tokens of JSON: without a bound, a model could fill its limit with blanks.
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
@@ -28,7 +37,7 @@ _WORDS = {
     ),
 }
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
-_COUNTS = re.compile(r"\{\s*(\d+)?\s*(?:,\s*(\d+)?\s*)?\}")
+_COUNTS = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -55,7 +64,7 @@ def to_lark(spec: GrammarSpec, limits: GrammarLimits) -> str:
 
 def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     """What is wrong, from llguidance's message: without the text, and with the place if that is one of the client's."""
-    text = re.sub(r"\s*\n\s+\d+ \| .*", "", message.removesuffix("<non-verbose/>"), flags=re.DOTALL).strip()
+    text = re.split(r"\n +\d+ \| ", message.removesuffix("<non-verbose/>"), maxsplit=1)[0].strip()
     if not text or text in _NOTHING_MATCHES:
         return "no text of the model's tokens matches" if text else "too complex"
     line, column, problem = _PLACE.fullmatch(text).groups()  # type: ignore[union-attr]
@@ -120,12 +129,13 @@ def _with_checked_schemas(text: str, kind: GrammarKind, limits: GrammarLimits) -
 
 
 def _schemas(text: str) -> Iterator[tuple[int, int]]:
-    """Where they are; what looks like one in a string of one is none."""
-    end = 0
-    for match in _JSON_SCHEMA.finditer(text):
-        if match.start() >= end:
-            end = _end_of_json(text, match.end())
-            yield match.end(), end
+    """Where they are; what looks like one in a string, a regex or a comment is none."""
+    at = 0
+    while match := _SCHEMA_OR_TEXT.search(text, at):
+        start = at = match.end()
+        if match["schema"]:
+            at = _end_of_json(text, start)
+            yield start, at
 
 
 def _end_of_json(text: str, start: int) -> int:
