@@ -1,5 +1,6 @@
 """/ui in headless Chromium: what a person does there, with a server whose engine repeats its prompt."""
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,19 @@ from loading_server import serving_while_loading
 from tgis.models.fake import make_fake_model
 
 pytestmark = needs_chromium
+
+# Keeps the most timers of two seconds that have waited at a time.
+COUNT_TIMERS = """
+const set = setTimeout, clear = clearTimeout, pending = new Set();
+window.most = 0;
+window.setTimeout = (call, ms, ...given) => {
+  const id = set(() => { pending.delete(id); call(...given); }, ms);
+  if (ms === 2000) most = Math.max(most, pending.add(id).size);
+  return id;
+};
+window.clearTimeout = (id) => { pending.delete(id); clear(id); };
+0
+"""
 
 SHARES = ["60.7 %", "22.3 %", "8.21 %", "3.02 %", "1.11 %"]  # e^-0.5, e^-1.5, ...: candidates of the fake engine
 TOKEN = "secret-token"
@@ -57,6 +71,12 @@ async def heading(page: BrowserPage) -> list[str]:
     """Of the card: the token and its probability."""
     found: list[str] = await page.value("[...document.querySelector('#card h2').childNodes].map(e => e.textContent)")
     return found
+
+
+async def answer_with(page: BrowserPage, function: str) -> None:
+    """Instead of the server's completions, what a function makes of fetch's options."""
+    completions = f"path.endsWith('completions') ? ({function})(options) : real(path, options)"
+    await page.value(f"const real = fetch; window.fetch = (path, options) => {completions}; 0")
 
 
 async def focused(page: BrowserPage) -> str:
@@ -159,6 +179,71 @@ async def test_a_refusal_is_shown_beside_its_field_and_the_question_kept(chromiu
         await answered(page, "cut at the limit")
         assert await page.value("document.querySelectorAll('[aria-invalid]').length") == 0
         assert await page.value("document.querySelectorAll('article').length") == 1
+
+
+@run_async
+async def test_a_field_out_of_sight_that_is_wrong_is_shown(chromium: int, server: Server) -> None:
+    async with opened(chromium, server, phone=True) as page:
+        await page.value("document.querySelector('[name=max_tokens]').value = '1.5'")
+        await page.tap("#text")
+        await page.until("document.activeElement.id === 'text'")
+        await page.type("hello")
+        await page.tap("#send")
+        await page.until("document.querySelector('#parameters').open")
+        assert await page.value("document.querySelectorAll('article').length") == 0
+
+
+@run_async
+async def test_clear_stops_no_answer_of_the_other_log(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        await page.fill("[name=max_tokens]", "300")
+        await page.click("#text")
+        await page.type("hello ")
+        await page.press("Enter")
+        await page.until("document.querySelector('.token')")
+        await page.click(".modes label:last-of-type")
+        await page.click("#clear")
+        await answered(page, "cut at the limit")
+
+
+@run_async
+async def test_a_question_that_was_cleared_does_not_come_back(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        await answer_with(page, "({ signal }) => new Promise((_, no) => signal.onabort = () => no(signal.reason))")
+        await page.type("hello")
+        await page.press("Enter")
+        await page.until("document.querySelector('article.running')")
+        await page.click("#clear")
+        await page.until("document.getElementById('send').textContent === 'Send'")
+        assert await page.value("document.querySelectorAll('article').length") == 0
+        assert await page.value("document.querySelector('#text').value") == ""
+
+
+@run_async
+async def test_text_of_unknown_tokens_has_no_card(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        chunk = json.dumps({"choices": [{"delta": {"content": "plain"}, "finish_reason": "stop"}]})
+        events = f"data: {chunk}\n\ndata: [DONE]\n\n"
+        await answer_with(page, f"async () => new Response({json.dumps(events)})")
+        await page.type("hello")
+        await page.press("Enter")
+        await answered(page, "complete")
+        assert await page.value("document.querySelector('.answer').textContent") == "plain"
+        await page.value("document.querySelector('.answer').focus()")
+        await page.press("ArrowRight")
+        assert not await page.value("document.querySelector('#card').matches(':popover-open')")
+
+
+@run_async
+async def test_only_the_latest_connection_asks_for_the_batch(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        await page.until("document.getElementById('batch').textContent.includes('running')")
+        await page.value(COUNT_TIMERS)
+        change = "document.querySelector('[name=token]').dispatchEvent(new Event('change'))"
+        await page.value(";".join([change] * 4))
+        await page.until("most")
+        await page.value("(async () => { for (let n = 0; n < 9; n++) await fetch('v1/models'); })()")
+        assert await page.value("most") == 1
 
 
 @run_async

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -68,11 +69,13 @@ async def open_page(
             tab = await answer.json()
         async with client.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
             page = BrowserPage(socket)
-            await page.enable()
-            await page.view(width, height, dark=dark, phone=phone)
-            await page.go(url)
-            yield page
-            await page.close()
+            try:
+                await page.enable()
+                await page.view(width, height, dark=dark, phone=phone)
+                await page.go(url)
+                yield page
+            finally:
+                await page.close()
 
 
 class BrowserPage:
@@ -82,7 +85,7 @@ class BrowserPage:
         self._socket = socket
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._loaded = asyncio.Event()
+        self._loaded: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # by loader: one for each address
         self._reader = asyncio.create_task(self._read())
         self.problems: list[str] = []  # exceptions of scripts, and violations of policies
         self.requested: list[str] = []
@@ -90,6 +93,7 @@ class BrowserPage:
     async def enable(self) -> None:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
+        await self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     async def view(self, width: int, height: int, *, dark: bool, phone: bool) -> None:
         await self.call(
@@ -101,9 +105,8 @@ class BrowserPage:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def go(self, url: str) -> None:
-        self._loaded.clear()
-        await self.call("Page.navigate", url=url)
-        await self._loaded.wait()
+        answer = await self.call("Page.navigate", url=url)
+        await self._loaded[answer["loaderId"]].wait()
 
     async def send_headers(self, **headers: str) -> None:
         """With every request from now on, as a proxy would."""
@@ -199,8 +202,8 @@ class BrowserPage:
 
     def _happened(self, event: str, params: Any) -> None:
         match event:
-            case "Page.loadEventFired":
-                self._loaded.set()
+            case "Page.lifecycleEvent" if params["name"] == "load":
+                self._loaded[params["loaderId"]].set()
             case "Network.requestWillBeSent":
                 self.requested.append(params["request"]["url"])
             case "Runtime.exceptionThrown":

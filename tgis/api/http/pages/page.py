@@ -50,7 +50,7 @@ def wants_page(request: web.Request) -> bool:
 
 @functools.cache
 def _common_style() -> str:
-    return Path(__file__).with_name("page.css").read_text()
+    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def _source(text: str) -> str:

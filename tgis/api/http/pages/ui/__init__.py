@@ -13,4 +13,4 @@ def render_page() -> Page:
 
 
 def _read(name: str) -> str:
-    return Path(__file__).with_name(name).read_text()
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

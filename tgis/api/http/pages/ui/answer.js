@@ -12,6 +12,7 @@ class Answer {
     this.tokens = []; // of each span: a character may need several
     this.cutter = new Cutter();
     this.started = performance.now();
+    this.aborter = new AbortController();
     this.usage = null;
     this.reason = null;
     this.log = byId(kind);
@@ -48,6 +49,10 @@ class Answer {
   }
 
   addSpan(text, tokens) {
+    if (!tokens.length) { // nothing is known about them
+      this.element.append(text);
+      return;
+    }
     const className = text ? 'token' : 'token special';
     const span = element('span', { className, textContent: text || tokens.map((token) => token.text).join('') });
     const probability = Math.exp(Math.min(...tokens.map(({ logprob }) => logprob ?? 0), 0));

@@ -8,23 +8,29 @@ const PARAMETERS = [
 ];
 
 const messages = []; // of the chat
-let running = null; // the AbortController of the answer that is being generated
+let running = null; // the answer that is being generated
+let connection = 0; // the latest: what an earlier one still waits for is ignored
+let timer = 0; // of what the connection does next
 
 async function connect() {
+  clearTimeout(timer);
+  const mine = ++connection;
   try {
     const { data } = await (await request('v1/models')).json();
     const info = await (await request('info')).json();
+    if (mine !== connection) return;
     field.model.replaceChildren(...data.map(({ id }) => new Option(id)));
     const context = `${info.max_total_tokens.toLocaleString('en')} tokens of context`;
     byId('served').textContent = `${info.model_id} · ${info.model_dtype} on ${info.model_device_type} · ${context}`;
     byId('access').hidden = !field.token.value;
     showError(null);
     await tryTemplate();
-    watchBatch();
+    watchBatch(mine);
   } catch (error) {
+    if (mine !== connection) return;
     byId('served').textContent = error.message;
     if (error.status === 401) askForToken(error);
-    else setTimeout(connect, RETRY_MS); // it is still loading, or away
+    else timer = setTimeout(connect, RETRY_MS); // it is still loading, or away
   }
 }
 
@@ -51,10 +57,9 @@ function askForToken(error) {
 }
 
 let before = null; // what the previous snapshot said
-let batchTimer = 0;
 
-async function watchBatch() {
-  clearTimeout(batchTimer);
+async function watchBatch(mine) {
+  if (mine !== connection) return;
   try {
     if (document.visibilityState === 'visible') await showBatch();
   } catch (error) {
@@ -62,7 +67,7 @@ async function watchBatch() {
     before = null;
     if ([401, 404].includes(error.status)) return; // it is off, or not for us
   }
-  batchTimer = setTimeout(watchBatch, BATCH_MS);
+  if (mine === connection) timer = setTimeout(watchBatch, BATCH_MS, mine);
 }
 
 async function showBatch() {
@@ -104,21 +109,23 @@ async function ask() {
   const asked = mode();
   const question = field.text.value;
   const answer = new Answer(asked, question);
-  running = new AbortController();
+  running = answer;
   setRunning(true);
   showError(null);
   const path = asked === 'chat' ? 'v1/chat/completions' : 'v1/completions';
   try {
     const sent = body();
     if (asked === 'chat') field.text.value = '';
-    for await (const chunk of events(await request(path, sent, running.signal))) answer.add(chunk);
+    for await (const chunk of events(await request(path, sent, answer.aborter.signal))) answer.add(chunk);
     answer.end();
   } catch (error) {
     if (error.name === 'AbortError') answer.end('stopped by you');
     else fail(error, answer);
   }
-  if (!answer.tokens.length) withdraw(answer, question);
-  else if (asked === 'chat' && answer.article.isConnected) remember(question, answer); // it is not if it was cleared
+  if (answer.article.isConnected) { // it is not if it was cleared
+    if (!answer.element.hasChildNodes()) withdraw(answer, question);
+    else if (asked === 'chat') remember(question, answer);
+  }
   running = null;
   setRunning(false);
 }
@@ -172,16 +179,20 @@ form.addEventListener('submit', (event) => {
   event.preventDefault();
   if (!running) ask();
 });
+form.addEventListener('invalid', ({ target }) => { // a field that is hidden cannot say so
+  if (byId('parameters').contains(target)) byId('parameters').open = true;
+}, true);
 byId('send').addEventListener('click', (event) => {
   if (!running) return;
   event.preventDefault();
-  running.abort();
+  running.aborter.abort();
 });
 byId('clear').addEventListener('click', () => {
-  running?.abort();
+  const log = byId(mode());
+  if (running?.log === log) running.aborter.abort();
   if (mode() === 'chat') messages.length = 0;
   hideCard();
-  byId(mode()).replaceChildren();
+  log.replaceChildren();
   showError(null);
   field.text.focus();
 });
@@ -205,7 +216,7 @@ document.addEventListener('pointerover', ({ target }) => {
 });
 document.addEventListener('keydown', (event) => {
   if (event.key === 'Escape' && current) hideCard();
-  else if (event.key === 'Escape') running?.abort();
+  else if (event.key === 'Escape') running?.aborter.abort();
   else if (event.target.matches('.answer') && moveTo(event.target, event.key)) event.preventDefault();
 });
 document.addEventListener('focusout', ({ target }) => target.matches('.answer') && hideCard());
