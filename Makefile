@@ -90,5 +90,5 @@ wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside t
 	pycparser uvloop
 
 clean: ## remove everything that make created, except the demo models in .cache
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache/clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tgis benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +
