@@ -7,6 +7,7 @@ last line is one JSON object.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -112,15 +113,15 @@ def _measure_apis(model: Path, cache: Path, dtype: str, apis: tuple[str, ...]) -
     levels: Levels = {api: {} for api in apis}
     with running_server(model, cache, "--dtype", dtype) as server:
         print(f"tgis ready after {server.start_seconds:.1f} s", file=sys.stderr)
-        for size in STREAMS:
-            for api in apis:
-                levels[api][size] = _measure_api(server, api, size)
+        for seed, (size, api) in enumerate(itertools.product(STREAMS, apis)):
+            levels[api][size] = _measure_api(server, api, size, seed)
     return levels
 
 
-def _measure_api(server: Server, api: str, size: int) -> dict[str, Any]:
+def _measure_api(server: Server, api: str, size: int, seed: int) -> dict[str, Any]:
+    """Each with a seed of its own: no prompt may be in the prefix cache."""
     target = server.target if api == "grpc" else f"127.0.0.1:{server.http_port}"
-    options = ("--api", api, "--server-pid", str(server.pid))
+    options = ("--api", api, "--server-pid", str(server.pid), "--seed", str(seed))
     return run_load(target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS, *options)
 
 
