@@ -43,7 +43,8 @@ def not_compiled(_: Tensor) -> Tensor:
         (not_compiled, torch.float32, "TypeError('at 3:1:\\nno such instruction')"),
         (lambda x: x + 1.2, torch.bfloat16, "off by 5"),
         (lambda x: x + 1.001, torch.float32, "off by 2"),
-        (lambda x: x + torch.nan, torch.float32, "off by 1.0e+00"),
+        (lambda x: x + torch.nan, torch.float32, "other numbers are not finite"),
+        (lambda x: (x + 1).masked_fill(x == 0, torch.inf), torch.float32, "other numbers are not finite"),
         (lambda x: x + 1 + (x > 3), torch.int64, "33% of the numbers differ"),
         (lambda x: x[1:], torch.float32, "torch.float32 (5,) instead of torch.float32 (6,)"),
     ],
@@ -59,6 +60,31 @@ def test_another_leaves_the_work_to_pytorch(
     assert "(1 kernels failed so far)" in first
     assert "(2 kernels failed so far)" in second
     assert reason in first
+
+
+def test_a_share_of_integers_may_differ_where_near_ties_decide() -> None:
+    def kernel(x: Tensor) -> Tensor:
+        return x + 1 + (x == 9)
+
+    x = torch.arange(100)
+    assert torch.equal(KernelTrials(0.02).run("a", kernel, plain, torch.clone, x), kernel(x))
+    assert torch.equal(KernelTrials().run("a", kernel, plain, torch.clone, x), plain(x))
+
+
+def test_numbers_that_are_not_finite_must_be_the_same() -> None:
+    x = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
+    problems = {torch.nan: 0.0, torch.inf: -torch.inf, -torch.inf: torch.nan}
+
+    def kernel(x: Tensor) -> Tensor:
+        return x + 1.00001
+
+    assert torch.equal(KernelTrials().run("a", kernel, plain, torch.clone, x)[:1], kernel(x)[:1])
+    for index, other in enumerate(problems.values(), 1):
+
+        def wrong(x: Tensor, index: int = index, other: float = other) -> Tensor:
+            return kernel(x).index_fill(0, torch.tensor(index), other)
+
+        assert torch.equal(KernelTrials().run("a", wrong, plain, torch.clone, x)[:1], plain(x)[:1])
 
 
 def test_a_device_out_of_memory_is_no_trial() -> None:

@@ -6,13 +6,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 from batches import engine_options
+from cpu_kernels import CPU_ISA, kernels_of
+from tiny_models import MORE_ARCHITECTURES, TOKEN_IDS, make_model_from_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.loading import rope
 from tgis.engines.loading.rope import tabulate_angles
 from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 SMALL = {
@@ -102,6 +107,41 @@ def test_tables_have_what_the_model_computes(dtype: torch.dtype) -> None:
     for found, expected in zip(model.model.rotary_emb(x, positions), plain(x, positions), strict=True):
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+LATENT_HEADS = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("Llama4Text", {"head_dim": 16}), ("DeepseekV2", LATENT_HEADS)])
+def test_angles_as_one_complex_tensor_are_computed(tmp_path: Path, name: str, sizes: dict[str, int]) -> None:
+    """With heads for which there are kernels."""
+    kernels_of(CPU_ISA)
+    config = getattr(transformers, f"{name}Config")(**TOKEN_IDS | MORE_ARCHITECTURES[name] | sizes)
+    engine = load(make_model_from_config(config, tmp_path), longest=128)
+    assert isinstance(engine._graphs, RecordedSteps)
+    seq = row(1, 20, 0)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([seq.tokens])).logits[0, -1:]
+    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tables_that_give_other_logits_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels_of(CPU_ISA)
+    tables = rope._tables
+
+    def shifted(*arguments: Any) -> Any:
+        found = tables(*arguments)
+        return found and [each.flip(0) for each in found]
+
+    monkeypatch.setattr(rope, "_tables", shifted)
+    engine = load(make(tmp_path, "llama", head_dim=16, max_position_embeddings=128), longest=128)
+    assert "the model computes its rotary embeddings in every step: tabulated steps do not give" in caplog.text
+    seq = row(1, 20, 0)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([seq.tokens])).logits[0, -1:]
+    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_angles_of_several_kinds_of_layers_are_computed() -> None:

@@ -1,18 +1,23 @@
 """The check at load, in half precision: rounding is no reason to refuse a model, a difference in one layer is."""
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
 from batches import engine_options
-from tiny_models import make_model_from_config
+from tiny_models import make_model, make_model_from_config
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.sampling.draws import draw
+from tgis.engines.sampling.ops import SamplingOps
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 
@@ -63,3 +68,12 @@ def test_other_positions_are_not(options: EngineOptions, monkeypatch: pytest.Mon
     monkeypatch.setattr(BatchBuilder, "_build", without_positions)
     with pytest.raises(Unsupported, match="own logits"):
         PagedEngine(options)
+
+
+def test_a_kernel_of_draws_is_tried_with_several_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong one may give the right token once."""
+    watched = mock.Mock(wraps=draw)
+    monkeypatch.setattr(engine_module, "select_ops", lambda *_: SamplingOps(draw=watched))
+    PagedEngine(engine_options(make_model("Llama", tmp_path), 4, threads=1)).warm_up()
+    scores, keys = watched.call_args_list[0].args
+    assert len(scores.values) == len(keys.unique()) == 8

@@ -50,6 +50,14 @@ def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
     return len(found)
 
 
+def compute_angles(model: PreTrainedModel) -> None:
+    """Undo `tabulate_angles`."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _look_up:
+            *_, module.forward = forward.args
+
+
 def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """Those of a rotary embedding that is a function of positions alone."""
     if not isinstance(getattr(module, "rope_type", None), str):
@@ -57,9 +65,12 @@ def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, T
     if list(signature(module.forward).parameters) != ["x", "position_ids"]:
         return None
     try:
-        cos, sin = module(torch.empty(1, 1, 1, dtype=dtype), torch.arange(max_length)[None])
+        found = module(torch.empty(1, 1, 1, dtype=dtype), torch.arange(max_length)[None])
     except (RuntimeError, IndexError):  # positions of several dimensions
         return None
+    if not isinstance(found, tuple) or len(found) != 2:  # one complex tensor
+        return None
+    cos, sin = found
     return (cos[0], sin[0]) if cos.dtype == dtype and cos.shape[:2] == (1, max_length) else None
 
 

@@ -4,6 +4,7 @@ The model code is transformers' own, its attention replaced by ours, which is ch
 which blocks they have, is decided by the batcher.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -14,7 +15,7 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
 from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, max_positions, select_device, select_kernels
-from tgis.engines.loading.rope import tabulate_angles
+from tgis.engines.loading.rope import compute_angles, tabulate_angles
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import DEFAULT_MARGIN, device_errors, memory_for_batches, safety_margin
@@ -43,6 +44,7 @@ _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step without decodes: more 
 _MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not replayed: that alone is 1.5
 _MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # of the bank: on CPUs each column costs time
 _EXACT_MARGIN = 8  # percent of memory for what torch's count of a GPU's memory leaves out
+_WARM_SAMPLER_ROWS = 8, 1  # of batches; the first is the one that kernels are tried with
 _CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
 
 
@@ -137,16 +139,28 @@ class PagedEngine:
         if on_cuda and self._options.num_shards == 1:
             self._capture_graphs(cuda_capture(), eager_logits)
         if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1 and not self._compiled:
-            tabulate_angles(self._model, self._max_blocks * self._block_size)
+            self._tabulate_angles(eager_logits)
             self._graphs = RecordedSteps(self._forward, self._kernels, self.info.max_batch_size, self._max_blocks)
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
         """Kernels compile when they are first used."""
-        for params in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=4)):
-            seq = Sequence(Request(-1, [1], 2, sampling_params=params), arrival_time=0.0)
-            self._sampler.sample_and_wait([seq], logits[:1].clone())
+        kinds = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=4)
+        for kind, count in itertools.product(kinds, _WARM_SAMPLER_ROWS):
+            params = [msgspec.structs.replace(kind, seed=seed) for seed in range(count)]
+            seqs = [Sequence(Request(-1 - n, [1], 2, sampling_params=each), 0.0) for n, each in enumerate(params)]
+            self._sampler.sample_and_wait(seqs, logits[:1].repeat(count, 1))
+
+    def _tabulate_angles(self, eager_logits: torch.Tensor) -> None:
+        """Where steps with the tables differ from eager ones, the model computes its angles."""
+        if not tabulate_angles(self._model, self._max_blocks * self._block_size):
+            return
+        try:
+            verify_steps("tabulated", self._dummy_logits(), eager_logits, self._model.dtype)
+        except Unsupported as error:
+            compute_angles(self._model)
+            log.warning("the model computes its rotary embeddings in every step: %s", error)
 
     def _dummy_logits(self) -> torch.Tensor:
         """Those of a prefill and of a decode, [2, V]."""

@@ -19,6 +19,8 @@ from tgis.engines.sampling.logprobs import ChosenTokens, table_without_candidate
 BestTokens = Callable[[Tensor], Tensor]  # [b, V] -> the table of the best tokens, of equal ones those of the lowest id
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
 
+_MAX_OTHER_DRAWS = 0.02  # of tokens, which near ties may change
+
 
 def best_tokens(values: Tensor) -> Tensor:
     """In plain PyTorch."""
@@ -40,8 +42,8 @@ def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
         return SamplingOps(partial(_best_on_cpu, CpuArgmax(kernels)), partial(_draw_on_cpu, CpuRace(kernels)))
     if not has_kernels(device):
         return SamplingOps()
-    trials = KernelTrials()
-    return SamplingOps(partial(_best_on_gpu, trials), partial(_draw_on_gpu, trials))
+    trials_of_draws = KernelTrials(_MAX_OTHER_DRAWS)
+    return SamplingOps(partial(_best_on_gpu, KernelTrials()), partial(_draw_on_gpu, trials_of_draws))
 
 
 def _best_on_cpu(kernel: CpuArgmax, values: Tensor) -> Tensor:
