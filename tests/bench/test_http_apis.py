@@ -3,8 +3,9 @@
 import json
 import os
 import re
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,11 @@ from typing import Any
 import pytest
 
 from tgis.__main__ import run
+from tgis.bench.client import CallOptions
+from tgis.bench.openai import OpenAIRequests
+from tgis.bench.record import RequestRecord
+from tgis.bench.summary import request_times
+from tgis.bench.workload import BenchRequest
 
 APIS = {"tgi": ["--api", "tgi"], "openai": ["--api", "openai"], "chat": ["--api", "openai", "--chat"]}
 PATHS = {"tgi": "/generate_stream", "openai": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -34,6 +40,9 @@ class Answers:
     refuse: dict[int, int] = field(default_factory=dict)  # number of the request to generate -> status
     break_off: dict[int, bytes] = field(default_factory=dict)  # number of the request -> its last event
     get_status: int = 200
+    tokenize_status: int = 200
+    count_headers: dict[str, str] = field(default_factory=dict)  # of whole answers, instead of the right ones
+    before_stream: Callable[[], None] = lambda: None
     asked: Book = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
@@ -101,13 +110,14 @@ class Handler(BaseHTTPRequestHandler):
         self.answers.asked.append((self.path, body))
         number = len(self.answers.generated) - 1
         if self.path == "/tokenize":
-            self._answer(200, [{}] * _words(body))
+            self._answer(self.answers.tokenize_status, [{}] * _words(body))
         elif number in self.answers.refuse:
             self._answer(self.answers.refuse[number], {"error": "as the test wants it"})
         elif self.path == "/generate":
             counts = {"x-prompt-tokens": str(_words(body)), "x-generated-tokens": str(_tokens_wanted(body))}
-            self._answer(200, {"generated_text": " a"}, **counts)
+            self._answer(200, {"generated_text": " a"}, **counts | self.answers.count_headers)
         elif self.path == "/generate_stream" or body.get("stream"):
+            self.answers.before_stream()
             self._stream(body, self.answers.break_off.get(number))
         else:
             self._answer(200, {"choices": [], "usage": _usage(body) if self.answers.usage else None})
@@ -136,11 +146,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
 
+class BookServer(ThreadingHTTPServer):
+    """Has room for all connections of a client that come at once: Linux may reset those beyond."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+
 @contextmanager
 def serving(answers: Answers) -> Iterator[str]:
     handler = type("BoundHandler", (Handler,), {"answers": answers})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
+    with BookServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -159,16 +175,17 @@ def level_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("answers", [Answers(), Answers(piece=7), Answers(newline=b"\r\n", piece=11)])
-def test_streams_are_counted_exactly(api: str, answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("how", [{}, {"piece": 7}, {"newline": b"\r\n", "piece": 11}])
+def test_streams_are_counted_exactly(api: str, how: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    answers = Answers(**how)
     with serving(answers) as target:
         assert bench(target, api, "--requests", "5", "--concurrency", "2") == 0
-    _, level = level_of(capsys)
+    text, level = level_of(capsys)
+    assert "input lengths are in words" not in text
     assert (level["ok"], level["failed"], level["short"], level["counted_by_events"]) == (5, {}, 0, 0)
     assert (level["input_tokens"], level["output_tokens"]) == (5 * 20, 5 * NEW_TOKENS)
     assert level["ttft_ms"]["p50"] > 0
     assert {path for path, _ in answers.generated} == {PATHS[api]}
-    answers.asked.clear()
 
 
 def test_requests_are_greedy_and_go_on_after_the_end_of_sequence() -> None:
@@ -193,11 +210,36 @@ def test_whole_answers(api: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert level["ttft_ms"]["p50"] is None
 
 
+def test_calibration_ends_with_its_first_failure() -> None:
+    answers = Answers(tokenize_status=500)
+    with serving(answers) as target:
+        assert bench(target, "tgi", "--requests", "20", "--quiet") == 0
+    num_asked = sum(path == "/tokenize" for path, _ in answers.asked)
+    assert 0 < num_asked <= 2 * 32  # those under way, and those that began when these ended
+
+
 def test_usage_counts_chunks_of_several_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Answers(tokens_per_chunk=3)) as target:
         assert bench(target, "openai", "--requests", "2") == 0
     _, level = level_of(capsys)
     assert (level["output_tokens"], level["counted_by_events"]) == (2 * NEW_TOKENS, 0)
+
+
+def test_time_per_token_of_chunks_of_several_tokens() -> None:
+    """Two chunks of three tokens, a second apart."""
+    api, record = OpenAIRequests(CallOptions()), RequestRecord(scheduled_at=0.0, requested_tokens=NEW_TOKENS)
+    body = api.body(BenchRequest("the cat", NEW_TOKENS))
+    for now, event in enumerate(_openai_events(body, Answers(tokens_per_chunk=3)), 1):
+        api.record_event(event, float(now), record)
+    assert request_times(record)["tpot"] == pytest.approx(1 / 3)
+
+
+def test_one_chunk_has_no_time_per_token() -> None:
+    api, record = OpenAIRequests(CallOptions()), RequestRecord(scheduled_at=0.0, requested_tokens=NEW_TOKENS)
+    body = api.body(BenchRequest("the cat", NEW_TOKENS))
+    for event in _openai_events(body, Answers(tokens_per_chunk=3)):  # all have come at once
+        api.record_event(event, 1.0, record)
+    assert request_times(record).keys() == {"latency", "ttft"}
 
 
 def test_without_usage_messages_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +268,22 @@ def test_failures_are_counted_by_status(
     text, level = level_of(capsys)
     assert (level["ok"], level["failed"]) == (4, {"HTTP 429": 2, status: 1, "INCOMPLETE": 1})
     assert re.search("2 failed with HTTP 429, the first: .*as the test wants it", text)
+
+
+@pytest.mark.parametrize(
+    ("api", "how", "option", "error"),
+    [
+        ("openai", {"break_off": {0: b'{"choices": [{"text": "\xff"}]}'}}, "--stream", "UnicodeDecodeError"),
+        ("tgi", {"count_headers": {"x-generated-tokens": "many"}}, "--unary", "ValueError"),
+    ],
+)
+def test_answers_that_cannot_be_read_are_failures(
+    api: str, how: dict[str, Any], option: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(Answers(**how)) as target:
+        assert bench(target, api, option, "--requests", "1") == 1
+    _, level = level_of(capsys)
+    assert (level["ok"], level["failed"]) == (0, {error: 1})
 
 
 def test_headers_and_a_token_go_with_every_request(tmp_path: Any) -> None:
@@ -260,6 +318,7 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         (["--api", "tgi", "--prefix-id", "p"], "--prefix-id: only with --api grpc"),
         (["--api", "openai", "--adapter-id", "a"], "--adapter-id: in OpenAI's API adapters are models, see --model"),
         (["--api", "tgi", "--target", "http://h", "--tls"], "--target http://h: options of TLS need https"),
+        (["--server-pid", str(2**29)], f"must be a whole number from 1 to {2**22}"),
         (["--header", "nothing"], "argument --header: 'nothing' must be NAME:VALUE"),
     ],
 )
@@ -283,5 +342,18 @@ def test_cpu_time_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_such_process(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Answers()) as target:
-        assert bench(target, "tgi", "--server-pid", str(2**22 + 1)) == 1  # above the most that Linux has
-    assert capsys.readouterr().err == f"tgis: no process {2**22 + 1} on this machine\n"
+        assert bench(target, "tgi", "--server-pid", str(2**22)) == 1  # one more than the most that Linux has
+    assert capsys.readouterr().err == f"tgis: no process {2**22} on this machine\n"
+
+
+def test_a_process_that_ends_costs_only_its_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    with process, serving(Answers(before_stream=end)) as target:
+        assert bench(target, "tgi", "--requests", "2", "--concurrency", "1,2", "--server-pid", str(process.pid)) == 0
+    levels = json.loads(capsys.readouterr().out.splitlines()[-1])["levels"]
+    assert [(level["ok"], level["server_cpu_us_per_token"]) for level in levels] == [(2, None)] * 2

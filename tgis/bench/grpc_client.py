@@ -121,4 +121,4 @@ def record_message(record: RequestRecord, now: float, message: pb.GenerationResp
     if message.input_token_count:
         record.input_tokens = message.input_token_count
     if tokens != record.output_tokens or message.text:
-        record.output(now, tokens)
+        record.record_output(now, tokens)

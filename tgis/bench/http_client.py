@@ -19,6 +19,8 @@ from tgis.errors import StartError
 _SETUP_REQUESTS = 32  # at a time: servers batch them
 _IDLE_SECONDS = 2.0  # of a connection that is used again; servers close theirs later
 _MAX_ERROR_BYTES = 2000
+# ValueError: bytes that are no UTF-8, headers that are no numbers.
+_BAD_ANSWERS = (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError)
 
 
 class FailedAnswer(Exception):
@@ -91,7 +93,7 @@ class HttpClient:
             if error.status == "HTTP 404":
                 return ServedModel()
             raise StartError(f"{self._url}{self._api.model_path}: {error.status}: {error}") from error
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        except _BAD_ANSWERS as error:
             raise StartError(f"{self._url}{self._api.model_path}: {error or type(error).__name__}") from error
 
     async def token_counts(self, texts: Sequence[str]) -> list[int] | None:
@@ -101,10 +103,13 @@ class HttpClient:
             async with turn:
                 return self._api.token_count(await self._ask("POST", *self._api.count_request(text)))
 
+        counts: list[asyncio.Task[int]] = []
         try:
-            return await asyncio.gather(*map(count, texts))
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, FailedAnswer):
-            return None
+            async with asyncio.TaskGroup() as group:
+                counts += [group.create_task(count(text)) for text in texts]
+        except* (*_BAD_ANSWERS, FailedAnswer):
+            counts = []
+        return [each.result() for each in counts] or None
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         async with self._request(method, path, body, SETUP_TIMEOUT) as response:
@@ -120,7 +125,7 @@ class HttpClient:
                     self._api.record_answer(await response.read(), response.headers, record)
         except FailedAnswer as error:
             record.fail(perf_counter(), error.status, str(error))
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        except _BAD_ANSWERS as error:
             record.fail(perf_counter(), type(error).__name__, str(error))
         else:
             record.succeed(perf_counter())

@@ -53,7 +53,7 @@ class _Chunk(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class OpenAiApi:
+class OpenAIRequests:
     """Servers may put several tokens into a chunk: usage, at the end, says how many there are."""
 
     model_path = "/v1/models"
@@ -98,7 +98,7 @@ class OpenAiApi:
         chunk = _decode(event)
         _check(chunk)
         if any(choice.text or (choice.delta and choice.delta.has_output) for choice in chunk.choices):
-            record.output(now, record.output_tokens + 1)
+            record.record_output(now, record.output_tokens + 1)
         if chunk.usage is not None:
             _record_usage(chunk.usage, record)
         return False
@@ -118,3 +118,5 @@ def _check(chunk: _Chunk) -> None:
 
 def _record_usage(usage: _Usage, record: RequestRecord) -> None:
     record.input_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    if record.num_messages:
+        record.first_message_tokens = usage.completion_tokens / record.num_messages

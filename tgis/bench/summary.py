@@ -76,8 +76,8 @@ def request_times(sample: RequestRecord) -> dict[str, float]:
     times["ttft"] = sample.first_output_at - sample.scheduled_at
     if sample.last_output_at > sample.first_output_at:
         times["gap"] = sample.max_gap
-    if tokens := sample.output_tokens - sample.first_message_tokens:
-        times["tpot"] = (sample.last_output_at - sample.first_output_at) / tokens
+        if tokens := sample.output_tokens - sample.first_message_tokens:
+            times["tpot"] = (sample.last_output_at - sample.first_output_at) / tokens
     return times
 
 

@@ -31,7 +31,7 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-class TgiApi:
+class TgiRequests:
     """Every event is a token."""
 
     model_path = "/info"
@@ -64,7 +64,7 @@ class TgiApi:
         found = _decode_event(event)
         if found.error is not None:
             raise FailedAnswer(found.error_type, found.error)
-        record.output(now, record.output_tokens + 1)
+        record.record_output(now, record.output_tokens + 1)
         if found.details is not None:
             record.input_tokens, record.output_tokens = found.details.input_length, found.details.generated_tokens
         return found.generated_text is not None

@@ -14,11 +14,11 @@ from tgis.bench import grpc_client, http_client
 from tgis.bench.client import CallOptions, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import LoadSettings, Report, measure
-from tgis.bench.openai import OpenAiApi
+from tgis.bench.openai import OpenAIRequests
 from tgis.bench.plot import draw, require_matplotlib
 from tgis.bench.progress import show_progress
 from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
-from tgis.bench.tgi import TgiApi
+from tgis.bench.tgi import TgiRequests
 from tgis.cli import client
 from tgis.errors import OptionError
 from tgis.utils.options import Parser, ValueType, decimal, integer
@@ -27,6 +27,7 @@ DEFAULT_DURATION = 30.0  # seconds of each level
 INTERRUPTED = 130
 TARGETS = {"grpc": client.GRPC_TARGET, "tgi": "localhost:3000", "openai": "localhost:3000"}
 COUNT = integer(1)
+MAX_PID = 2**22  # of Linux
 AMOUNT = decimal(0, 1e9, exclude_low=True)
 Number = TypeVar("Number", int, float)
 
@@ -111,7 +112,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=integer(0), default=1, metavar="N", help="requests before each level (default 1)"
     )
     load.add_argument(
-        "--server-pid", type=COUNT, metavar="PID", help="measure the CPU time of this process, which is on this machine"
+        "--server-pid",
+        type=integer(1, MAX_PID),
+        metavar="PID",
+        help="measure the CPU time of this process, which is on this machine",
     )
     load.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of prompts, lengths and arrival times")
 
@@ -153,7 +157,7 @@ def _connect(settings: LoadSettings, args: argparse.Namespace) -> AbstractAsyncC
     if settings.api == "grpc":
         tls = client.credentials(args), client.tls_arguments(args)
         return grpc_client.connect(target, settings.connections, options, headers, *tls)
-    api = TgiApi(options) if settings.api == "tgi" else OpenAiApi(options)
+    api = TgiRequests(options) if settings.api == "tgi" else OpenAIRequests(options)
     return http_client.connect(target, api, options, headers, client.ssl_context(args), args.tls_server_name)
 
 
