@@ -338,6 +338,32 @@ def test_unused_adapters_make_room_for_others() -> None:
     assert third() is not None
 
 
+def test_a_bank_that_grows_needs_no_memory_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replaced is gone before, also if there is no memory for the rest; then no adapter and no hook is left."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    model = LlamaForCausalLM(config)
+    layers = LoraLayers(model)
+    (name, (inputs, outputs)), *_ = layers.targets.items()
+    first, second = (
+        LoraAdapter(rank, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
+        for rank in (4, 9)
+    )
+    with layers.applied([first]):
+        replaced = [weakref.ref(buffer) for buffer in layers._bank._buffers[name]]
+    assert all(ref() is not None for ref in replaced)
+
+    def fail(*_: Any) -> None:
+        gc.collect()
+        assert all(ref() is None for ref in replaced)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(AdapterBank, "_empty", fail)
+    with pytest.raises(torch.OutOfMemoryError), layers.applied([first, second]):
+        pass
+    assert not layers._gemms
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_a_bank_keeps_adapters_apart_through_random_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of each compute what its matrices compute; a failed update leaves nothing half written."""
     rng = random.Random(0)

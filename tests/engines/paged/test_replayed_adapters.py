@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,11 +18,13 @@ from tiny_models import EOS, LLAMA_LIKE, TOKEN_IDS, VOCAB_SIZE, make_model_from_
 from torch import Tensor
 from transformers import LlamaConfig
 
+from tgis.batcher.sequence import StepPlan
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
 from tgis.engines.paged import engine as engine_module
-from tgis.engines.paged.cuda_graphs import Replay
+from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
+from tgis.engines.paged.self_check import dummy_sequence
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 ROWS, NEW = 4, 9
@@ -147,3 +150,19 @@ def test_adapters_that_cannot_be_captured_run_eagerly(
     assert [each for each in caplog.messages if "CUDA graphs" in each] == [
         "decode steps with LoRA adapters run without CUDA graphs: called a synchronizing operation"
     ]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_is_no_reason_to_run_eagerly(
+    captured: tuple[PagedEngine, Counter[str]], monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
+) -> None:
+    engine, _ = captured
+    assert isinstance(engine._graphs, DecodeGraphs)
+    fail = mock.Mock(side_effect=error("CUDA"))
+    monkeypatch.setattr(engine._graphs, "_capture_graph", fail)
+    adapter = make_adapters(engine, [2])[0]
+    seq = dummy_sequence([5, 6, 7], 16)
+    seq.adapter, seq.num_computed_tokens = adapter, 2
+    with pytest.raises(error):
+        engine.compute_logits(StepPlan([seq], [1], [seq], has_prefill=False))
+    assert engine._graphs._capture_graph is fail

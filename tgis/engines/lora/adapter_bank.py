@@ -89,7 +89,7 @@ class AdapterBank:
     def _rebuild(self, adapters: list[LoraAdapter]) -> None:
         needed = sum(adapter.rank for adapter in adapters)
         self._capacity = max(1 << (needed - 1).bit_length() if needed else 0, self._min_columns)
-        self._columns, self._buffers = {}, {}
+        self._columns, self._buffers, self.layers = {}, {}, {}  # their memory is free for the new ones
         self._moved = True
         for adapter in adapters:
             self._write(adapter, self._width)

@@ -94,10 +94,10 @@ class LoraLayers:
         for adapter in old:
             del self._last_used[adapter]
         if new or old:
-            version = self._bank.version
-            self._bank.update(new, old & self._bank.adapters)
-            if self._bank.version != version:
-                self._gemms = {}
+            self._gemms = {}  # which hold what a larger bank replaces
+            try:
+                self._bank.update(new, old & self._bank.adapters)
+            finally:
                 self._update_hooks()
         if used and not self._gemms:  # not in the pass, which may be recorded
             self._gemms = {name: self._make_gemms(name) for name in self._bank.layers}

@@ -126,6 +126,8 @@ class DecodeGraphs:
             run = partial(self._logits, self._inputs, size, adapters)
             try:
                 found = _verified(run, self._capture_graph)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
             except (RuntimeError, Unsupported) as error:
                 self._capture_graph = None
                 reason = str(error).strip().splitlines()[0]
