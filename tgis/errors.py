@@ -47,7 +47,13 @@ class AdapterError(TgisError):
 
 
 class GrammarError(TgisError):
-    """A grammar cannot be compiled, or costs too much: the text is the reason."""
+    """A grammar cannot be compiled, or costs too much: the text is the reason.
+
+    It may quote the grammar: the middle of a long one is left out, so that its end still says where.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason if len(reason) <= 200 else f"{reason[:140]} ... {reason[-55:]}")
 
 
 class RequestError(TgisError):
@@ -55,24 +61,34 @@ class RequestError(TgisError):
 
     @property
     def detail(self) -> str:
-        """What logs and status details say: the message and what it leaves out because TGIS does."""
+        """What status details say: the message and what it leaves out because TGIS does."""
         return str(self)
+
+    @property
+    def logged(self) -> str:
+        """What the log says: no text of the request."""
+        return self.detail
 
 
 class InvalidRequest(RequestError):
     """The request breaks a rule; `field` is a parameter of `RawParams` or a path that the face has given.
 
-    `value` is the offending value, unless the message has it.
+    `value` is the offending value, unless the message has it. `logged` is for the log if the message may quote text.
     """
 
-    def __init__(self, field: str, message: str, value: str = "") -> None:
+    def __init__(self, field: str, message: str, value: str = "", logged: str = "") -> None:
         super().__init__(message)
         self.field = field
         self.value = value
+        self._logged = logged
 
     @property
     def detail(self) -> str:
         return f"{self}, got {self.value}" if self.value else str(self)
+
+    @property
+    def logged(self) -> str:
+        return self._logged or self.detail
 
 
 class Unimplemented(RequestError):

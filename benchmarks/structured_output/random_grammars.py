@@ -10,6 +10,7 @@ from tgis.pb import generation_pb2 as pb
 
 _SCHEMAS = [schema for schemas in FEATURES.values() for schema in schemas]
 _ALPHABET = string.ascii_lowercase[:6] + 'é世\n"\\ '
+_LONG = "nonsense" * 2000  # errors quote names
 _NUMBERS = (-1, 0, 1, 2, 7, 99, 9_999, 10_001, 2**31, 1e300, 0.5, 1e-9)
 
 
@@ -30,7 +31,7 @@ def _random_schema(draw: random.Random, depth: int) -> Any:
 
     names = draw.sample(["a", "b", "a b", "é", ""], draw.randint(0, 4))
     members: dict[str, Any] = {
-        "type": lambda: draw.choice(["object", "array", "string", "number", ["null", "boolean"], "nonsense"]),
+        "type": lambda: draw.choice(["object", "array", "string", "number", ["null", "boolean"], _LONG]),
         "properties": lambda: {name: inner() for name in names},
         "required": lambda: names,
         "additionalProperties": inner,
@@ -42,7 +43,7 @@ def _random_schema(draw: random.Random, depth: int) -> Any:
         "allOf": lambda: [inner() for _ in names],
         "not": inner,
         "enum": lambda: draw.choices([1, "a", None, {}, [1.5]], k=draw.randint(0, 3)),
-        "$ref": lambda: draw.choice(["#", "#/$defs/x", "https://example.org/x", "x"]),
+        "$ref": lambda: draw.choice(["#", "#/$defs/x", "https://example.org/x", _LONG]),
         "$defs": lambda: {"x": inner()},
         "pattern": lambda: _pattern(draw, 3),
         "format": lambda: draw.choice(["date-time", "ipv6", "uri", "regex", "nonsense"]),

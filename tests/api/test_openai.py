@@ -262,6 +262,9 @@ def test_prompts_of_token_ids(
         ([1, "a"], "prompt", "prompt must be a text, token ids, or several of one of them"),
         ([[1], [1, 257]], "prompt[1]", "prompt[1] gives token id 257, the model has only those below 257"),
         ([1] * 300, "prompt[0]", "input tokens (300) plus prefix length (0) must be < 200"),
+        ([1, "a", *[1] * 298], "prompt[0]", "input tokens (300) plus prefix length (0) must be < 200"),
+        ([*[1] * 299, "a"], "prompt", "prompt must be a text, token ids, or several of one of them"),
+        ([*["a"] * 200, 1], "prompt", "prompt must be <= 4, got 201"),
     ],
 )
 def test_bad_prompts(client: openai.OpenAI, prompt: Any, field: str, said: str) -> None:

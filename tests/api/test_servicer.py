@@ -12,9 +12,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from harness import Server, as_stream_request, running_server, unary_request
+from harness import Server, as_stream_request, run_async, running_server, unary_request
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames
 
+from tgis.api.grpc.status import error_boundary
+from tgis.errors import InvalidRequest
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -686,3 +688,25 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until
         threading.Event().wait(0.005)
+
+
+@run_async
+async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
+    async def refuse(_request: bytes, context: Any) -> bytes:
+        async with error_boundary(context):
+            raise InvalidRequest("text", "ä" * 20_000)
+        return b""
+
+    server = grpc.aio.server()
+    methods = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Service", methods),))
+    port = server.add_insecure_port("localhost:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/tests.Service/Refuse", bytes, bytes)(b"")
+    await server.stop(None)
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert re.fullmatch(r"ä+ \.\.\.", error.details())
+    assert dict(error.trailing_metadata()).keys() == {"grpc-status-details-bin"}

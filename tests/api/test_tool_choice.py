@@ -57,7 +57,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def accepts(matcher: GrammarMatcher, text: str, *, special: bool = False) -> bool | int:
-    """Whether it may end there; if it is no begin of an output, where the first wrong character is."""
+    """Whether it may end there; if it is no beginning of an output, where the first wrong character is."""
     tokens = [byte + 1 for byte in text.encode()]
     if special:
         parts = text.split("[TOOL_CALLS]")

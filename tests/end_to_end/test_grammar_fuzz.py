@@ -2,8 +2,11 @@
 
 import asyncio
 import collections
+import json
 import random
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +20,8 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 AT_ONCE, CALL_TIMEOUT = 10, 60
-PROPER = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+PROPER = {"OK", "INVALID_ARGUMENT", "Model is overloaded"}
+LONG = "secret" * 5000
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +49,28 @@ def test_every_call_ends_with_a_proper_status(server: Server, examples: int) -> 
 
     before = _usual_answer(server)
     send()
-    print(statuses)
     assert min(statuses["OK"], statuses["INVALID_ARGUMENT"]) > sum(statuses.values()) / 10
     assert _usual_answer(server) == before
     assert server.get("/health")[0] == 200
+
+
+def test_a_long_name_is_cut_in_the_status_and_never_logged(server: Server) -> None:
+    schemas = [json.dumps({"type": LONG}), json.dumps({"$ref": LONG})]
+    given = [pb.DecodingParameters(json_schema=each) for each in schemas]
+    for decoding in (*given, pb.DecodingParameters(grammar=f"root ::= {LONG}")):
+        request = unary_request("a", 1)
+        request.params.decoding.CopyFrom(decoding)
+        with server.stub() as stub, pytest.raises(grpc.RpcError) as caught:
+            stub.Generate(request, timeout=CALL_TIMEOUT)
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "secret" in error.details()
+        assert len(error.details()) < 300
+    until = time.monotonic() + 20
+    while "single call failed: grammar cannot be compiled" not in (log := server.log.read_text()):
+        assert time.monotonic() < until, log
+        time.sleep(0.02)
+    assert "secret" not in log
 
 
 def _request(draw: random.Random) -> pb.BatchedGenerationRequest:
@@ -67,6 +89,8 @@ async def _status(stub: pb_grpc.GenerationServiceStub, request: pb.BatchedGenera
     try:
         await stub.Generate(request, timeout=CALL_TIMEOUT)
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC itself has it for too large messages and trailers
+            return str(error.details())
         return error.code().name
     return "OK"
 

@@ -314,7 +314,8 @@ def _request_error(kind: messages.FailureKind, text: str) -> RequestError:
         case messages.FailureKind.OUT_OF_MEMORY:
             return OutOfMemory(text)
         case messages.FailureKind.GRAMMAR:
-            return InvalidRequest("grammar", f"the grammar cannot be followed: {text}")
+            said = "the grammar cannot be followed"
+            return InvalidRequest("grammar", f"{said}: {text}", logged=said)
         case messages.FailureKind.ERROR:
             return EngineFailure(f"Request failed during generation: {text}")
 

@@ -29,5 +29,6 @@ class GrammarClient:
             if compiled is None:
                 raise Overloaded(f"no grammar was compiled within {self._timeout:g} s")
             if compiled.problem:
-                raise InvalidRequest(spec.kind, f"{spec.kind}: {compiled.problem}")
+                text = f"{spec.kind}: {compiled.problem}"
+                raise InvalidRequest(spec.kind, text, logged=f"{spec.kind} cannot be compiled")
             yield compiled.lookup_id

@@ -47,7 +47,7 @@ class RequestLog:
         if isinstance(error, RequestError):
             self._metrics.request_failed(_failure_reason(error))
             refused = self._num_unsubmitted > 0
-            log.log(logging.INFO if refused else logging.ERROR, "%s call failed: %s", self._call.kind, error.detail)
+            log.log(logging.INFO if refused else logging.ERROR, "%s call failed: %s", self._call.kind, error.logged)
         elif error is not None and self._num_unsubmitted:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._num_unsubmitted)
         for output in list(self._open):

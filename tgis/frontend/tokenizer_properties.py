@@ -150,6 +150,6 @@ def _drops_text(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _trims_first_space(description: dict[str, Any]) -> bool:
-    """Whether the post-processor thinks that a space at the begin of a part has been added."""
+    """Whether the post-processor thinks that a space at the beginning of a part has been added."""
     processors = _members(description.get("post_processor"))
     return any(one.get("trim_offsets") and one.get("add_prefix_space") for one in processors)

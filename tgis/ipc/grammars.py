@@ -43,7 +43,7 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     """The second message to the engine process: the bytes that each token adds to an output; empty for special ones."""
 
     tokens: list[bytes]  # by id; none where structured output is not supported
-    first_tokens: dict[int, bytes] = {}  # of those that add other bytes at the begin of an output
+    first_tokens: dict[int, bytes] = {}  # of those that add other bytes at the beginning of an output
 
 
 class CompileGrammar(msgspec.Struct, frozen=True, tag="compile_grammar"):

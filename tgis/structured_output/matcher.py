@@ -20,7 +20,7 @@ Mask = NDArray[np.uint8]  # a bit for each token, the lowest first
 class TokenTable:
     """The tokens of a model as llguidance takes them.
 
-    Tokens that add other bytes at the begin of an output have a second number there, above all ids.
+    Tokens that add other bytes at the beginning of an output have a second number there, above all ids.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from tgis.utils import logs
 log = logging.getLogger(__name__)
 
 CORRELATION_ID_KEY = "x-correlation-id"
+_MAX_TEXT_BYTES = 1000  # of a status: it is in the trailers up to three times, and clients take 8 KiB of them
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -73,11 +74,17 @@ async def error_boundary(context: Context) -> AsyncIterator[None]:
 async def abort(context: Context, error: RequestError) -> None:
     """End the call with the status of an error and the trailing metadata set before; raises AbortError."""
     code = _STATUS_CODES[type(error)]
-    status = status_pb2.Status(code=code.value[0], message=str(error))
+    message = _limited(str(error))
+    status = status_pb2.Status(code=code.value[0], message=message)
     for detail in _error_details(error):
         status.details.add().Pack(detail)
     rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
-    await context.abort(code, str(error), (*context.trailing_metadata(), *rich))
+    await context.abort(code, message, (*context.trailing_metadata(), *rich))
+
+
+def _limited(text: str) -> str:
+    data = text.encode(errors="replace")
+    return text if len(data) <= _MAX_TEXT_BYTES else data[:_MAX_TEXT_BYTES].decode(errors="ignore") + " ..."
 
 
 def _error_details(error: RequestError) -> Iterator[Message]:
@@ -85,12 +92,12 @@ def _error_details(error: RequestError) -> Iterator[Message]:
     match error:
         case InvalidRequest(field=field):
             bad = error_details_pb2.BadRequest()
-            bad.field_violations.add(field=convert.field_path(field), description=error.detail)
+            bad.field_violations.add(field=convert.field_path(field), description=_limited(error.detail))
             yield bad
         case Overloaded(retry_after=seconds):
             retry = error_details_pb2.RetryInfo()
             retry.retry_delay.FromMilliseconds(int(seconds * 1000))
             yield retry
             quota = error_details_pb2.QuotaFailure()
-            quota.violations.add(description=error.detail)
+            quota.violations.add(description=_limited(error.detail))
             yield quota

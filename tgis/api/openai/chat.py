@@ -113,14 +113,15 @@ class ChatCompletions:
 
     async def prompt(self, body: ChatCompletionRequest, slicer: Slicer) -> str:
         """The messages and tools in the model's chat template."""
-        tools = template_tools(ToolChoice.of(body).tools)
+        shown = ToolChoice.of(body).tools
         if self._template is None:
             raise TemplateError("messages", "the model has no chat template")
-        if tools and not self._template.mentions("tools"):
+        if shown and not self._template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
-        made = template_messages(body.messages)
-        messages = [each async for some in slicer.slices(made) for each in some]
-        return await self._template.render(messages, tools, **(body.chat_template_kwargs or {}))
+        messages, tools = template_messages(body.messages), template_tools(shown)
+        messages_made = [each async for some in slicer.slices(messages) for each in some]
+        tools_made = [each async for some in slicer.slices(tools) for each in some]
+        return await self._template.render(messages_made, tools_made or None, **(body.chat_template_kwargs or {}))
 
     def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:
         """Of an output; calls that must be there come as plain JSON where the template has no format that is known."""

@@ -38,8 +38,8 @@ class Completions:
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
         body = await call.body(CompletionRequest)
-        texts, token_ids = _prompts(body.prompt)
-        check_at_most("prompt", len(texts), self._max_prompts)
+        max_tokens = call.generator.server_info.limits.max_sequence_length
+        texts, token_ids = _prompts(body.prompt, self._max_prompts, max_tokens)
         params, candidates = completion_params(body), num_candidates(body)
         check_at_most("n" if body.best_of is None else "best_of", candidates, self._max_choices)
         adapter = await self._models.adapter(body.model)
@@ -53,14 +53,19 @@ class Completions:
         return await _unary(call, body, generate_call, answer)
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[list[str], list[list[int]] | None]:
+def _prompts(
+    prompt: str | list[str | int | list[int]], max_prompts: int, max_tokens: int
+) -> tuple[list[str], list[list[int]] | None]:
     """Texts, and the token ids of prompts that come tokenized."""
     match prompt:
         case str():
             return [prompt], None
         case []:
             raise InvalidRequest("prompt", "prompt cannot be empty")
-    kinds = {type(each) for each in prompt}
+    if not isinstance(prompt[0], int):
+        check_at_most("prompt", len(prompt), max_prompts)
+    last = prompt[-max(max_prompts, max_tokens) :]  # of more token ids, the number is refused later
+    kinds = {type(prompt[0]), *map(type, last)}
     if kinds == {str}:
         return cast("list[str]", prompt), None
     if len(kinds) > 1:

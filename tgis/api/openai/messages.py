@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from tgis.api.openai.bodies import ChatMessage, ContentPart, Tool, ToolCall
 from tgis.errors import InvalidRequest
 
@@ -17,9 +15,13 @@ def template_messages(messages: list[ChatMessage]) -> Iterator[dict[str, Any]]:
     return (_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """None if there are none."""
-    return [_tool(tool) for tool in tools] or None
+def template_tools(tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
+    """Likewise; schemas may be large and are not copied."""
+    for tool in tools:
+        function = tool.function
+        found = {"name": function.name, "description": function.description, "parameters": function.parameters}
+        given = {name: value for name, value in found.items() if value is not None}
+        yield {"type": tool.type, "function": given}
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
@@ -55,9 +57,3 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
             arguments = call.function.arguments
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    function = msgspec.to_builtins(tool.function)
-    given = {name: value for name, value in function.items() if value is not None and name != "strict"}
-    return {"type": tool.type, "function": given}

@@ -218,7 +218,7 @@ class _Braces:
 
 
 def _held_length(text: str, mark: str) -> int:
-    """How much at the end may be the begin of a mark, or the space before one."""
+    """How much at the end may be the beginning of a mark, or the space before one."""
     longest = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
     rest = text[: len(text) - longest]
     return longest + len(rest) - len(rest.rstrip())
