@@ -107,7 +107,8 @@ def print_reports(reports: list[KeywordReport]) -> None:
     for one in reports:
         instances = f"{one.valid:>8} {one.valid_allowed:>7} {one.invalid:>9} {len(one.invalid_allowed):>7}"
         print(f"{one.keyword:<28} {one.schemas:>8} {one.accepted:>9} {instances}")
-        print(*(f"  allowed: {text}" for text in one.invalid_allowed), sep="\n", end="")
+        for text in one.invalid_allowed:
+            print(f"  allowed: {text}")
     reasons = collections.Counter[str]()
     for one in reports:
         reasons.update(one.refused)

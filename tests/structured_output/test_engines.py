@@ -6,6 +6,7 @@ against the logits of transformers.
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.base import Engine
 from tgis.engines.onnx.engine import load_engine
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.paged.cuda_graphs import DecodeGraphs
+from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.grammars import GrammarKind, GrammarSpec, Vocabulary
@@ -201,15 +202,27 @@ def test_steps_run_ahead_between_those_with_grammars(
     """As on a GPU."""
     subject = _subject(llama, PagedEngine, PAGED, block_size=4, async_decode=True)
     engine: Any = subject.engine
+    replays: Counter[str] = Counter()
+
+    def counted(run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        replay, output = record(run)
+
+        def count() -> None:
+            replays["all"] += 1
+            replay()
+
+        return count, output
+
     if captured:
         graphs = DecodeGraphs(engine._forward, ROWS, 64, engine.info.token_capacity)
         with torch.inference_mode():
-            graphs.capture(record, engine._device)
+            graphs.capture(counted, engine._device)
         monkeypatch.setattr(engine, "_graphs", graphs)
     ahead = mock.Mock(wraps=engine._decoder.launch_next)
     monkeypatch.setattr(engine._decoder, "launch_next", ahead)
     _check_all(subject, random.Random(3), share=0.2)
     assert ahead.call_count > 5
+    assert (replays.total() > 5) == captured
 
 
 def test_onnx_graphs(glassllm_dir: Path, cache_dir: Path) -> None:

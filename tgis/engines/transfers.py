@@ -21,11 +21,11 @@ def upload(parts: Sequence[Part], device: torch.device) -> list[Tensor]:
     """An int64 tensor of the shape of each part; all are views of one, aligned as compiled kernels expect."""
     arrays = [np.asarray(part, np.int64) for part in parts]
     ends = list(accumulate(array.size + -array.size % _ALIGNMENT for array in arrays))
-    numbers, starts = np.zeros(ends[-1], np.int64), [0, *ends]
-    for start, array in zip(starts, arrays, strict=False):
+    numbers, starts = np.zeros(ends[-1], np.int64), [0, *ends[:-1]]
+    for start, array in zip(starts, arrays, strict=True):
         numbers[start : start + array.size].reshape(array.shape)[...] = array
     on_device = _copy_async(torch.from_numpy(numbers), device)
-    return [on_device[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=False)]
+    return [on_device[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=True)]
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -75,7 +75,8 @@ class _BlockTables:
         for index, table in enumerate(tables):
             known, count = self._rows[index]
             if known is not table:
-                count = self._array[index] = 0
+                count = 0
+                self._array[index] = 0
             if count < len(table):
                 self._array[index, count : len(table)] = table[count:]
                 self._rows[index] = table, len(table)

@@ -41,8 +41,8 @@ static inline int64_t first_with(const scalar_t *scores, int64_t size, float sco
     return 0;
 }
 
-/* table [rows] of scores [rows, size], rows `stride` apart: of the best tokens the lowest, and zeros for what nobody asks.
-   A row is invalid if its highest score is not finite, or one is NaN. */
+/* table [rows] of scores [rows, size], rows `stride` apart: of the best tokens the lowest, and zeros in columns nobody
+   asked for. A row is invalid if its highest score is not finite, or one is NaN. */
 void EXPORT(argmax)(
     const scalar_t *scores, int64_t stride, table_row *table, int64_t rows, int64_t size, int64_t threads
 ) {

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 _PAGE = 2 << 20  # bytes
-_CHUNK = 64 << 20  # that tensors share; a whole one is never in use before
+_CHUNK = 64 << 20  # bytes that several tensors share
 _ALIGNMENT = 64  # of tensors: a cache line
 
 
 def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A large tensor, in pages of its own if its memory is untouched."""
+    """A large tensor; where PyTorch's memory is fresh from the system, the kernel backs it with huge pages."""
     size = math.prod(shape) * dtype.itemsize
     memory = torch.empty(size + 2 * _PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % _PAGE
