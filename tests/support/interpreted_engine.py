@@ -48,9 +48,11 @@ def main() -> None:
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
     ):
         tokens, engine = generated(Path(sys.argv[1]))
-    best_tokens: Any = engine._sampler._ops.best_tokens
-    (trials,) = best_tokens.args
-    tried = engine._attention._trials._passed | trials._passed
+    sampling: Any = engine._sampler._ops
+    tried = dict(engine._attention._trials._passed)
+    for operation in (sampling.best_tokens, sampling.draw):
+        (trials,) = operation.args
+        tried |= trials._passed
     passed = {kernel.__name__ for (kernel, _), fit in tried.items() if fit}
     print(json.dumps({"tokens": tokens, "kernels": sorted(passed)}))
 
