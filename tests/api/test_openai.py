@@ -318,6 +318,16 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tuned/one") == second
     with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
         client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError, match=r"'two.lines' does not exist"):  # JSON, like all errors
+        client.models.retrieve("two\nlines")
+
+
+def test_the_document_knows_the_last_event(client: openai.OpenAI) -> None:
+    document = client.get("/../openapi.json", cast_to=dict[str, Any])
+    answer = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    event, last = answer["text/event-stream"]["schema"]["anyOf"]
+    assert "Completion" in str(event)
+    assert last["properties"] == {"data": {"const": "[DONE]"}}
 
 
 def test_other_names_mean_the_model(client: openai.OpenAI) -> None:

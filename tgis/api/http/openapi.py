@@ -50,7 +50,7 @@ def _operation(one: Operation, by_type: Json) -> Json:
     if one.response is not None:
         content |= _json_content(by_type[repr(one.response)])
     if one.event is not None:
-        content["text/event-stream"] = {"schema": _event(by_type[repr(one.event)], error)}
+        content["text/event-stream"] = {"schema": _event(by_type[repr(one.event)], error, one.face.last_event)}
     described: Json = {
         "operationId": one.id,
         "summary": one.summary,
@@ -69,10 +69,15 @@ def _operation(one: Operation, by_type: Json) -> Json:
     return described
 
 
-def _event(data: Json, error: Json) -> Json:
-    """Of each event of a stream: its data is JSON, of an error if the stream has begun before it fails."""
+def _event(data: Json, error: Json, last: bytes) -> Json:
+    """Of each event of a stream: its data is JSON, of an error if the stream has begun before it fails, or the end."""
     content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [data, error]}}
-    return {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"} | content}}
+    event = _with_data({"type": "string"} | content)
+    return {"anyOf": [event, _with_data({"const": last.decode()})]} if last else event
+
+
+def _with_data(schema: Json) -> Json:
+    return {"type": "object", "required": ["data"], "properties": {"data": schema}}
 
 
 def _json_content(schema: Json) -> Json:

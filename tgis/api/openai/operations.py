@@ -60,7 +60,7 @@ def _operations(models: ServedModels, chat: ChatCompletions, completions: Comple
         ),
         Operation(
             "GET",
-            "/v1/models/{id:.+}",  # an id may have slashes
+            r"/v1/models/{id:[\s\S]+}",  # an id may have slashes, and line breaks
             models.get_model,
             face,
             id="openai_get_model",

@@ -85,8 +85,10 @@ def _type(schema: Json) -> str:
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
-    if "contentSchema" in schema.get("properties", {}).get("data", {}):  # an event
-        return _type(schema["properties"]["data"]["contentSchema"])
+    if event := schema.get("properties", {}).get("data"):
+        return _type(event.get("contentSchema", event))
+    if "const" in schema:
+        return f"<code>{escape(schema['const'])}</code>"
     if "anyOf" in schema:
         return " or ".join(map(_type, schema["anyOf"]))
     if "enum" in schema:
