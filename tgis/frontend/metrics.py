@@ -281,7 +281,7 @@ class _BatchMetrics:
         self.preemptions = add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks.")
         self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache.")
         self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache.")
-        self.prefill, self.next_token = (_StepMetrics(self, method) for method in ("prefill", "next_token"))
+        self.prefill, self.next_token = (_StepMetrics(self, _method(prefill)) for prefill in (True, False))
 
     def count_admissions(self, counts: BatcherCounters) -> None:
         _add(self.queue_jumps, counts.queue_jumps)
