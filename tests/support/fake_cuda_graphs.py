@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tgis.engines.paged import compile as compiling
 from tgis.engines.paged.cuda_graphs import Replay
 
 
@@ -37,6 +38,9 @@ class _Tape(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if operator is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if operator.namespace == compiling._NAMESPACE:  # of which the kernels are captured
+            with self:
+                return getattr(compiling, f"_{operator._schema.name.split('::')[1]}")(*args, **kwargs)
         found = operator(*args, **kwargs)
         memory = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
         is_view = all(each.untyped_storage().data_ptr() in memory for each in _tensors(found))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tgis.engines.kernels.cuda import is_fatal
 from tgis.engines.kernels.cuda.trials import KernelTrials
 
 X = torch.arange(6, dtype=torch.bfloat16)
@@ -94,3 +95,17 @@ def test_a_device_out_of_memory_is_no_trial() -> None:
     trials = KernelTrials()
     with pytest.raises(torch.OutOfMemoryError):
         trials.run("a", kernel, plain, torch.clone, X)
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), False),
+        (torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"), False),
+        (RuntimeError("called a synchronizing CUDA operation"), False),
+    ],
+)
+def test_fatal_errors(error: Exception, fatal: bool) -> None:
+    assert is_fatal(error) == fatal

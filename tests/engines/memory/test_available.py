@@ -17,9 +17,11 @@ from tgis.engines.memory.available import (
     format_bytes,
     memory_for_batches,
     total_memory,
+    warm_up_errors,
 )
 from tgis.engines.paged import engine as paged
 from tgis.engines.paged.engine import PagedEngine
+from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterStoreOptions
 
 CPU = torch.device("cpu")
@@ -73,6 +75,23 @@ def test_a_margin_stays_free(system: System, margin: int | None, expected: int, 
     system("0::/\n", _={})
     options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), batch_safety_margin=margin)
     assert memory_for_batches(options, CPU) == expected << 10
+
+
+def test_memory_of_gpus_that_is_reserved_and_unused_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be in pieces that nothing fits in."""
+    stats = {"mem_get_info": (500, 1000), "memory_reserved": 440, "max_memory_reserved": 460, "empty_cache": None}
+    stats |= {"get_per_process_memory_fraction": 0.9, "reset_peak_memory_stats": None, "memory_allocated": 1}
+    for name, value in stats.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    cuda = torch.device("cuda")
+    assert available_memory(cuda) == 900 - 440
+    meter = PeakMeter(cuda)
+    assert (meter.reset(), meter.peak()) == (440, 460)
+
+
+def test_a_warm_up_out_of_memory_says_what_helps() -> None:
+    with pytest.raises(StartError, match="out of memory in the warm-up: raise BATCH_SAFETY_MARGIN"), warm_up_errors():
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

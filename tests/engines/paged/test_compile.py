@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
+from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
@@ -139,6 +140,15 @@ def test_without_a_compiler_steps_run_eagerly(
     found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
     assert "PT2_COMPILE has no effect: no compiler" in caplog.text
     assert found == [expected(model, request)]
+
+
+def test_a_device_out_of_memory_is_no_reason_to_run_eagerly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    with pytest.raises(StartError, match="raise BATCH_SAFETY_MARGIN"):
+        PagedEngine(options(model)).warm_up()
 
 
 def test_compiled_layers_must_agree_with_eager_ones(

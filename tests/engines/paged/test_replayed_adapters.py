@@ -2,7 +2,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +21,13 @@ from transformers import LlamaConfig
 
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
+from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_sequence
+from tgis.ipc.adapters import AdapterStoreOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 ROWS, NEW = 4, 9
@@ -36,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_from_config(config, tmp_path_factory.mktemp("model"))
 
 
-def make_engine(model: Path, dtype: str) -> PagedEngine:
-    options = msgspec.structs.replace(engine_options(model, ROWS, threads=1), dtype=dtype)
+def make_engine(model: Path, dtype: str, **changes: Any) -> PagedEngine:
+    options = msgspec.structs.replace(engine_options(model, ROWS, threads=1), dtype=dtype, **changes)
     engine = PagedEngine(options)
     engine.warm_up()
     return engine
@@ -98,7 +101,11 @@ def test_recorded_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def captured(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedEngine, Counter[str]]:
     """An engine whose bank has four columns at least, and how many steps with adapters are captured and replayed."""
     monkeypatch.setitem(engine_module._MIN_LORA_COLUMNS, "cpu", 4)
-    engine, counts = make_engine(model, "float64"), Counter[str]()
+    return capture(make_engine(model, "float64"))
+
+
+def capture(engine: PagedEngine) -> tuple[PagedEngine, Counter[str]]:
+    counts = Counter[str]()
 
     def counted(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         replay, output = record(run)
@@ -166,3 +173,66 @@ def test_a_device_that_fails_is_no_reason_to_run_eagerly(
     with pytest.raises(error):
         engine.compute_logits(StepPlan([seq], [1], [seq], has_prefill=False))
     assert engine._graphs._capture_graph is fail
+
+
+COMPILED = {"compile": True, "adapter_store": AdapterStoreOptions("/nowhere", 1 << 30, 100)}
+
+
+def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled calls operators in place of changing outputs; here nothing compiles it."""
+    monkeypatch.setitem(engine_module._MIN_LORA_COLUMNS, "cpu", 4)
+    ranks = [2, 3, 5, 1]
+    expected = generated(make_engine(model, "float64"), ranks)
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    change, changed = LoraLayers.changed_output, set[int]()
+
+    def counted(self: LoraLayers, layer: int, *arguments: Any) -> Tensor:
+        changed.add(layer)
+        return change(self, layer, *arguments)
+
+    monkeypatch.setattr(LoraLayers, "changed_output", counted)
+    engine, counts = capture(make_engine(model, "float64", **COMPILED))
+    assert generated(engine, ranks) == expected
+    assert counts["replayed"] > 5 * counts["captured"] > 0
+    assert changed == set(range(len(engine.info.lora_targets)))
+    assert engine._compiled is not None
+    assert not engine._compiled.lora_is_eager
+
+
+def test_adapters_in_compiled_layers_that_differ_run_eagerly(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generated(make_engine(model, "float64"), [2, 3])
+    stances: list[str] = []
+
+    @contextmanager
+    def set_stance(stance: str) -> Iterator[None]:
+        stances.append(stance)
+        yield
+
+    monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+    change = LoraLayers.changed_output
+
+    def wrong(self: LoraLayers, *arguments: Any) -> Tensor:
+        return change(self, *arguments) * (1.1 if stances[-1] != "force_eager" else 1.0)
+
+    monkeypatch.setattr(LoraLayers, "changed_output", wrong)
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    engine = make_engine(model, "float64", **COMPILED)
+    assert "passes with LoRA adapters are not compiled: compiled steps do not give the logits of eager" in caplog.text
+    assert generated(engine, [2, 3]) == expected
+    assert stances[-1] == "force_eager"
+    engine._dummy_logits()
+    assert stances[-1] == "fail_on_recompile"
+
+
+@pytest.mark.slow  # a compiler runs for some seconds
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_passes_with_adapters(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters that come and go, of ranks that make the bank grow and of some layers only, need no other graph."""
+    monkeypatch.setitem(engine_module._MIN_LORA_COLUMNS, "cpu", 4)
+    compiled, ranks = make_engine(model, "float64", **COMPILED), [2, 3, 5, 1]
+    assert generated(compiled, ranks) == generated(make_engine(model, "float64"), ranks)
+    assert compiled._compiled is not None
+    assert (compiled._compiled.num_eager_steps, compiled._compiled.lora_is_eager) == (0, False)

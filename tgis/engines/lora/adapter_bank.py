@@ -52,6 +52,11 @@ class AdapterBank:
         finally:
             self._publish()
 
+    def clear(self) -> None:
+        """Remove all adapters, and the memory that they had."""
+        self._rebuild([])
+        self._publish()
+
     def first_columns(self, adapters: Iterable[LoraAdapter | None]) -> list[int]:
         """Those of each adapter."""
         return [_NO_ADAPTER if adapter is None else self._columns[adapter].start for adapter in adapters]

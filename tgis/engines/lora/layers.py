@@ -4,7 +4,7 @@ A layer multiplies its input by the A matrices of all adapters, masks what belon
 the B matrices: two GEMMs and a mask, however many adapters there are.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +47,15 @@ class LoraLayers:
         self._modules = {} if model is None else dict(_lora_targets(model))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._bank = AdapterBank({name: module.weight.dtype for name, module in self._modules.items()}, min_columns)
+        self._hooks_all = False
         self._gemms: dict[str, tuple[Gemm, Gemm]] = {}  # with the A and B matrices, packed when first needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass; every adapter in the bank is here
         self._num_passes = 0
         self._foreign_columns: Tensor | None = None  # bool [parts, 1, columns], to mask; None without adapters
+        self.active = False  # whether there are adapters
+        self.modules = list(self._modules.values())
+        self._names = {module: name for name, module in self._modules.items()}
+        self.operator: Callable[[nn.Module, Tensor, Tensor], Tensor | None] = self._change_in_place
 
     @property
     def targets(self) -> dict[str, tuple[int, int]]:
@@ -79,10 +84,34 @@ class LoraLayers:
         """The same with adapters that are in the bank."""
         outer = self._foreign_columns
         self._foreign_columns = None if placed is None else self._bank.foreign_columns(placed.first_columns)
+        self.active = placed is not None
         try:
             yield
         finally:
-            self._foreign_columns = outer
+            self._foreign_columns, self.active = outer, outer is not None
+
+    def hook_all(self, operator: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        """Let `operator`, of a layer, its input and its output, give the output of every layer in passes with adapters,
+        whichever of them these change: what is compiled keeps the hooks that it finds.
+        """
+        self._hooks_all, self.operator = True, operator
+        self._update_hooks()
+
+    def unhook_all(self) -> None:
+        """Hook only layers that adapters change, as before."""
+        self._hooks_all, self.operator = False, self._change_in_place
+        self._update_hooks()
+
+    def changed_output(self, layer: int, x: Tensor, output: Tensor) -> Tensor:
+        """A new output of one of `modules`."""
+        delta = self._delta(self.modules[layer], x)
+        return output.clone(memory_format=torch.contiguous_format) if delta is None else (output + delta).contiguous()
+
+    def clear(self) -> None:
+        """Forget all adapters."""
+        self._last_used, self._gemms = {}, {}
+        self._bank.clear()
+        self._update_hooks()
 
     def _update_bank(self, used: set[LoraAdapter]) -> None:
         self._num_passes += 1
@@ -104,29 +133,35 @@ class LoraLayers:
 
     def _update_hooks(self) -> None:
         """Hook only layers that some adapter changes, since hooks cost time."""
-        names = self._bank.layers.keys()
+        names = self._modules.keys() if self._hooks_all else self._bank.layers.keys()
         for name in self._hooks.keys() - names:
             self._hooks.pop(name).remove()
         for name in names - self._hooks.keys():
-            self._hooks[name] = self._modules[name].register_forward_hook(self._forward_hook(name))
+            self._hooks[name] = self._modules[name].register_forward_hook(self._hook)
 
-    def _forward_hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-            if self._foreign_columns is not None:
-                _add_lora(output, inputs[0], *self._gemms[name], self._foreign_columns)
+    def _hook(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
+        return self.operator(module, inputs[0], output) if self.active else None
 
-        return hook
+    def _change_in_place(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        delta = self._delta(module, x)
+        if delta is not None:
+            output.add_(delta)
+
+    def _delta(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """What the adapters add to the output of a layer for `x` [..., in], whose parts are consecutive: [..., out]."""
+        gemms = self._gemms.get(self._names[module])
+        if gemms is None:
+            return None
+        down, up = gemms
+        foreign = self._foreign_columns
+        assert foreign is not None
+        hidden = down(x, None)  # [..., columns]
+        hidden.view(len(foreign), -1, hidden.shape[-1]).masked_fill_(foreign, 0.0)
+        return up(hidden, None)
 
     def _make_gemms(self, name: str) -> tuple[Gemm, Gemm]:
         down, up = self._bank.layers[name]
         return _gemm(down, self._kernels), _gemm(up.T, self._kernels)
-
-
-def _add_lora(output: Tensor, x: Tensor, down: Gemm, up: Gemm, foreign: Tensor) -> None:
-    """Add to `output` [..., out] in place what the adapters make of `x` [..., in], whose parts are consecutive."""
-    hidden = down(x, None)  # [..., columns]
-    hidden.view(len(foreign), -1, hidden.shape[-1]).masked_fill_(foreign, 0.0)
-    output.add_(up(hidden, None))
 
 
 def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:

@@ -35,10 +35,9 @@ def safety_margin(options: EngineOptions, default: int = DEFAULT_MARGIN) -> int:
 def available_memory(device: torch.device) -> int:
     """Bytes that can be allocated now."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what stays reserved and unused is in pieces
         free, _ = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        reusable = torch.cuda.memory_reserved(device) - allocated
-        return int(min(free + reusable, total_memory(device) - allocated))
+        return int(min(free, total_memory(device) - torch.cuda.memory_reserved(device)))
     return min([read_proc_bytes(_MEMINFO, "MemAvailable"), *(limit - used for limit, used in _cgroup_usage())])
 
 
@@ -57,7 +56,9 @@ def used_memory(device: torch.device) -> int:
 
 
 class PeakMeter:
-    """Peak memory of this process: what torch allocated on a CUDA device, else the resident memory."""
+    """Peak memory of this process: what torch reserved on a CUDA device, pieces that it could not use included, else
+    the resident memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """OSError where the system does not report it."""
@@ -70,7 +71,7 @@ class PeakMeter:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
-            return int(torch.cuda.memory_allocated(self._device))
+            return int(torch.cuda.memory_reserved(self._device))
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         (PROCESS / "clear_refs").write_text(_RESET_PEAK)
         return read_proc_bytes(PROCESS / "status", "VmRSS")
@@ -78,7 +79,7 @@ class PeakMeter:
     def peak(self) -> int:
         """Most bytes in use at any moment since `reset`."""
         if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
+            return int(torch.cuda.max_memory_reserved(self._device))
         return read_proc_bytes(PROCESS / "status", "VmHWM")
 
 
@@ -138,3 +139,13 @@ def device_errors(what: str) -> Iterator[None]:
         if isinstance(error, torch.AcceleratorError):
             raise StartError(f"the device is lost: {error}") from error
         raise
+
+
+@contextmanager
+def warm_up_errors() -> Iterator[None]:
+    """The same at the start, which a larger margin may help."""
+    try:
+        with device_errors("the warm-up"):
+            yield
+    except OutOfMemory as error:
+        raise StartError(f"{error}: raise BATCH_SAFETY_MARGIN, or lower MAX_BATCH_SIZE or KV_CACHE_SIZE_MB") from error

@@ -99,6 +99,7 @@ def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device
     log.info("measuring the memory of the largest steps")
     runner = DummyRunner(engine, meter, memory_for_batches(options, device), options.max_top_n_tokens)
     found = engine.find_peak(runner)
+    meter.reset()
     log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(found))
     return found
 

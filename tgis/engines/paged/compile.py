@@ -1,13 +1,13 @@
 """PT2_COMPILE: torch.compile of the decoder layers, with their linear layers and attention as they are.
 
 Layers of the same kind share a graph, which is compiled once: it knows no layer's index, and gets the layer's KV cache
-as inputs. Attention is a custom operator in it, since no compiler knows a paged cache. Steps that would need a graph
-beyond those made at startup run eagerly: no request waits for a compiler.
+as inputs. Attention is a custom operator in it, since no compiler knows a paged cache, and so is what LoRA adapters
+change, which come and go: passes with adapters have graphs of their own. Steps that would need a graph beyond those
+made at startup run eagerly: no request waits for a compiler.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.attention import PagedAttention
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ _ATTEND = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float? scale, int? window, float? cap,"
     " Tensor? sinks) -> Tensor"
 )
-_running: ContextVar[PagedAttention] = ContextVar("the attention of the engine whose step runs")
+_CHANGE = "lora(Tensor layer, Tensor x, Tensor output) -> Tensor"
+_running: ContextVar["CompiledLayers"] = ContextVar("the layers of the engine whose step runs")
 
 
 def can_compile(model: PreTrainedModel) -> bool:
@@ -36,20 +38,26 @@ def can_compile(model: PreTrainedModel) -> bool:
 class CompiledLayers:
     """The decoder layers of one engine's model: compiled between `enable` and `freeze`, later only run."""
 
-    def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
+    def __init__(self, model: PreTrainedModel, attention: PagedAttention, lora: LoraLayers | None = None) -> None:
+        """Without `lora` no pass has adapters."""
         self._layers = _decoder_layers(model)
-        self._attention = attention
+        self.attention, self.lora = attention, lora
         self._eager_operator = attention.operator
         self._stance = "force_eager"
         self.num_eager_steps = 0  # that have no compiled graph
+        self.lora_is_eager = False  # in passes with adapters
 
     def enable(self) -> None:
         """Compile a graph for every step that has none."""
-        for index, module in self._attention.modules.items():
-            for name, states in zip(("key_cache", "value_cache"), self._attention.cache[index], strict=True):
+        for index, module in self.attention.modules.items():
+            for name, states in zip(("key_cache", "value_cache"), self.attention.cache[index], strict=True):
                 module.register_buffer(name, states, persistent=False)
         _library()
-        self._attention.operator = _call_operator
+        self.attention.operator = _call_attend
+        if self.lora:
+            for index, module in enumerate(self.lora.modules):
+                module.register_buffer("lora_layer", torch.tensor([index]), persistent=False)
+            self.lora.hook_all(_call_lora)
         for layer in self._layers:
             layer.compile(dynamic=True)
         self._stance = "default"
@@ -60,14 +68,16 @@ class CompiledLayers:
 
     def disable(self) -> None:
         """Run eagerly, as before `enable`."""
-        self._attention.operator = self._eager_operator
+        self.attention.operator = self._eager_operator
+        if self.lora:
+            self.lora.unhook_all()
         for layer in self._layers:
             layer._compiled_call_impl = None
         self._stance = "force_eager"
 
-    def run(self, forward: Callable[[], Tensor], *, eager: bool = False) -> Tensor:
-        """A pass of the model; an eager one is for changed layers."""
-        if eager or self._stance == "force_eager":
+    def run(self, forward: Callable[[], Tensor]) -> Tensor:
+        """A pass of the model."""
+        if self.lora and self.lora.active and self.lora_is_eager:
             return self._run("force_eager", forward)
         try:
             return self._run(self._stance, forward)
@@ -78,8 +88,12 @@ class CompiledLayers:
             return self._run("force_eager", forward)
 
     def _run(self, stance: str, forward: Callable[[], Tensor]) -> Tensor:
-        with torch.compiler.set_stance(stance), _attention_of(self._attention):
-            return forward()
+        token = _running.set(self)
+        try:
+            with torch.compiler.set_stance(stance):
+                return forward()
+        finally:
+            _running.reset(token)
 
     def _count_eager_step(self, error: RuntimeError) -> None:
         self.num_eager_steps += 1
@@ -97,26 +111,21 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     raise RuntimeError(f"{type(model).__name__} has no list of its {count} layers")
 
 
-@contextmanager
-def _attention_of(attention: PagedAttention) -> Iterator[None]:
-    token = _running.set(attention)
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
 @cache
 def _library() -> torch.library.Library:
-    """The operator, for all engines of the process; it exists as long as the library does."""
+    """The operators, for all engines of the process; they exist as long as the library does."""
     library = torch.library.Library(_NAMESPACE, "DEF")
-    library.define(_ATTEND)
-    library.impl("attend", _attend, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::attend", _fake_attend, lib=library)
+    for name, schema, run, fake in (
+        ("attend", _ATTEND, _attend, _fake_attend),
+        ("lora", _CHANGE, _lora, _fake_lora),
+    ):
+        library.define(schema)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
     return library
 
 
-def _call_operator(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
+def _call_attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
     attend = torch.ops.tgis_paged.attend
     output: Tensor = attend(query, key, value, module.key_cache, module.value_cache, *params)
     return output
@@ -127,4 +136,20 @@ def _fake_attend(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *params: Any) -> Tensor:
-    return _running.get().attend(q, k, v, (keys, values), *params).contiguous()
+    return _running.get().attention.attend(q, k, v, (keys, values), *params).contiguous()
+
+
+def _call_lora(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+    changed: Tensor = torch.ops.tgis_paged.lora(module.lora_layer, x, output)
+    return changed
+
+
+def _fake_lora(_layer: Tensor, _x: Tensor, output: Tensor) -> Tensor:
+    return output.new_empty(output.shape)
+
+
+def _lora(layer: Tensor, x: Tensor, output: Tensor) -> Tensor:
+    lora = _running.get().lora
+    assert lora is not None
+    (index,) = layer.tolist()  # on the host
+    return lora.changed_output(index, x, output)

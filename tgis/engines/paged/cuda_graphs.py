@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.kernels.cuda import is_fatal
 from tgis.engines.paged.self_check import verify_steps
 from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
@@ -126,13 +127,13 @@ class DecodeGraphs:
             run = partial(self._logits, self._inputs, size, adapters)
             try:
                 found = _verified(run, self._capture_graph)
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
             except (RuntimeError, Unsupported) as error:
                 self._capture_graph = None
                 reason = str(error).strip().splitlines()[0]
                 log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", reason)
             else:
+                if is_fatal(error):
+                    raise
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
         return found
 

@@ -14,11 +14,18 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
+from tgis.engines.kernels.cuda import is_fatal
 from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, max_positions, select_device, select_kernels
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
-from tgis.engines.memory.available import DEFAULT_MARGIN, device_errors, memory_for_batches, safety_margin
+from tgis.engines.memory.available import (
+    DEFAULT_MARGIN,
+    device_errors,
+    memory_for_batches,
+    safety_margin,
+    warm_up_errors,
+)
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention
@@ -28,13 +35,14 @@ from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.engines.paged.prompt_logprobs import PromptLogprobs
 from tgis.engines.paged.recorded_steps import RecordedSteps
-from tgis.engines.paged.self_check import dummy_sequence, verify_attention, verify_steps
+from tgis.engines.paged.self_check import dummy_adapter, dummy_sequence, verify_attention, verify_steps
 from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.ops import select_ops
 from tgis.engines.sampling.sampler import SampledTokens
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
+from tgis.prompts.lora import LoraAdapter
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +121,10 @@ class PagedEngine:
 
     def warm_up(self) -> None:
         """Allocate the KV cache, of the memory that the largest step leaves; compile and capture what can be."""
+        with warm_up_errors():
+            self._warm_up()
+
+    def _warm_up(self) -> None:
         bytes_per_block = self._attention.cache.bytes_per_block
         num_blocks = self._all_reduce_min(self._num_available_blocks(bytes_per_block))
         if num_blocks < 1:
@@ -162,9 +174,10 @@ class PagedEngine:
             compute_angles(self._model)
             log.warning("the model computes its rotary embeddings in every step: %s", error)
 
-    def _dummy_logits(self) -> torch.Tensor:
+    def _dummy_logits(self, adapter: LoraAdapter | None = None) -> torch.Tensor:
         """Those of a prefill and of a decode, [2, V]."""
         seq = dummy_sequence(list(range(1, 10)), self._block_size)
+        seq.adapter = adapter
         logits = []
         for count in (8, 1):
             logits.append(self.compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
@@ -178,21 +191,44 @@ class PagedEngine:
             return
         started = time.monotonic()
         log.info("compiling the model's layers")
+        adapter = None
+        if self._options.adapter_store:
+            adapter = dummy_adapter(self._lora.targets, self._model.dtype, self._device)
+        changed_logits = self._dummy_logits(adapter)
         try:
-            self._compiled = CompiledLayers(self._model, self._attention)
+            self._compiled = CompiledLayers(self._model, self._attention, self._lora if adapter else None)
             self._compiled.enable()
             verify_steps("compiled", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            if self._compiled:
-                self._compiled.disable()
-            text = f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}"
-            if self._options.compile:
-                warn(self._options, text)
-            else:
-                log.warning("%s", text)
-            return
-        self._compiled.freeze()
-        log.info("compiled in %.1f s", time.monotonic() - started)
+            self._do_without_compiling(error)
+        else:
+            if adapter:
+                self._compile_lora(self._compiled, adapter, changed_logits)
+            self._compiled.freeze()
+            log.info("compiled in %.1f s", time.monotonic() - started)
+        if adapter:
+            self._lora.clear()
+
+    def _compile_lora(self, compiled: CompiledLayers, adapter: LoraAdapter, eager_logits: torch.Tensor) -> None:
+        """The same for passes with adapters."""
+        try:
+            verify_steps("compiled", self._dummy_logits(adapter), eager_logits, self._model.dtype)
+        except (RuntimeError, Unsupported) as error:
+            if is_fatal(error):
+                raise
+            compiled.lora_is_eager = True
+            log.warning("passes with LoRA adapters are not compiled: %s", str(error).strip().splitlines()[0])
+
+    def _do_without_compiling(self, error: Exception) -> None:
+        if is_fatal(error):
+            raise error
+        if self._compiled:
+            self._compiled.disable()
+        text = f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}"
+        if self._options.compile:
+            warn(self._options, text)
+        else:
+            log.warning("%s", text)
 
     def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
@@ -204,6 +240,8 @@ class PagedEngine:
                 graphs.capture(capture, self._device)
             verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
+            if is_fatal(error):
+                raise
             self._graphs = None
             log.warning("decode steps run without CUDA graphs: %s", str(error).strip().splitlines()[0])
 
@@ -274,7 +312,7 @@ class PagedEngine:
             return logits
 
         with self._lora.using(batch.adapters):
-            logits = self._compiled.run(forward, eager=batch.adapters is not None) if self._compiled else forward()
+            logits = self._compiled.run(forward) if self._compiled else forward()
         return logits if selects or batch.all_logits else logits[batch.logits_indices]
 
     def _num_available_blocks(self, bytes_per_block: int) -> int:
@@ -288,15 +326,15 @@ class PagedEngine:
 
     def _available_kv_bytes(self) -> int:
         """Of this rank: ranks share the machine's memory, but have a GPU each."""
+        measures = self._options.estimate_memory != "off"
+        peak = profile(self, self._options, self._device) if measures else 0  # first: libraries take memory in a step
         on_cpu = self._device.type == "cpu"
         counts_exactly = not on_cpu and self._options.estimate_memory == "auto"
         is_final = self._options.adapter_store is None  # adapters take memory later
         margin = _EXACT_MARGIN if counts_exactly and is_final else DEFAULT_MARGIN
         free = memory_for_batches(self._options, self._device, margin) // (self._options.num_shards if on_cpu else 1)
         share = int(free * _CPU_KV_FRACTION) if on_cpu else free
-        if self._options.estimate_memory == "off":
-            return share
-        return min(share, free - profile(self, self._options, self._device))
+        return min(share, free - peak)
 
 
 def _token_history(seq: Sequence) -> list[int]:

@@ -8,6 +8,7 @@ so that they show only what is wrong around attention, such as positions.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.kv_cache import PagedKVCache
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request
+from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 _NUM_TOKENS = 40
 _CHUNKS = (17, _NUM_TOKENS - 18, 1)
+_ADAPTER_RANK, _NUM_ADAPTED_LAYERS = 4, 10
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
 _HALF_LAYER_TOLERANCE, _HALF_LOGITS_TOLERANCE = 0.02, 0.3
 _RECORDED = "tgis_recorded"  # attention function
@@ -65,6 +68,17 @@ def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool 
     seq = Sequence(Request(-1, tokens, 2, logprob_options=options), arrival_time=0.0)
     seq.block_table = list(range(-(-len(tokens) // block_size)))
     return seq
+
+
+def dummy_adapter(targets: dict[str, tuple[int, int]], dtype: torch.dtype, device: torch.device) -> LoraAdapter:
+    """A LoRA adapter of some of these layers, which changes logits."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(size: int) -> Tensor:
+        return torch.randn(_ADAPTER_RANK, size, generator=generator).div_(size**0.5).to(device, dtype)
+
+    some = islice(targets.items(), _NUM_ADAPTED_LAYERS)
+    return LoraAdapter(-1, {name: LoraLayerWeights(*map(matrix, sizes)) for name, sizes in some})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tgis.engines.kernels.cuda import is_fatal
+
 log = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
@@ -49,9 +51,9 @@ class KernelTrials:
         """Why the kernel cannot be used; the device must have been fit before."""
         try:
             return _difference(kernel(), plain(), self._max_other_integers)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # noqa: BLE001 - compilers raise anything
+        except Exception as error:  # compilers raise anything
+            if is_fatal(error):
+                raise
             return " ".join(repr(error).split())[:300]
 
 
