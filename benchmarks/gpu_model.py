@@ -8,9 +8,10 @@ estimated launches; nothing here has been measured on a device. The last line is
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
+from typing import Any
 
 from benchmarks.gpu import SHAPES, mixed_jobs
 from tgis.batcher.capacity import BatchLimits
@@ -20,14 +21,11 @@ from tgis.bench.simulate import Simulation, TraceRequest
 BYTES_PER_SECOND = 3.75e12  # of long reads
 KV_BYTES = 2 * 32 * 8 * 128 * 2  # of a token in all layers
 PROMPT_TOKENS_PER_SECOND = 42_500
-HOST_SECONDS = 5e-3  # of a pass with prompts, which no step before it hides: planning, the batch, sampling's launches
+HOST_SECONDS = 5e-3  # of a pass with prompts: planning, the batch, sampling's launches
 VLLM = (203, 1454, 6612, 9714, 22_481, 10_478)  # tokens/s of the loads of `benchmarks.gpu`, the mixed one last
 LAYERS, HEADS, PROGRAMS_AT_ONCE = 32, 32, 132 * 16  # of a GPU, with four warps each
-CAPTURED_KERNEL, KERNEL, WAVE = (
-    1.5e-6,
-    3e-6,
-    1e-6,
-)  # seconds: small kernels in a graph, others, idle programs
+CAPTURED_KERNEL, KERNEL, WAVE = 1.5e-6, 3e-6, 1e-6  # seconds: small kernels in a graph, others, idle programs
+MAX_ATTENDED_TOKENS = 1 << 16  # of the prompt tokens of a captured step
 LIMITS = BatchLimits(256, 900_000, 8192, block_size=16, lookahead=1, max_slowdown=8.0)  # the defaults on CUDA
 
 
@@ -40,20 +38,38 @@ class GpuModel:
     step_kernels: int  # of a step outside of the graph: its inputs, greedy sampling, its results
     combines_all_rows: bool  # attention's second pass has programs for each row, not only for those with several splits
     pass_seconds: float  # of any other pass, at least: its launches
+    captures_prompts: bool  # short ones
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
         return [[0]] * len(plan.sampled), self._seconds(plan)
+
+    def with_lora(self) -> "GpuModel":
+        """All passes have adapters."""
+        kernels, seconds = self.layer_kernels + LORA_KERNELS, self.pass_seconds + LORA_PASS
+        return replace(self, layer_kernels=kernels, pass_seconds=seconds)
 
     def release(self, seqs: Iterable[Sequence]) -> None:
         """Nothing is kept."""
 
     def _seconds(self, plan: StepPlan) -> float:
-        decodes = [seq for seq in plan.seqs if seq.decoding]
-        kv_seconds = sum(len(seq.tokens) for seq in decodes) * KV_BYTES / BYTES_PER_SECOND
-        if not plan.num_prefill_tokens:
-            return kv_seconds + self.decode_seconds(len(decodes))
-        tokens = sum(plan.num_prefill_tokens) + len(decodes)
-        return HOST_SECONDS + kv_seconds + max(self.pass_seconds, tokens / PROMPT_TOKENS_PER_SECOND)
+        """Decodes were launched before prompts were there, and run while those are prepared."""
+        decodes = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
+        decode_seconds = self._captured_seconds(len(decodes), sum(decodes)) if decodes else 0.0
+        work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        prompts = [(count, len(seq.tokens)) for seq, count in work if not seq.decoding]
+        return decode_seconds if not prompts else self._prompt_seconds(prompts, decode_seconds)
+
+    def _prompt_seconds(self, prompts: list[tuple[int, int]], decode_seconds: float) -> float:
+        tokens, attended = sum(count for count, _ in prompts), sum(count * length for count, length in prompts)
+        ready = max(HOST_SECONDS, decode_seconds)
+        most = self.decode_rows[-1][0]
+        if self.captures_prompts and tokens <= most and attended <= MAX_ATTENDED_TOKENS:
+            return ready + self._captured_seconds(tokens, attended)
+        products = max(self._interpolate(min(tokens, most)), tokens / PROMPT_TOKENS_PER_SECOND)
+        return max(ready + products, HOST_SECONDS + self.pass_seconds)
+
+    def _captured_seconds(self, rows: int, attended: int) -> float:
+        return attended * KV_BYTES / BYTES_PER_SECOND + self.decode_seconds(rows)
 
     def decode_seconds(self, rows: int) -> float:
         """Of a captured step, without reading the KV cache."""
@@ -71,11 +87,17 @@ class GpuModel:
 
 BYTES = (1, 4.0e-3), (64, 4.4e-3), (256, 7.9e-3)  # weights and activations at the bandwidth, products
 UNFUSED = (1, 4.26e-3), (64, 4.96e-3), (256, 9.26e-3)  # with the activations of every small operator
+EAGER = GpuModel(UNFUSED, 47, 28, combines_all_rows=False, pass_seconds=30e-3, captures_prompts=True)
+COMPILED = GpuModel(BYTES, 10, 28, combines_all_rows=False, pass_seconds=9.5e-3, captures_prompts=True)
+C51A0FB: dict[str, Any] = {"step_kernels": 45, "combines_all_rows": True, "captures_prompts": False}  # a revision
+LORA_KERNELS, LORA_PASS = 28, 7e-3  # four kernels for each of seven linear layers; their launches outside of graphs
 MODELS = {
-    "captured, c51a0fb": GpuModel(UNFUSED, 48, 45, combines_all_rows=True, pass_seconds=30e-3),
-    "captured": GpuModel(UNFUSED, 47, 28, combines_all_rows=False, pass_seconds=30e-3),
-    "captured and compiled, c51a0fb": GpuModel(BYTES, 11, 45, combines_all_rows=True, pass_seconds=9.5e-3),
-    "captured and compiled": GpuModel(BYTES, 10, 28, combines_all_rows=False, pass_seconds=9.5e-3),
+    "captured, c51a0fb": replace(EAGER, layer_kernels=48, **C51A0FB),
+    "captured": EAGER,
+    "captured and compiled, c51a0fb": replace(COMPILED, layer_kernels=11, **C51A0FB),
+    "captured and compiled": COMPILED,
+    "with LoRA, 95664c4": replace(EAGER, captures_prompts=False).with_lora(),
+    "with LoRA": COMPILED.with_lora(),
 }
 
 

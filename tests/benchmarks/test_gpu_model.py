@@ -3,7 +3,7 @@
 import pytest
 from batches import request
 
-from benchmarks.gpu_model import HOST_SECONDS, MODELS
+from benchmarks.gpu_model import BYTES_PER_SECOND, HOST_SECONDS, KV_BYTES, MODELS
 from tgis.batcher.sequence import Sequence, StepPlan
 
 CONTEXT = 640
@@ -20,8 +20,20 @@ def test_compiled_decode_steps(rows: int, milliseconds: float) -> None:
     assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.01)
 
 
+def prompts(*counts: int) -> StepPlan:
+    return StepPlan.compute_all([Sequence(request(n, count), 0.0) for n, count in enumerate(counts)])
+
+
 def test_short_prompts_are_bound_by_launches_and_long_ones_by_products() -> None:
+    model = MODELS["captured and compiled, c51a0fb"]
+    assert model.step(prompts(10))[1] == pytest.approx(HOST_SECONDS + 9.5e-3)
+    assert model.step(prompts(8500))[1] == pytest.approx(HOST_SECONDS + 0.2)
+
+
+def test_short_prompts_are_captured() -> None:
+    """All of whose tokens read all tokens before them."""
     model = MODELS["captured and compiled"]
-    short, long = (StepPlan.compute_all([Sequence(request(1, count), 0.0)]) for count in (10, 8500))
-    assert model.step(short)[1] == pytest.approx(HOST_SECONDS + 9.5e-3)
-    assert model.step(long)[1] == pytest.approx(HOST_SECONDS + 0.2)
+    assert model.step(prompts(10))[1] == pytest.approx(HOST_SECONDS + model.decode_seconds(10), rel=1e-3)
+    reading = 2 * 100 * 100 * KV_BYTES / BYTES_PER_SECOND
+    assert model.step(prompts(100, 100))[1] == pytest.approx(HOST_SECONDS + model.decode_seconds(200) + reading)
+    assert model.step(prompts(8500))[1] == pytest.approx(HOST_SECONDS + 0.2)

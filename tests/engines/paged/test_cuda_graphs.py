@@ -3,7 +3,8 @@
 import random
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from itertools import pairwise
+from unittest import mock
 
 import msgspec
 import pytest
@@ -14,11 +15,12 @@ from tiny_models import make_model
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import PrefillChunk
+from tgis.engines.lora.soft_prompts import PromptSpan
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay, capture_sizes, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
 
-ROWS, WIDTH, SCRATCH = 37, 6, 999
+ROWS, WIDTH, LONG, SCRATCH = 37, 6, 44, 999
 
 
 def batch_of(rows: int, draw: random.Random, logits_indices: list[int] | None = None) -> FlatBatch:
@@ -62,6 +64,51 @@ def test_any_number_of_rows_in_any_order_of_sizes(graphs: DecodeGraphs) -> None:
         assert torch.equal(found, forward(batch))
 
 
+def as_decodes(batch: FlatBatch) -> FlatBatch:
+    """The same tokens, each of a sequence of its own."""
+    tables = [
+        *batch.block_tables.tolist(),
+        *(c.block_table.tolist() for c in batch.chunks for _ in range(c.num_tokens)),
+    ]
+    padded = torch.tensor([table + [0] * (LONG - len(table)) for table in tables])
+    columns = batch.input_ids, batch.positions, batch.slot_mapping, padded, batch.positions + 1
+    return FlatBatch(*columns, [], batch.logits_indices, [])
+
+
+def with_prompts(batch: FlatBatch, draw: random.Random) -> FlatBatch:
+    """The last rows become the tokens of two prompts, some of whose logits are wanted, some twice."""
+    tokens = len(batch.input_ids)
+    decodes = draw.randint(0, tokens - 2)
+    batch.block_tables, batch.seq_lens = batch.block_tables[:decodes], batch.seq_lens[:decodes]
+    batch.positions[:decodes] = batch.seq_lens - 1
+    for start, end in pairwise([decodes, draw.randrange(decodes + 1, tokens), tokens]):
+        context, count = draw.randint(0, 3), end - start
+        table = draw.choices(range(1, 90), k=context + count + draw.randint(0, 3))  # blocks of one token
+        batch.positions[start:end] = torch.arange(context, context + count)
+        batch.chunks.append(PrefillChunk(slice(start, end), context, torch.tensor(table)))
+    batch.logits_indices = torch.tensor(draw.choices(range(tokens), k=draw.randint(1, 2 * tokens)))
+    return batch
+
+
+def test_tokens_of_short_prompts_are_rows() -> None:
+    made, draw = DecodeGraphs(forward, ROWS, LONG, SCRATCH), random.Random(7)
+    made.capture(record, torch.device("cpu"))
+    for _ in range(30):
+        batch = with_prompts(batch_of(draw.randint(2, ROWS), draw), draw)
+        found = made.run(batch)
+        assert found is not None
+        assert torch.equal(found, forward(as_decodes(batch)))
+
+
+def test_long_prompts_are_not_replayed(graphs: DecodeGraphs) -> None:
+    """Each of their tokens would read all of the context by itself."""
+    for context, replayed in ((1 << 14, True), (1 << 15, False)):
+        batch = batch_of(3, random.Random(1))
+        batch.block_tables, batch.seq_lens = batch.block_tables[:0], batch.seq_lens[:0]
+        batch.chunks.append(PrefillChunk(slice(0, 3), context, torch.tensor([1])))
+        assert (graphs.run(batch) is not None) == replayed
+
+
 def test_a_later_step_does_not_overwrite_the_logits_of_an_earlier_one(graphs: DecodeGraphs) -> None:
     """Neither may have been read yet."""
     draw = random.Random(3)
@@ -101,10 +148,9 @@ def test_padding_reads_nothing_and_writes_to_the_scratch_slot() -> None:
 def test_other_batches_are_not_replayed(graphs: DecodeGraphs) -> None:
     draw = random.Random(5)
     assert graphs.run(batch_of(ROWS + 1, draw)) is None
-    assert graphs.run(batch_of(3, draw, logits_indices=[0, 2])) is None
-    chunked = batch_of(3, draw)
-    chunked.chunks.append(PrefillChunk(slice(3, 9), 0, torch.tensor([1])))
-    assert graphs.run(chunked) is None
+    with_soft_prompt = batch_of(3, draw)
+    with_soft_prompt.spans.append(PromptSpan(0, 0, torch.zeros(1, 4)))
+    assert graphs.run(with_soft_prompt) is None
     assert DecodeGraphs(forward, ROWS, WIDTH, SCRATCH).run(batch_of(3, draw)) is None
 
 
@@ -134,22 +180,40 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
     assert made.run(batch_of(3, random.Random(6))) is None
 
 
-def test_captured_steps_must_agree_with_eager_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = msgspec.structs.replace(engine_options(make_model("Llama", tmp_path), 4, threads=1), dtype="float64")
-    engine = PagedEngine(options)
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
+    model = make_model("Llama", tmp_path_factory.mktemp("model"))
+    engine = PagedEngine(msgspec.structs.replace(engine_options(model, 8, threads=1), dtype="float64"))
     engine.warm_up()
+    return engine
 
+
+def test_captured_steps_must_agree_with_eager_ones(engine: PagedEngine, caplog: pytest.LogCaptureFixture) -> None:
     def wrong(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         output = run().clone()
         return lambda: None, output  # nothing is computed
 
-    engine._capture_graphs(record, engine._dummy_logits())
+    engine._graphs = None
+    eager_logits = engine._dummy_logits()
+    engine._capture_graphs(record, eager_logits)
     assert engine._graphs is not None
     assert not caplog.records
-    engine._graphs = None
-    engine._capture_graphs(wrong, engine._dummy_logits())
+    engine._capture_graphs(wrong, eager_logits)
     assert engine._graphs is None
     assert "decode steps run without CUDA graphs: captured steps do not give the logits of eager ones" in caplog.text
+
+
+def test_only_a_device_that_still_works_runs_without_graphs(
+    engine: PagedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager_logits = engine._dummy_logits()
+    refused = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing\nand more")
+    engine._capture_graphs(mock.Mock(side_effect=refused), eager_logits)
+    assert engine._graphs is None
+    assert "run without CUDA graphs: CUDA error: operation not permitted when stream is capturing" in caplog.text
+    for fatal in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: unknown error")):
+        with pytest.raises(type(fatal)):
+            engine._capture_graphs(mock.Mock(side_effect=fatal), eager_logits)
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3, 8, 9, 63, 64, 65, 256])

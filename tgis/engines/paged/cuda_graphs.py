@@ -1,8 +1,9 @@
 """CUDA graphs of decode steps, captured once for some batch sizes and replayed.
 
-A captured step reads its batch from static tensors; missing sequences are padded with sequences of length 0, whose keys
-and values go to a slot that nobody reads. Steps with LoRA adapters are captured when they first occur: they read the
-matrices from static tensors too, but which layers have any is known only then.
+A captured step reads its batch from static tensors; missing rows are padded with sequences of length 0, whose keys
+and values go to a slot that nobody reads. Tokens of short prompts are rows too, since a pass outside of graphs waits
+for its launches. Steps with LoRA adapters are captured when they first occur: they read the matrices from static
+tensors too, but which layers have any is known only then.
 """
 
 import logging
@@ -16,14 +17,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.kernels.cuda import is_fatal
+from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.self_check import verify_steps
 from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
 from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)
+
+_MAX_ATTENDED_TOKENS = 1 << 16  # of all prompt tokens of a step: each reads its whole context, which others share
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -67,7 +70,7 @@ def forbid_synchronization() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """Captured decode steps by batch size; empty until `capture`."""
+    """Captured steps by number of rows; empty until `capture`."""
 
     def __init__(
         self, forward: Callable[[FlatBatch], Tensor], max_batch_size: int, max_blocks: int, scratch_slot: int
@@ -102,12 +105,13 @@ class DecodeGraphs:
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, which no later call changes; None if no graph is for such a batch."""
-        if not self._capture_sizes or self._inputs is None or not self._inputs.fit(batch):
+        inputs = self._inputs
+        if not self._capture_sizes or inputs is None or not inputs.fit(batch) or not _is_short(batch):
             return None
-        count = batch.num_decodes
+        count = len(batch.input_ids)
         size = self._capture_sizes[bisect_left(self._capture_sizes, count)]
-        self._inputs.copy_from(batch)
-        self._inputs.pad(count, size, self._scratch_slot)
+        inputs.copy_from(batch)
+        inputs.pad(count, size, self._scratch_slot)
         captured = self._find(size, batch.adapters.version if batch.adapters else None)
         if captured is None:
             return None
@@ -128,14 +132,18 @@ class DecodeGraphs:
             try:
                 found = _verified(run, self._capture_graph)
             except (RuntimeError, Unsupported) as error:
+                if is_fatal(error):
+                    raise
                 self._capture_graph = None
                 reason = str(error).strip().splitlines()[0]
                 log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", reason)
             else:
-                if is_fatal(error):
-                    raise
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
         return found
+
+
+def _is_short(batch: FlatBatch) -> bool:
+    return sum(chunk.num_tokens * chunk.seq_len for chunk in batch.chunks) <= _MAX_ATTENDED_TOKENS
 
 
 def _verified(run: Callable[[], Tensor], capture_graph: Capture) -> tuple[Replay, Tensor]:

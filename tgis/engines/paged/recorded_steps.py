@@ -44,7 +44,8 @@ class RecordedSteps:
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, until the next call; None if it has to run eagerly."""
-        if not self._enabled or not self._inputs.fit(batch):
+        is_decode = not batch.chunks and len(batch.logits_indices) == batch.num_decodes
+        if not self._enabled or not is_decode or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)
         self._sequences[: batch.num_decodes, 2] = batch.seq_lens

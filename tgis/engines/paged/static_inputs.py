@@ -1,4 +1,7 @@
-"""The tensors that decode steps read their batch from when they are replayed: captured as CUDA graphs, or recorded."""
+"""The tensors that steps read their batch from when they are replayed: captured as CUDA graphs, or recorded.
+
+Every token is a row, as of a sequence that decodes: those of a prompt share its block table, and each sees one more.
+"""
 
 from typing import TypeVar
 
@@ -7,7 +10,7 @@ import torch
 from tgis.engines.lora.layers import PlacedAdapters
 from tgis.engines.paged.batch import FlatBatch
 
-StepKey = tuple[int, int | None]  # number of sequences, and the version of their adapters' bank; None: no adapters
+StepKey = tuple[int, int | None]  # number of rows, and the version of their adapters' bank; None: no adapters
 _Step = TypeVar("_Step")
 
 
@@ -17,23 +20,21 @@ def without_stale(steps: dict[StepKey, _Step], adapter_version: int | None) -> d
 
 
 class StaticInputs:
-    """Room for `max_batch_size` sequences of up to `max_blocks` blocks."""
+    """Room for `max_rows` tokens of sequences of up to `max_blocks` blocks."""
 
-    def __init__(self, max_batch_size: int, max_blocks: int, device: torch.device) -> None:
-        columns = [torch.zeros(max_batch_size, dtype=torch.int64, device=device) for _ in range(5)]
-        block_tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int64, device=device)
-        self._max_batch_size = max_batch_size
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        columns = [torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(5)]
+        block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
+        self._max_rows = max_rows
         self._buffers = *columns, block_tables
-        self._indices = torch.arange(max_batch_size, device=device)
+        self._indices = torch.arange(max_rows, device=device)
 
     def fit(self, batch: FlatBatch) -> bool:
-        """Whether the batch is of plain decodes, all of whose logits are wanted."""
-        count = batch.num_decodes
-        others = batch.chunks or batch.spans
-        return not others and count <= self._max_batch_size and len(batch.logits_indices) == count
+        """Whether the batch has so few tokens, and none of a soft prompt."""
+        return not batch.spans and len(batch.input_ids) <= self._max_rows
 
     def batch(self, size: int, adapter_version: int | None = None) -> FlatBatch:
-        """The first `size` sequences, whose logits are in their order; with adapters of a version of their bank."""
+        """The first `size` rows, whose logits are in their order; with adapters of a version of their bank."""
         input_ids, positions, slot_mapping, seq_lens, adapters, tables = (buffer[:size] for buffer in self._buffers)
         return FlatBatch(
             *(input_ids, positions, slot_mapping, tables, seq_lens, [], self._indices[:size], []),
@@ -42,16 +43,19 @@ class StaticInputs:
         )
 
     def copy_from(self, batch: FlatBatch) -> None:
-        """Make it the first sequences."""
-        count, width = batch.block_tables.shape
-        *columns, block_tables = (buffer[:count] for buffer in self._buffers)
-        inputs = [batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens]
+        """Make it the first rows."""
+        *columns, block_tables = (buffer[: len(batch.input_ids)] for buffer in self._buffers)
+        seq_lens = batch.positions + 1 if batch.chunks else batch.seq_lens
+        inputs = [batch.input_ids, batch.positions, batch.slot_mapping, seq_lens]
         inputs += [batch.adapters.first_columns] if batch.adapters else []
         torch._foreach_copy_(columns[: len(inputs)], inputs)  # one kernel
-        block_tables[:, :width].copy_(batch.block_tables)
+        num_decodes, width = batch.block_tables.shape
+        block_tables[:num_decodes, :width].copy_(batch.block_tables)
+        for chunk in batch.chunks:
+            block_tables[chunk.tokens, : len(chunk.block_table)].copy_(chunk.block_table)
 
     def pad(self, first: int, last: int, slot: int) -> None:
-        """Make others sequences of length 0, whose keys and values go to a slot that nobody reads."""
+        """Make others rows of sequences of length 0, whose keys and values go to a slot that nobody reads."""
         _, _, slot_mapping, seq_lens, *_ = self._buffers
         slot_mapping[first:last].fill_(slot)
         seq_lens[first:last].zero_()
