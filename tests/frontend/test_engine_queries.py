@@ -1,6 +1,7 @@
 """tgis.frontend.engine_queries: snapshots and adapter lookups, on the front end's side."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -110,6 +111,22 @@ async def test_snapshots_need_an_engine_that_is_ready_and_alive() -> None:
 
 
 @run_async
+async def test_calls_that_end_together_are_cancelled_in_one_message() -> None:
+    client, transport = EngineClient(), FakeTransport()
+    client._transport = transport  # type: ignore[assignment]
+    with contextlib.ExitStack() as calls:
+        for number in range(1, 4):
+            calls.enter_context(client.submit([request(number)], eager=True, arrived=0.0))
+        del transport.sent[:]
+    await asyncio.sleep(0)
+    assert [sorted(message.ids) for message in transport.sent if isinstance(message, Cancel)] == [[1, 2, 3]]
+    with client.submit([request(4)], eager=True, arrived=0.0):
+        pass
+    await asyncio.sleep(0)
+    assert transport.sent[-1] == Cancel([4])
+
+
+@run_async
 async def test_answers_to_queries_are_not_progress() -> None:
     client, transport = EngineClient(), FakeTransport()
     client._transport = transport  # type: ignore[assignment]
@@ -126,10 +143,11 @@ async def test_answers_to_queries_are_not_progress() -> None:
 @run_async
 async def test_a_lookup_times_out_and_is_cancelled() -> None:
     sent: list[Any] = []
-    lookups = Lookups(sent.append)
+    cancelled: list[int] = []
+    lookups = Lookups(sent.append, cancelled.append)
     async with lookups.acquire(ResolveAdapter(5, "x"), AdapterResolved, timeout=0.01) as info:
         assert info is None
-    assert sent == [ResolveAdapter(5, "x"), Cancel([5])]
+    assert (sent, cancelled) == ([ResolveAdapter(5, "x")], [5])
     lookups.resolve(AdapterResolved(5, length=3))  # late: ignored
 
 

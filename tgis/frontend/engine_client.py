@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, assert_never
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_queries import Lookups, SnapshotQuery
 from tgis.frontend.engine_watchdog import EngineWatchdog
-from tgis.frontend.output_queue import OutputQueue, RequestTimings
+from tgis.frontend.output_queue import OutputQueue, RequestTimings, WakeUps
 from tgis.ipc import messages
 from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.framing import FrameReader, encode_frame
@@ -41,6 +41,7 @@ class EngineClient:
         self.metrics: Metrics | None = None  # needs to know the engine first
         self.fallback_reason = ""  # why it is not the engine asked for
         self._queues: dict[int, OutputQueue] = {}
+        self._wake_ups = WakeUps()
         self._num_queued = 0  # open requests that have never been scheduled
         self._queued_tokens = 0  # of their inputs
         self._next_id = 0
@@ -48,8 +49,9 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[messages.EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
+        self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         self._snapshot_query = SnapshotQuery(lambda: self._send(messages.GetSnapshot()))
-        self._lookups = Lookups(self._send)
+        self._lookups = Lookups(self._send, self._cancel)
         self._dropped_log_lines: dict[int, int] = {}  # by rank
         self._death_cause = ""
         self._dead = False
@@ -148,8 +150,8 @@ class EngineClient:
 
     def close(self, queue: OutputQueue) -> None:
         """Cancel the request unless it has ended."""
-        if self._remove(queue) and not self._dead:
-            self._send(messages.Cancel([queue.request.id]))
+        if self._remove(queue):
+            self._cancel(queue.request.id)
 
     def kill(self, cause: str) -> None:
         """Kill the engine process, if it has not ended."""
@@ -233,11 +235,13 @@ class EngineClient:
                 if tokens:
                     self._record_tokens(queue.timings, latencies, now)
                 queue.timings.last_token = now
-                queue.put(tokens, logprobs, stop_reason)
+                if queue.put(tokens, logprobs, stop_reason):
+                    self._wake_ups.append(queue)
                 if stop_reason:
                     self._remove(queue)
             else:  # cancelled meanwhile
                 num_discarded += len(tokens)
+        self._wake_ups.start()
         if self.metrics and step.stats:
             self.metrics.inter_token_latencies(latencies)
             self.metrics.tokens_discarded(num_discarded)
@@ -290,6 +294,17 @@ class EngineClient:
         self._queued_tokens += tokens
         if self.metrics:
             self.metrics.set_queued(self._num_queued)
+
+    def _cancel(self, request_id: int) -> None:
+        """Together with others of this iteration of the loop: clients may vanish together."""
+        if not self._cancelled:
+            asyncio.get_running_loop().call_soon(self._send_cancelled)
+        self._cancelled.append(request_id)
+
+    def _send_cancelled(self) -> None:
+        ids, self._cancelled = self._cancelled, []
+        if not self._dead:
+            self._send(messages.Cancel(ids))
 
     def _send(self, message: messages.ToEngine) -> None:
         assert self._transport is not None

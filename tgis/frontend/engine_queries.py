@@ -12,7 +12,6 @@ from typing import TypeVar
 from tgis.errors import Unavailable
 from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.grammars import CompileGrammar, GrammarCompiled
-from tgis.ipc.messages import Cancel
 from tgis.ipc.snapshot import Snapshot
 
 SNAPSHOT_MAX_AGE = 0.25  # seconds for which one answer serves all who ask: the engine has better things to do
@@ -61,10 +60,9 @@ Answer = TypeVar("Answer", AdapterResolved, GrammarCompiled)
 class Lookups:
     """Open lookups; the engine process keeps what a lookup has found until it is cancelled."""
 
-    def __init__(self, send: Callable[[Lookup | Cancel], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Lookup], None], cancel: Callable[[int], None]) -> None:
+        self._send, self._cancel = send, cancel
         self._open: dict[int, asyncio.Future[AdapterResolved | GrammarCompiled]] = {}
-        self._dead = False
 
     @contextlib.asynccontextmanager
     async def acquire(self, lookup: Lookup, answer: type[Answer], timeout: float) -> AsyncIterator[Answer | None]:
@@ -79,8 +77,7 @@ class Lookups:
             yield result
         finally:
             del self._open[lookup_id]
-            if not self._dead:
-                self._send(Cancel([lookup_id]))
+            self._cancel(lookup_id)
 
     def resolve(self, answer: AdapterResolved | GrammarCompiled) -> None:
         if (future := self._open.get(answer.lookup_id)) and not future.done():
@@ -88,7 +85,6 @@ class Lookups:
 
     def fail(self, cause: str) -> None:
         """The engine has died."""
-        self._dead = True
         for future in self._open.values():
             if not future.done():
                 future.set_exception(Unavailable(cause))

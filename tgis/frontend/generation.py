@@ -32,6 +32,7 @@ from tgis.ipc.request import Request
 from tgis.utils.slices import Slicer
 
 _INPUT_COST = 16  # units of a slice
+_END_COST = 40  # likewise, to record the end of a call
 _TOKENS_PER_UNIT = 128  # of a slice, to send them to the engine
 
 
@@ -227,7 +228,7 @@ class Generator:
             ):
                 yield adapter, grammar
         except (asyncio.CancelledError, GeneratorExit):
-            await asyncio.sleep(0)  # of clients that vanish together, the rows are freed before anything is recorded
+            await self.slicer.turn(_END_COST)  # of clients that vanish together, all rows are freed first
             raise
 
     async def _prepare(
