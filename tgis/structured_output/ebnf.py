@@ -6,9 +6,12 @@ longest terminal: where one terminal may begin another, they are written charact
 
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Iterator
+import sys
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from tgis.errors import GrammarError
 
@@ -52,8 +55,17 @@ class _Chars:
     ranges: tuple[tuple[str, str], ...]  # first and last
     negated: bool = False
 
-    def matches(self, char: str) -> bool:
-        return any(first <= char <= last for first, last in self.ranges) is not self.negated
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """The code points: first and last of each part."""
+        start = 0
+        for first, last in sorted((ord(first), ord(last)) for first, last in self.ranges):
+            if not self.negated:
+                yield first, last
+            elif start < first:
+                yield start, first - 1
+            start = max(start, last + 1)
+        if self.negated:
+            yield start, sys.maxunicode
 
     @property
     def regex(self) -> str:
@@ -241,24 +253,31 @@ def _rule_name(name: str) -> str:
 
 
 def _unsafe_literals(pieces: list[_Piece]) -> set[str]:
-    """Literals with a begin that is another terminal, until none is left whole that has one."""
+    """Literals with a begin that is another terminal, until none is left whole that has one.
+
+    Each text and each character once: a grammar may have thousands of both.
+    """
     texts = {piece.text for piece in pieces if isinstance(piece, _Literal)}
     classes = {piece for piece in pieces if isinstance(piece, _Chars)}
     lengths = sorted({len(text) for text in texts})
-    shortest = {text for text in texts if len(text) == 1}
-    unsafe: set[str] = set()
-    while True:
-        found = {
-            text
-            for text in texts - shortest - unsafe
-            if text[0] in shortest
-            or any(chars.matches(text[0]) for chars in classes)
-            or any(text[:end] in texts for end in lengths[: bisect_left(lengths, len(text))])
-        }
-        if not found:
-            return unsafe
+    by_first_char = defaultdict(set)
+    for text in texts:
+        by_first_char[text[0]].add(text)
+    unsafe = {text for text in texts if any(text[:end] in texts for end in lengths[: bisect_left(lengths, len(text))])}
+    chars = [*_members(by_first_char, classes), *"".join(unsafe)]  # terminals of one character
+    while chars:
+        found = by_first_char.pop(chars.pop(), set()) - unsafe
         unsafe |= found
-        shortest |= {char for text in found for char in text}
+        chars += "".join(found)
+    return unsafe
+
+
+def _members(chars: Iterable[str], classes: Iterable[_Chars]) -> list[str]:
+    """The characters that are in any of the classes."""
+    spans = sorted(span for each in classes for span in each.spans())
+    firsts = [first for first, _ in spans]
+    lasts = [-1, *accumulate((last for _, last in spans), max)]  # the farthest of those before
+    return [char for char in chars if ord(char) <= lasts[bisect_right(firsts, ord(char))]]
 
 
 def _lark(piece: _Piece, unsafe: set[str]) -> str:
