@@ -1,7 +1,9 @@
 """Streams beside random grammars: `python -m benchmarks.structured_output.hostile`.
 
-Clients keep sending random and expensive grammars to a server of SmolLM2, and for comparison, in rounds that alternate,
-the same requests without them. The gaps between the tokens of other streams should be the same. The last line is JSON.
+Clients keep sending random and expensive grammars to a server of SmolLM2, one after the other. Each round is repeated
+without grammars: what ended well is sent at the same moments with outputs of the same lengths, so that a round and its
+repetition have the same prompts and tokens. The gaps between the tokens of other streams should be the same. The last
+line is JSON.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import random
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +29,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 STREAMS, STREAM_TOKENS = 4, 200
 CLIENTS, NEW_TOKENS = 4, 24
+WITH, WITHOUT = "random grammars", "no grammars"
 
 
 async def gaps_of_stream(stub: GenerationServiceStub, number: int) -> list[float]:
@@ -36,36 +40,72 @@ async def gaps_of_stream(stub: GenerationServiceStub, number: int) -> list[float
     return [1e3 * (later - earlier) for earlier, later in itertools.pairwise(times)]
 
 
-async def send_requests(
-    stub: GenerationServiceStub, draw: random.Random, statuses: collections.Counter[str] | None
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request with a grammar that was answered."""
+
+    at: float  # seconds from the beginning of its round
+    tokens: int
+
+
+async def send_grammars(
+    stub: GenerationServiceStub, draw: random.Random, statuses: collections.Counter[str], answered: list[Sent]
 ) -> None:
-    """Until cancelled; with `statuses` they have grammars."""
+    """Until cancelled."""
+    started = perf_counter()
     while True:
-        request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="Once")])
-        request.params.stopping.max_new_tokens = draw.randint(1, NEW_TOKENS)
-        grammar = random_grammar(draw)
-        if statuses is not None:
-            request.params.decoding.CopyFrom(grammar)
+        at = perf_counter() - started
         try:
-            await stub.Generate(request)
+            tokens = await generate(stub, draw.randint(1, NEW_TOKENS), grammar=random_grammar(draw))
         except grpc.aio.AioRpcError as error:
-            if statuses is not None:
-                statuses[error.code().name] += 1
+            statuses[error.code().name] += 1
         else:
-            if statuses is not None:
-                statuses["OK"] += 1
+            statuses["OK"] += 1
+            answered.append(Sent(at, tokens))
 
 
-async def measure_round(target: str, seed: int, statuses: collections.Counter[str] | None) -> list[float]:
+async def repeat(stub: GenerationServiceStub, sent: list[Sent]) -> None:
+    started = perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for each in sorted(sent, key=lambda each: each.at):
+            await asyncio.sleep(each.at - (perf_counter() - started))
+            group.create_task(generate(stub, each.tokens, min_new_tokens=each.tokens))
+
+
+async def generate(
+    stub: GenerationServiceStub,
+    max_new_tokens: int,
+    min_new_tokens: int = 0,
+    grammar: pb.DecodingParameters | None = None,
+) -> int:
+    """How many tokens were generated."""
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="Once")])
+    request.params.stopping.max_new_tokens, request.params.stopping.min_new_tokens = max_new_tokens, min_new_tokens
+    if grammar:
+        request.params.decoding.CopyFrom(grammar)
+    (response,) = (await stub.Generate(request)).responses
+    return int(response.generated_token_count)
+
+
+async def gaps_beside(stub: GenerationServiceStub, others: list[asyncio.Task[None]]) -> list[float]:
+    found = await asyncio.gather(*(gaps_of_stream(stub, number) for number in range(STREAMS)))
+    for other in others:
+        other.cancel()
+    ends = await asyncio.gather(*others, return_exceptions=True)
+    assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends), ends
+    return [gap for gaps in found for gap in gaps]
+
+
+async def measure_round(
+    target: str, seed: int, gaps: dict[str, list[float]], statuses: collections.Counter[str]
+) -> None:
+    sent: list[Sent] = []
     async with grpc.aio.insecure_channel(target) as channel:
         stub = GenerationServiceStub(channel)
         draws = (random.Random(f"{seed} {number}") for number in range(CLIENTS))
-        others = [asyncio.create_task(send_requests(stub, draw, statuses)) for draw in draws]
-        found = await asyncio.gather(*(gaps_of_stream(stub, number) for number in range(STREAMS)))
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-    return [gap for gaps in found for gap in gaps]
+        clients = [asyncio.create_task(send_grammars(stub, draw, statuses, sent)) for draw in draws]
+        gaps[WITH] += await gaps_beside(stub, clients)
+        gaps[WITHOUT] += await gaps_beside(stub, [asyncio.create_task(repeat(stub, sent))])
 
 
 def figures(gaps: list[float]) -> dict[str, float]:
@@ -80,11 +120,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)
     statuses = collections.Counter[str]()
-    gaps: dict[str, list[float]] = {"no grammars": [], "random grammars": []}
+    gaps: dict[str, list[float]] = {WITHOUT: [], WITH: []}
     with running_server(ensure("smollm2", args.cache), args.cache) as server:
         for seed in range(args.rounds):
-            gaps["no grammars"] += asyncio.run(measure_round(server.target, seed, None))
-            gaps["random grammars"] += asyncio.run(measure_round(server.target, seed, statuses))
+            asyncio.run(measure_round(server.target, seed, gaps, statuses))
     report: dict[str, Any] = {name: figures(found) for name, found in gaps.items()}
     for name, found in report.items():
         print(f"{name:<16}", *(f"{key} {value:.1f}" for key, value in found.items()))

@@ -72,7 +72,7 @@ def make_random_model(directory: Path) -> Path:
 
 
 async def generate_all(
-    target: str, categories: dict[str, list[Any]], wanted: int, max_new_tokens: int
+    target: str, categories: dict[str, list[Any]], wanted: int, max_new_tokens: int, seed: int
 ) -> list[Outcome]:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = GenerationServiceStub(channel)
@@ -80,7 +80,7 @@ async def generate_all(
         for category, schemas in categories.items():
             outcome = Outcome(category, len(schemas))
             while outcome.finished < wanted and outcome.attempts < ATTEMPTS * wanted:
-                first = outcome.attempts
+                first = seed + outcome.attempts
                 calls = (
                     _generate(stub, outcome, schemas[number % len(schemas)], number, max_new_tokens)
                     for number in range(first, first + AT_ONCE)
@@ -127,6 +127,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", nargs="?", help="a directory or smollm2; without it one of random weights is made")
     parser.add_argument("--categories", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--wanted", type=int, default=200, metavar="N", help="outputs of each category")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first output; others count on")
     parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
     parser.add_argument("--suite", type=Path, metavar="DIR", help="a draft's directory of the JSON Schema Test Suite")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -151,7 +152,7 @@ def main(arguments: list[str]) -> int:
             print(
                 f"{'category':<24} {'schemas':>8} {'attempts':>9} {'finished':>9} {'':>6} {'invalid':>8} {'failed':>7}"
             )
-            outcomes = asyncio.run(generate_all(server.target, categories, args.wanted, args.max_new_tokens))
+            outcomes = asyncio.run(generate_all(server.target, categories, args.wanted, args.max_new_tokens, args.seed))
     report = [asdict(outcome) for outcome in outcomes]
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -122,8 +122,10 @@ def _expensive(draw: random.Random) -> pb.DecodingParameters:
     optional = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(size)}}
     variants = {"anyOf": [{"type": "object", "properties": {f"p{n}": {}}} for n in range(size)]}
     ambiguous = "\n".join(["start: x x x x", f"x: {' | '.join(['/a+/', '/[a-f]*/', '/(ab|a)*b?/', 'x x'])}"])
+    rules = [f"x{n} ::= x{(n + 1) % 5} x{n * 2 % 5} | x{n} x{(n + 2) % 5} | [ab]" for n in range(5)]
     return draw.choice(
         [
+            pb.DecodingParameters(grammar="\n".join(["root ::= x0", *rules])),
             pb.DecodingParameters(regex=f"(.*a.{{{size}}})"),
             pb.DecodingParameters(regex=f"((a?){{{size}}}(a|b|ab)*){{{size}}}"),
             pb.DecodingParameters(regex=f"(\\w{{1,{size}}} ?){{1,{size}}}"),

@@ -1,6 +1,7 @@
 """The batcher, rule by rule, with a fake clock."""
 
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -45,6 +46,20 @@ def test_eos_on_the_last_allowed_token_is_eos() -> None:
 def test_each_eos_id_ends_a_request() -> None:
     seq = generated(Batcher(limits(), {EOS, 98}), request(1), [7, 98])
     assert (seq.num_generated_tokens, seq.stop_reason) == (2, StopReason.EOS_TOKEN)
+
+
+def test_a_sequence_stays_out_of_steps_until_its_grammar_is_ready() -> None:
+    batcher = Batcher(limits(padded=False, block_size=4), {EOS})
+    slow, other = batcher.submit([request(1), request(2)], 0.0)
+    slow.grammar = mock.Mock(ready=True)
+    assert run_step(batcher)[0].seqs == [slow, other]
+    slow.grammar.ready = False
+    assert run_step(batcher)[0].seqs == [other]
+    batcher.cancel([other.id])
+    assert not batcher.plan(0.0).seqs
+    assert not batcher.idle
+    slow.grammar.ready = True
+    assert run_step(batcher)[0].seqs == [slow]
 
 
 def with_adapter(one: Request, version: int, rank: int) -> Request:

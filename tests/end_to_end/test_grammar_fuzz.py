@@ -27,7 +27,9 @@ LONG = "secret" * 5000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("grammars")
-    with running_server(directory, make_fake_model(directory / "model"), DEPLOYMENT_FRAMEWORK="fake") as running:
+    with running_server(
+        directory, make_fake_model(directory / "model", block_size=16), DEPLOYMENT_FRAMEWORK="fake"
+    ) as running:
         yield running
 
 

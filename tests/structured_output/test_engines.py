@@ -39,6 +39,7 @@ from tgis.ipc.grammars import GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
 
 ROWS, REQUESTS, NEW_TOKENS = 6, 40, 14
@@ -68,6 +69,7 @@ class Subject:
     vocab_size: int
     eos: int
     soft_prompts: bool
+    masks: MaskThreads | None = None  # that make them beside the steps
     facts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request
     forced: int = 0  # tokens beside the first of a step
 
@@ -85,6 +87,8 @@ class Subject:
             plan = batcher.plan(0.0)
             self.engine.release(plan.to_release)
             if not plan.seqs:
+                if self.masks:
+                    self.masks.wait()
                 continue
             result = self.engine.step(plan)
             assert not result.failed
@@ -93,11 +97,15 @@ class Subject:
                 self.facts.setdefault(seq.id, []).extend(fact for fact in facts if fact)
                 self.forced += len(tokens) - 1
             yield from batcher.commit(plan, result.tokens, 0.0)
+            if self.masks:
+                going_on = [seq for seq in plan.sampled if seq.grammar and not seq.finished]
+                self.masks.prepare((seq.grammar, seq.tokens[seq.prompt_length :]) for seq in going_on)
 
     def _submit(self, batcher: Batcher, request: Request, pattern: str | None, rng: random.Random) -> None:
         (seq,) = batcher.submit([request], 0.0)
         if pattern is not None:
             seq.grammar = compile_grammar(GrammarSpec(GrammarKind.REGEX, pattern), self.table, LIMITS)
+            seq.grammar.in_thread = self.masks is not None
         if request.adapter:
             generator = torch.Generator().manual_seed(rng.getrandbits(32))
             size = self.model.config.hidden_size
@@ -193,6 +201,16 @@ def test_rows_are_those_of_brute_force(llama: Path, kind: str) -> None:
     ends = _check_all(subject, random.Random(1))
     assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
     assert (subject.forced > 0) == paged
+
+
+@pytest.mark.parametrize("kind", ["paged", "padded"])
+def test_masks_may_be_made_beside_the_steps(llama: Path, kind: str) -> None:
+    """Rows that wait for theirs stay out of steps, in whatever order the threads are done."""
+    paged = kind == "paged"
+    subject = _subject(llama, PagedEngine, PAGED, block_size=4) if paged else _subject(llama, PaddedEngine, PADDED)
+    subject.masks = MaskThreads()
+    assert _check_all(subject, random.Random(4)) == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
+    assert not subject.forced
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

@@ -4,7 +4,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -170,6 +172,8 @@ HOSTILE = [
     (GrammarKind.GRAMMAR, 'root ::= "a"{' + "1" * SIZE + "}"),
     (GrammarKind.GRAMMAR, "root ::= [" + "a" * SIZE + "]"),
     (GrammarKind.GRAMMAR, 'root ::= "' + "a" * SIZE + '"'),
+    (GrammarKind.GRAMMAR, "root ::= [一] " + "".join(f'"{chr(n)}{chr(n + 1)}"' for n in range(0x4E00, 0x7000))),
+    (GrammarKind.GRAMMAR, "root ::= " + "".join(f'"{n:04x}"[{chr(n)}]' for n in range(0x4E00, 0x6A00))),
     (GrammarKind.GRAMMAR, "start: /a{" + " " * (SIZE // 2) + "," + " " * (SIZE // 2) + "x/"),
     (GrammarKind.GRAMMAR, "start: /(" + " " * SIZE + "/"),
     (GrammarKind.GRAMMAR, "start: /(" + "\n" * SIZE + "/"),
@@ -189,6 +193,34 @@ def test_no_text_takes_long_to_read(kind: GrammarKind, text: str) -> None:
     with suppress(GrammarError):
         compiled(kind, text, TABLE)
     assert time.process_time() - started < 2
+
+
+AMBIGUOUS = "root ::= x\n" + "\n".join(f"{a} ::= {a} {b} | {b} {a} | x y | y | [ab]" for a, b in ("xy", "yx"))
+
+
+def test_masks_that_may_take_long_are_made_in_threads() -> None:
+    """Those of context-free grammars, and those of an output that had a slow one."""
+    letter = ord("a") + 1
+    ambiguous, regular = (
+        compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table()),
+        compiled(GrammarKind.REGEX, "a*", TABLE),
+    )
+    assert (ambiguous.in_thread, regular.in_thread) == (True, False)
+    matcher, tokens = ambiguous.copy(), [letter]
+    with ThreadPoolExecutor(1) as executor:
+        blocker = threading.Event()
+        executor.submit(blocker.wait)
+        matcher.prepare(tokens, executor)
+        assert not matcher.ready
+        blocker.set()
+        assert set(matcher.allowed_ids(tokens)) == {EOS, letter, letter + 1}
+    assert matcher.ready
+    matcher.in_thread = False
+    with suppress(GrammarError):  # more items than a mask may have
+        while not matcher.in_thread:
+            tokens.append(letter)
+            matcher.mask(tokens)
+    assert matcher.in_thread
 
 
 def test_schemas_in_lark_are_those_of_a_json_schema() -> None:

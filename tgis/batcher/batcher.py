@@ -209,16 +209,20 @@ class Batcher:
     def _schedule_paged(self, block_manager: BlockManager) -> list[Scheduled]:
         """One token for each sequence that decodes, and chunks of the prompts of others within the step's budget."""
         retry_group = self._active_retry_group()
-        seqs = [seq for seq in self._running if seq.retry_group == retry_group]
+        seqs = self._ready(retry_group)
         budget = self._prefill_budget.budget(seqs, self._capacity.prefill_tokens)
         if self._waiting:
             self._admit_paged(block_manager, retry_group, budget)
-            seqs = [seq for seq in self._running if seq.retry_group == retry_group]
+            seqs = self._ready(retry_group)
         scheduled = self._allocate_blocks(block_manager, seqs, budget)
         if not scheduled:  # a sequence that is retried waits for blocks that the others hold
-            scheduled = self._allocate_blocks(block_manager, self._running, budget)
+            scheduled = self._allocate_blocks(block_manager, self._ready(), budget)
         block_manager.allocate_lookahead(scheduled)
         return scheduled
+
+    def _ready(self, retry_group: int | None = None) -> list[Sequence]:
+        """The running sequences, of all groups or of one."""
+        return [seq for seq in self._running if seq.ready and retry_group in (None, seq.retry_group)]
 
     def _admit_paged(self, block_manager: BlockManager, retry_group: int, budget: int) -> None:
         if not self._free_slots():

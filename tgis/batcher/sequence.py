@@ -31,7 +31,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as they have been needed
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
     adapter: Any = None  # soft prompt or LoRA adapter as the engine takes it; opaque to the batcher
-    grammar: Any = None  # what the output must be; likewise
+    grammar: Any = None  # what the output must be; opaque but for `ready`
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -64,6 +64,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether all tokens but the newest are computed."""
         return 0 < self.num_computed_tokens == len(self.tokens) - 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tokens that its grammar allows next are known, or need not be waited for."""
+        return self.grammar is None or self.grammar.ready
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -25,6 +25,7 @@ from tgis.ipc.messages import (
 from tgis.ipc.request import Request, TokenLogprobs
 from tgis.prompts.resolver import AdapterResolver
 from tgis.structured_output.compiler import GrammarCompiler
+from tgis.structured_output.mask_threads import MaskThreads
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class EngineCore:
     batcher: Batcher
     resolver: AdapterResolver | None = None
     grammars: GrammarCompiler | None = None
+    masks: MaskThreads = field(default_factory=MaskThreads)
 
     def run(self) -> None:
         """Serve until Shutdown."""
@@ -51,6 +53,8 @@ class EngineCore:
             self.engine.release(plan.to_release)
             if plan.seqs:
                 self._step(plan)
+            elif self.batcher.num_running:  # all wait for the tokens that their grammars allow
+                self.masks.wait()
 
     def _handle(self, messages: list[ToEngine]) -> bool:
         for message in messages:
@@ -109,6 +113,11 @@ class EngineCore:
         tokens = [seq.tokens[length:] for seq, length in zip(plan.sampled, lengths, strict=True)]
         stats = record.stats(computed_at=computed_at, now=time.monotonic())
         self._send_step(plan.sampled, tokens, result, stats)
+        self.masks.prepare(
+            (seq.grammar, seq.tokens[seq.prompt_length :])
+            for seq in plan.sampled
+            if seq.grammar is not None and not seq.finished
+        )
 
     def _drop_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
         """Fail the sequences that the engine could not sample for; the step of the others."""

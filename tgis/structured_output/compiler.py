@@ -13,7 +13,7 @@ from contextlib import suppress
 import llguidance
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarLimits, GrammarSpec
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarLimits, GrammarSpec
 from tgis.structured_output.ebnf import is_ebnf
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
@@ -41,8 +41,8 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable, limits: GrammarLimits)
     matcher = llguidance.LLMatcher(table.tokenizer, to_lark(spec, limits), log_level=0, limits=bounds)
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), None if is_ebnf(spec.text) else spec.kind))
-    compiled = GrammarMatcher(matcher, table)
-    compiled.copy().mask([])  # is there a first token?
+    compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
+    compiled.mask([])  # is there a first token?
     return compiled
 
 
@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._table = table
         self._limits = limits
         self._send = send
-        self._pool = ThreadPoolExecutor(_THREADS, "grammars", _lower_priority)
+        self._pool = ThreadPoolExecutor(_THREADS, "grammars", lower_priority)
         self._lock = threading.Lock()
         self._cache: dict[GrammarSpec, Future[GrammarMatcher]] = {}  # the least recently used first
         self._held: dict[int, Future[GrammarMatcher]] = {}  # by lookup id
@@ -96,7 +96,7 @@ class GrammarCompiler:
         self._send(GrammarCompiled(lookup_id, problem))
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Of this thread alone: Linux has a priority for each."""
     with suppress(OSError):  # some containers forbid it
         os.nice(_NICENESS)

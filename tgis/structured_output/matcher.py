@@ -1,6 +1,8 @@
 """A compiled grammar, and where in it one output is."""
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 
 import llguidance
 import numpy as np
@@ -13,6 +15,8 @@ from tgis.structured_output.lark import problem_of
 _WORD_BITS = 32  # llguidance writes whole words
 _SPECIAL = b"\xff"  # begins no text
 _MAX_FORCED_TOKENS = 64  # of a step
+_QUICK_SECONDS = 0.001  # of CPU time, for a mask
+_SLOW_SECONDS = 0.003  # likewise; the grammars that are usual stay below
 
 Mask = NDArray[np.uint8]  # a bit for each token, the lowest first
 
@@ -70,29 +74,45 @@ class TokenTable:
 class GrammarMatcher:
     """Where one output is in its grammar: it follows the tokens of a sequence, also back."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, table: TokenTable) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, table: TokenTable, *, in_thread: bool) -> None:
+        """With `in_thread` masks may take long: `prepare` makes them beside the steps. So it does once one has."""
         self.table = table
+        self.in_thread = in_thread
+        self.quick = True  # the last mask was
         self._matcher = matcher
         self._num_consumed = 0
         self._mask = table.new_mask()
         self._mask_length: int | None = None  # how many tokens it comes after
+        self._prepared: Future[None] | None = None
 
     def copy(self) -> "GrammarMatcher":
         """For another output, of which there is nothing yet."""
         assert self._num_consumed == 0
-        return GrammarMatcher(self._matcher.deep_copy(), self.table)
+        copied = GrammarMatcher(self._matcher.deep_copy(), self.table, in_thread=self.in_thread)
+        copied._mask[:] = self._mask
+        copied._mask_length = self._mask_length
+        return copied
+
+    @property
+    def ready(self) -> bool:
+        """Whether `mask` need not wait for a thread."""
+        return self._prepared is None or self._prepared.done()
+
+    def prepare(self, tokens: Sequence[int], executor: Executor) -> Future[None]:
+        """Begin with the mask after these tokens in a thread; nothing else may be asked before it is `ready`."""
+        self._prepared = executor.submit(self._compute, tokens)
+        return self._prepared
 
     def mask(self, tokens: Sequence[int]) -> Mask:
         """Which tokens may follow those generated, until the next call.
 
         GrammarError if that cannot be found out within the limits.
         """
+        if self._prepared:
+            prepared, self._prepared = self._prepared, None
+            prepared.result()
         if self._mask_length != len(tokens):
-            self._mask_length = None
-            self._advance(tokens)
-            self.table.fill(self._matcher, self._mask, first=not tokens)
-            self._check()
-            self._mask_length = len(tokens)
+            self._compute(tokens)
         return self._mask
 
     def allowed_ids(self, tokens: Sequence[int]) -> list[int]:
@@ -100,14 +120,32 @@ class GrammarMatcher:
         return ids
 
     def forced_tokens(self, tokens: list[int], limit: int) -> list[int]:
-        """The tokens that follow because no other may, the end included, up to a limit."""
+        """The tokens that follow because no other may, the end included, up to a limit.
+
+        None where masks are made in a thread: a step does not wait for another one.
+        """
         forced: list[int] = []
-        while len(forced) < min(limit, _MAX_FORCED_TOKENS) and (tokens + forced)[-1] not in self.table.eos_ids:
+        while (
+            not self.in_thread
+            and len(forced) < min(limit, _MAX_FORCED_TOKENS)
+            and (tokens + forced)[-1] not in self.table.eos_ids
+        ):
             token = self.table.only_token(self.mask(tokens + forced))
             if token is None:
                 break
             forced.append(token)
         return forced
+
+    def _compute(self, tokens: Sequence[int]) -> None:
+        started = time.thread_time()
+        self._mask_length = None
+        self._advance(tokens)
+        self.table.fill(self._matcher, self._mask, first=not tokens)
+        self._check()
+        self._mask_length = len(tokens)
+        seconds = time.thread_time() - started
+        self.quick = seconds < _QUICK_SECONDS
+        self.in_thread = self.in_thread or seconds > _SLOW_SECONDS
 
     def _advance(self, tokens: Sequence[int]) -> None:
         if len(tokens) < self._num_consumed:
