@@ -98,6 +98,8 @@ MODELS = {
     "captured and compiled": COMPILED,
     "with LoRA, 95664c4": replace(EAGER, captures_prompts=False).with_lora(),
     "with LoRA": COMPILED.with_lora(),
+    "with top_p, 95664c4": replace(COMPILED, captures_prompts=False, step_kernels=28 + 129),
+    "with top_p": replace(COMPILED, step_kernels=28 + 18),
 }
 
 

@@ -50,7 +50,7 @@ def main() -> None:
         tokens, engine = generated(Path(sys.argv[1]))
     sampling: Any = engine._sampler._ops
     tried = dict(engine._attention._trials._passed)
-    for operation in (sampling.best_tokens, sampling.draw):
+    for operation in (sampling.best_tokens, sampling.draw, sampling.draw_filtered):
         (trials,) = operation.args
         tried |= trials._passed
     passed = {kernel.__name__ for (kernel, _), fit in tried.items() if fit}

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import decode_cases
+import filtered_cases
 import prefill_cases
 import race_cases
 import torch
@@ -16,9 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tgis.engines.kernels.attention_inputs import make_paged_chunks
-from tgis.engines.kernels.cuda import argmax, kv_cache, paged_decode, paged_prefill, race
+from tgis.engines.kernels.cuda import argmax, filtered_race, kv_cache, paged_decode, paged_prefill, race
+from tgis.engines.sampling import ops
 
-KERNELS = ("_split_attention", "_combine_splits", "_prefill_attention", "_race_block", "_best_token", "_write_token")
+KERNELS = {
+    *("_split_attention", "_combine_splits", "_prefill_attention", "_race_block", "_filtered_race", "_best_token"),
+    "_write_token",
+}
 
 
 class FakeTritonDriver:
@@ -82,6 +87,11 @@ def build_race(case: race_cases.Case, capability: int) -> tuple[int, int, int]:
     return build(race, "_race_block", capability, run)
 
 
+def build_filtered_race(case: filtered_cases.Case, capability: int) -> tuple[int, int, int]:
+    run = partial(ops._triton_draw_filtered, *filtered_cases.inputs(case, "cpu"))
+    return build(filtered_race, "_filtered_race", capability, run)
+
+
 def build_argmax(capability: int) -> tuple[int, int, int]:
     logits = torch.zeros(2, 128256, dtype=torch.bfloat16)
     return build(argmax, "_best_token", capability, partial(argmax.best_token_table, logits))
@@ -101,6 +111,7 @@ def main() -> None:
     builds |= {f"{name}, prefill": build_prefill(case, 90) for name, case in prefills.items()}
     builds["Gemma on sm_86, prefill"] = build_prefill(prefills["Gemma"], 86)
     builds["a race"] = build_race(race_cases.CASES["bfloat16"], 80)
+    builds["a filtered race"] = build_filtered_race(filtered_cases.CASES["top_k and top_p"], 80)
     builds["an argmax"], builds["a write"] = build_argmax(80), build_write(80)
     print(json.dumps(builds))
 

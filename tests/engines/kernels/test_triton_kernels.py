@@ -46,6 +46,12 @@ def test_interpreted_races_end_as_in_pytorch() -> None:
     assert max(changed.values()) < 0.02
 
 
+def test_interpreted_draws_from_filtered_tokens_are_those_of_pytorch() -> None:
+    changed = child("filtered_cases.py", TRITON_INTERPRET="1")
+    assert len(changed) == 13
+    assert {name: share for name, share in changed.items() if share} == {}
+
+
 def test_interpreted_writes_and_choices_are_those_of_pytorch() -> None:
     wrong = child("step_kernel_cases.py", TRITON_INTERPRET="1")
     assert len(wrong) == 18
@@ -56,7 +62,7 @@ def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp
     """Keys and values written, attention in chunks and decodes, and tokens chosen, all by kernels that passed."""
     model = make_model("Llama", tmp_path)
     found = child("interpreted_engine.py", str(model), TRITON_INTERPRET="1")
-    kernels = ["best", "decode", "draw", "prefill", "write"]
+    kernels = ["best", "decode", "draw", "draw_filtered", "prefill", "write"]
     assert found["kernels"] == [f"_triton_{name}" for name in kernels]
     network = AutoModelForCausalLM.from_pretrained(model).eval()
     for request, tokens in zip(requests(), found["tokens"], strict=True):
@@ -69,6 +75,7 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Attention with wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
     builds = child("triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
     assert all(builds.pop(name)[0] <= 1024 for name in ("a race", "an argmax", "a write"))
+    assert builds.pop("a filtered race")[0] <= 16 * 1024
     assert len(builds) == 8
     for name, (shared, wide_copies, products) in builds.items():
         assert shared <= 99 * 1024, name

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tgis.engines.sampling.logits_processors import Scores
+from tgis.engines.sampling.logits_processors import Candidates, Filters, Scores, SoftmaxStats
+from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_with_candidates
 
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -64,3 +65,16 @@ def draw(scores: Scores, keys: Tensor) -> Tensor:
     ids = torch.arange(scores.values.shape[1], device=keys.device)
     blocks = scores.row_blocks()
     return torch.cat([race(scores.take(rows).scaled_logits(torch.float64), ids, keys[rows]) for rows in blocks])
+
+
+def draw_filtered(
+    scores: Scores, stats: SoftmaxStats, filters: Filters, keys: Tensor, request: LogprobRequest, num_candidates: int
+) -> Tensor:
+    """The table of draws from what the filters keep of so many of the best tokens."""
+    candidates = Candidates.of(scores, stats, num_candidates)
+    candidates.filter(filters)
+    at = race(candidates.kept_logits(), candidates.ids, keys)
+    logit = candidates.logits.gather(1, at)
+    rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
+    chosen = ChosenTokens(candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank)
+    return table_with_candidates(scores.max_score, chosen, candidates, request)

@@ -12,12 +12,13 @@ from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.race import CpuRace
 from tgis.engines.kernels.cuda import has_kernels
 from tgis.engines.kernels.cuda.trials import KernelTrials
-from tgis.engines.sampling.draws import draw
-from tgis.engines.sampling.logits_processors import Scores, argmax_lowest_id
-from tgis.engines.sampling.logprobs import ChosenTokens, table_without_candidates
+from tgis.engines.sampling.draws import draw, draw_filtered
+from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats, argmax_lowest_id
+from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_without_candidates
 
 BestTokens = Callable[[Tensor], Tensor]  # [b, V] -> the table of the best tokens, of equal ones those of the lowest id
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
+DrawFiltered = Callable[[Scores, SoftmaxStats, Filters, Tensor, LogprobRequest, int], Tensor]
 
 _MAX_OTHER_DRAWS = 0.02  # of tokens, which near ties may change
 
@@ -35,6 +36,7 @@ class SamplingOps:
 
     best_tokens: BestTokens = best_tokens
     draw: Draw = draw
+    draw_filtered: DrawFiltered = draw_filtered
 
 
 def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
@@ -43,7 +45,11 @@ def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
     if not has_kernels(device):
         return SamplingOps()
     trials_of_draws = KernelTrials(_MAX_OTHER_DRAWS)
-    return SamplingOps(partial(_best_on_gpu, KernelTrials()), partial(_draw_on_gpu, trials_of_draws))
+    return SamplingOps(
+        partial(_best_on_gpu, KernelTrials()),
+        partial(_draw_on_gpu, trials_of_draws),
+        partial(_draw_filtered_on_gpu, KernelTrials()),
+    )
 
 
 def _best_on_cpu(kernel: CpuArgmax, values: Tensor) -> Tensor:
@@ -76,3 +82,31 @@ def _triton_draw(scores: Scores, keys: Tensor) -> Tensor:
     from tgis.engines.kernels.cuda.race import race_winners  # noqa: PLC0415 - as above
 
     return race_winners(scores.values, scores.max_score, scores.temperature, keys)
+
+
+def _draw_filtered_on_gpu(
+    trials: KernelTrials,
+    scores: Scores,
+    stats: SoftmaxStats,
+    filters: Filters,
+    keys: Tensor,
+    request: LogprobRequest,
+    num_candidates: int,
+) -> Tensor:
+    arguments = scores, stats, filters, keys, request, num_candidates
+    is_double = scores.values.dtype == torch.float64
+    if is_double or filters.typical_p is not None or request.max_top > num_candidates:
+        return draw_filtered(*arguments)
+    kind = scores.values.dtype, num_candidates, request.max_top, filters.top_k is None, filters.top_p is None
+    return trials.run(kind, _triton_draw_filtered, draw_filtered, torch.clone, *arguments)
+
+
+def _triton_draw_filtered(
+    scores: Scores, stats: SoftmaxStats, filters: Filters, keys: Tensor, request: LogprobRequest, num_candidates: int
+) -> Tensor:
+    from tgis.engines.kernels.cuda.filtered_race import filtered_race_table  # noqa: PLC0415 - as above
+
+    values, ids = scores.values.topk(num_candidates)
+    columns = scores.max_score, scores.temperature, stats.mass, keys, request.top_n
+    filtering = filters.top_k, filters.top_p, request.max_top
+    return filtered_race_table((values.float(), ids), scores.values.shape[1], columns, *filtering)

@@ -11,23 +11,16 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.sampling.draws import race
+from tgis.engines.sampling.draws import draw_filtered
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
-from tgis.engines.sampling.logits_processors import (
-    Candidates,
-    Filters,
-    Scores,
-    SoftmaxStats,
-)
+from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import (
-    ChosenTokens,
     HostTable,
     LogprobRequest,
     LogprobTable,
     RowState,
     initial_num_candidates,
     logprob_table,
-    table_with_candidates,
     token_logprobs,
     token_ranks,
 )
@@ -189,25 +182,12 @@ def _sample_filtered(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     stats = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
 
     def retry(rows: Tensor, num_candidates: int) -> Tensor:
-        candidates = Candidates.of(scores.take(rows), stats.take(rows), num_candidates)
         filters, request = group.filters.take(rows), group.logprob_request.take(rows)
-        return _sample_candidates(scores.max_score[rows], candidates, filters, keys[rows], request)
+        return draw_filtered(scores.take(rows), stats.take(rows), filters, keys[rows], request, num_candidates)
 
-    candidates = Candidates.of(scores, stats, group.num_candidates)
-    table = _sample_candidates(scores.max_score, candidates, group.filters, keys, group.logprob_request)
-    return LogprobTable(table, group.num_candidates, scores.map_row_blocks(retry))
-
-
-def _sample_candidates(
-    max_score: Tensor, candidates: Candidates, filters: Filters, keys: Tensor, request: LogprobRequest
-) -> Tensor:
-    """The table of a draw."""
-    candidates.filter(filters)
-    at = race(candidates.kept_logits(), candidates.ids, keys)
-    logit = candidates.logits.gather(1, at)
-    rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
-    chosen = ChosenTokens(candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank)
-    return table_with_candidates(max_score, chosen, candidates, request)
+    count = group.num_candidates
+    table = step.ops.draw_filtered(scores, stats, group.filters, keys, group.logprob_request, count)
+    return LogprobTable(table, count, scores.map_row_blocks(retry))
 
 
 def _method(seq: Sequence, vocab_size: int) -> Method:

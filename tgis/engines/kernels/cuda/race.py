@@ -50,7 +50,7 @@ def _race_block(
     ids = block * block_size + tl.arange(0, block_size)
     score = tl.load(scores + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     logits = (score - tl.load(max_scores + row)) / tl.load(temperatures + row)
-    arrival = _exponential_noise(tl.load(keys + row), ids) * tl.exp(-logits)
+    arrival = exponential_noise(tl.load(keys + row), ids) * tl.exp(-logits)
     first = tl.minimum(block * block_size + tl.argmin(arrival, 0), vocab_size - 1)  # valid even if all are NaN
     place = row * tl.num_programs(1) + block
     tl.store(arrivals + place, tl.min(arrival, 0))
@@ -58,7 +58,7 @@ def _race_block(
 
 
 @triton.jit
-def _exponential_noise(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
+def exponential_noise(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
     """-log(1 - u), where u is (integer + 0.5) / 2^52."""
     bits = key.to(tl.uint64) + (ids + 1).to(tl.uint64) * _GOLDEN
     bits = (bits ^ (bits >> 30)) * _FACTOR_1
