@@ -23,17 +23,31 @@ def test_of_equal_scores_the_lowest_id(argmax: CpuArgmax, dtype: torch.dtype, vo
     scores = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(0)).mul(2).round().to(dtype)
     scores[0], scores[1] = 0.0, -3e38
     with num_threads(threads):
-        found = argmax(scores)
+        found = argmax(scores, details=False)
     expected = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
     assert found.tolist() == [[token, 0, 0, 0, 0] for token in expected.tolist()]
-    assert torch.equal(found, best_tokens(scores))
+    assert torch.equal(found, best_tokens(scores, details=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 5, 16, 4095, 4099, 49152])
+@pytest.mark.parametrize("spread", [0.01, 3.0, 200.0])
+def test_details_are_those_of_float64(argmax: CpuArgmax, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
+    scores = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0)).mul(spread).to(dtype)
+    scores[2, 1:] = -math.inf  # as a grammar leaves them
+    tables = argmax(scores, details=True), best_tokens(scores, details=True)
+    expected = scores.double().log_softmax(-1).amax(-1)
+    for table in tables:
+        assert torch.equal(table[:, [0, 1, 4]], argmax(scores, details=False)[:, [0, 1, 4]])
+        assert (table[:, 2] - expected).abs().max() < 1e-6
+        assert (table[:, 3] == 1).all()
 
 
 def test_scores_may_be_a_view(argmax: CpuArgmax) -> None:
     whole = torch.randn(5, 3, 700)
     for scores in (whole[:, -1], whole.transpose(1, 2)[..., 0]):
-        assert torch.equal(argmax(scores), best_tokens(scores))
-    assert argmax(whole[:0, 0]).shape == (0, 5)
+        assert torch.equal(argmax(scores, details=False), best_tokens(scores, details=False))
+    assert argmax(whole[:0, 0], details=True).shape == (0, 5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -41,6 +55,7 @@ def test_scores_may_be_a_view(argmax: CpuArgmax) -> None:
 def test_a_row_is_invalid_if_its_highest_score_is_not_finite(argmax: CpuArgmax, bad: float, place: int | slice) -> None:
     scores = torch.randn(2, 100)
     scores[0, place] = bad
-    found = argmax(scores)
-    assert found[:, 1].tolist() == best_tokens(scores)[:, 1].tolist()
+    found = argmax(scores, details=True)
+    assert found[:, 1].tolist() == best_tokens(scores, details=True)[:, 1].tolist()
+    assert found[1].isfinite().all()
     assert ((found[:, 0] >= 0) & (found[:, 0] < 100)).all()

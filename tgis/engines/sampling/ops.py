@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,18 +17,32 @@ from tgis.engines.sampling.draws import draw, draw_filtered
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats, argmax_lowest_id
 from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_without_candidates
 
-BestTokens = Callable[[Tensor], Tensor]  # [b, V] -> the table of the best tokens, of equal ones those of the lowest id
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
 DrawFiltered = Callable[[Scores, SoftmaxStats, Filters, Tensor, LogprobRequest, int], Tensor]
 
 _MAX_OTHER_DRAWS = 0.02  # of tokens, which near ties may change
 
 
-def best_tokens(values: Tensor) -> Tensor:
+class BestTokens(Protocol):
+    """The table of the best tokens of `values` [b, V], of equal ones those of the lowest id."""
+
+    def __call__(self, values: Tensor, *, details: bool) -> Tensor:
+        """Their logprobs and ranks are 0 unless `details` are wanted."""
+
+
+def best_tokens(values: Tensor, *, details: bool) -> Tensor:
     """In plain PyTorch."""
     max_score, token_ids = argmax_lowest_id(values)
     zeros = torch.zeros_like(token_ids)
-    return table_without_candidates(max_score, ChosenTokens(token_ids, zeros, zeros))
+    table = table_without_candidates(max_score, ChosenTokens(token_ids, zeros, zeros))
+    return _with_details(table, values) if details else table
+
+
+def _with_details(table: Tensor, values: Tensor) -> Tensor:
+    """The same, with the logprobs and ranks of the best tokens."""
+    ones = torch.ones_like(table[:, :1])
+    scores = Scores(values, values.gather(1, table[:, :1].long()).float(), ones)
+    return torch.cat([table[:, :2], -SoftmaxStats.of(scores).mass.log(), ones, table[:, 4:]], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +67,8 @@ def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
     )
 
 
-def _best_on_cpu(kernel: CpuArgmax, values: Tensor) -> Tensor:
-    return (kernel if values.dtype in kernel.dtypes else best_tokens)(values)
+def _best_on_cpu(kernel: CpuArgmax, values: Tensor, *, details: bool) -> Tensor:
+    return (kernel if values.dtype in kernel.dtypes else best_tokens)(values, details=details)
 
 
 def _draw_on_cpu(kernel: CpuRace, scores: Scores, keys: Tensor) -> Tensor:
@@ -62,10 +77,12 @@ def _draw_on_cpu(kernel: CpuRace, scores: Scores, keys: Tensor) -> Tensor:
     return kernel(scores.values, scores.max_score, scores.temperature, keys)
 
 
-def _best_on_gpu(trials: KernelTrials, values: Tensor) -> Tensor:
+def _best_on_gpu(trials: KernelTrials, values: Tensor, *, details: bool) -> Tensor:
     if values.dtype == torch.float64:
-        return best_tokens(values)
-    return trials.run(values.dtype, _triton_best, best_tokens, torch.Tensor.long, values)
+        return best_tokens(values, details=details)
+    plain = partial(best_tokens, details=False)
+    table = trials.run(values.dtype, _triton_best, plain, torch.Tensor.long, values)
+    return _with_details(table, values) if details else table
 
 
 def _triton_best(values: Tensor) -> Tensor:

@@ -67,8 +67,8 @@ class SamplingGroup:
         self.needs_stats = any(not 0 < row.top_k < vocab_size for row in params)
         self.num_candidates = initial_num_candidates(needed, vocab_size)
 
-    def scores(self, step: StepInputs) -> Scores:
-        """The rows' scores after the penalties; the logits may be changed in place."""
+    def values(self, step: StepInputs) -> Tensor:
+        """The rows' scores after the penalties, [b, V]; the logits may be changed in place."""
         values = step.logits[self.selector]
         if self.penalties:
             values = values if values.dtype == torch.float64 else values.float()
@@ -80,6 +80,11 @@ class SamplingGroup:
                 values.masked_fill_(forbidden, -torch.inf)
             else:
                 values[rows] = values[rows].masked_fill_(forbidden, -torch.inf)
+        return values
+
+    def scores(self, step: StepInputs) -> Scores:
+        """The same, with what scales them."""
+        values = self.values(step)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
 
     def stats(self, scores: Scores) -> SoftmaxStats:
@@ -158,14 +163,17 @@ class SampledTokens:
 
 def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token, of equal ones that of the lowest id, in the logits' own dtype."""
-    return LogprobTable(step.ops.best_tokens(step.logits[group.selector]))
+    return LogprobTable(step.ops.best_tokens(step.logits[group.selector], details=False))
 
 
 def _sample_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token after the penalties."""
+    request = group.logprob_request
+    if request.max_top == 0:
+        return LogprobTable(step.ops.best_tokens(group.values(step), details=request.logprobs or request.ranks))
     scores = group.scores(step)
-    token_ids = step.ops.best_tokens(scores.values)[:, :1].long()
-    return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
+    token_ids = step.ops.best_tokens(scores.values, details=False)[:, :1].long()
+    return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), request)
 
 
 def _sample_full(group: SamplingGroup, step: StepInputs) -> LogprobTable:

@@ -5,6 +5,9 @@
 
 #include "simd.h"
 
+#define MASS_SCORES 4096 /* added up in single precision */
+#define LOG2_E 1.44269504f
+
 typedef struct {
     double token, state, logprob, rank, num_candidates;
 } table_row;
@@ -41,15 +44,34 @@ static inline int64_t first_with(const scalar_t *scores, int64_t size, float sco
     return 0;
 }
 
-/* table [rows] of scores [rows, size], rows `stride` apart: of the best tokens the lowest, and zeros in columns nobody
-   asked for. A row is invalid if its highest score is not finite, or one is NaN. */
+/* The sum of e^(score - highest): in single precision over some scores, in double precision over all. */
+static double softmax_mass(const scalar_t *scores, int64_t size, float highest) {
+    double mass = 0;
+    for (int64_t start = 0; start < size; start += MASS_SCORES) {
+        f32_vec sums = {0};
+        const int64_t end = min_i64(start + MASS_SCORES, size), whole = start + (end - start) / LANES * LANES;
+        for (int64_t i = start; i < whole; i += LANES) sums += exp2_nonpositive((load(scores + i) - highest) * LOG2_E);
+        mass += reduce_add(sums);
+        if (whole == end) continue;
+        const f32_vec rest = exp2_nonpositive((load_partial(scores + whole, end - whole) - highest) * LOG2_E);
+        for (int64_t lane = 0; lane < end - whole; lane++) mass += rest[lane];
+    }
+    return mass;
+}
+
+/* table [rows] of scores [rows, size], rows `stride` apart: of the best tokens the lowest. The columns of details are
+   zeros unless somebody asked for them. A row is invalid if its highest score is not finite, or one is NaN. */
 void EXPORT(argmax)(
-    const scalar_t *scores, int64_t stride, table_row *table, int64_t rows, int64_t size, int64_t threads
+    const scalar_t *scores, int64_t stride, table_row *table, int64_t rows, int64_t size, int64_t details,
+    int64_t threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
-        const float highest = highest_score(scores + row * stride, size);
-        const int64_t token = first_with(scores + row * stride, size, highest);
-        table[row] = (table_row){token, isfinite(highest) ? EXACT : INVALID, 0, 0, 0};
+        const scalar_t *own = scores + row * stride;
+        const float highest = highest_score(own, size);
+        table[row] = (table_row){first_with(own, size, highest), isfinite(highest) ? EXACT : INVALID, 0, 0, 0};
+        if (!details) continue;
+        table[row].logprob = -log(softmax_mass(own, size, highest));
+        table[row].rank = 1;
     }
 }

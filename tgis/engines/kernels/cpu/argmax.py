@@ -17,14 +17,16 @@ class CpuArgmax:
 
     def __init__(self, kernels: CpuKernels) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        argtypes = [pointer, integer, pointer, integer, integer, integer]
+        argtypes = [pointer, integer, pointer, integer, integer, integer, integer]
         self._functions = {dtype: kernels.function("argmax", dtype, argtypes) for dtype in self.dtypes}
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        """Their table [b, 5], as engines/sampling/logprobs.py has it, of scores [b, V]."""
+    def __call__(self, scores: Tensor, *, details: bool) -> Tensor:
+        """Their table [b, 5], as engines/sampling/logprobs.py has it, of scores [b, V]; with logprobs and ranks if
+        `details`.
+        """
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         rows, vocab_size = scores.shape
         table = torch.empty(rows, _COLUMNS, dtype=torch.float64)
-        numbers = rows, vocab_size, torch.get_num_threads()
+        numbers = rows, vocab_size, details, torch.get_num_threads()
         self._functions[scores.dtype](scores.data_ptr(), scores.stride(0), table.data_ptr(), *numbers)
         return table
