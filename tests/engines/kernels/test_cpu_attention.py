@@ -17,7 +17,7 @@ from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
 from tgis.engines.paged.batch import FlatBatch
 
-FITTING = {name: case for name, case in CASES.items() if case.k_size % 16 == case.v_size % 16 == 0}
+FITTING = {name: case for name, case in CASES.items() if not (case.k_size % 16 or case.v_size % 16 or case.block % 16)}
 LIBRARIES = list(isa_flags())
 NOTHING = torch.zeros(0, dtype=torch.int64)
 ROWS = [(0, 2), (0, 16), (0, 130), (127, 2), (126, 5), (509, 7), (1000, 33), (15, 64)]  # tokens before, new tokens
@@ -43,6 +43,15 @@ def kernels() -> list[CpuAttention]:
     return [CpuAttention(kernels_of(isa)) for isa in LIBRARIES if ISAS[isa] <= cpu_flags()]
 
 
+def in_panels(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """A cache [blocks, block size, heads, head size] in the order of attention_tile.h."""
+    pair = 2 if keys.dtype == torch.bfloat16 else 1
+    k = keys.unflatten(-1, (-1, pair)).unflatten(1, (-1, 16))  # [blocks, panels, tokens, heads, pairs, pair]
+    v = values.unflatten(1, (-1, 16 // pair, pair))  # [blocks, panels, pairs, pair, heads, size]
+    k, v = k.permute(0, 3, 1, 4, 2, 5), v.permute(0, 4, 1, 2, 5, 3)
+    return k.reshape(keys.shape).contiguous(), v.reshape(values.shape).contiguous()
+
+
 def decode_by(
     kernel: CpuAttention,
     q: Tensor,
@@ -56,13 +65,13 @@ def decode_by(
     """Attention of rows with one token each."""
     batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [], NOTHING, [])
     assert kernel.supports(q, keys, values)
-    return kernel.attend(q, keys, values, batch.cpu_sequences, params)
+    return kernel.attend(q, *in_panels(keys, values), batch.cpu_sequences, params)
 
 
 def prefill_by(kernel: CpuAttention, chunks: ChunkedBatch, params: AttentionParams) -> Tensor:
     """Attention of the chunks of a batch."""
     assert kernel.supports(chunks.q, *chunks.layer)
-    output = kernel.attend(chunks.q, *chunks.layer, chunks.batch.cpu_sequences, params)
+    output = kernel.attend(chunks.q, *in_panels(*chunks.layer), chunks.batch.cpu_sequences, params)
     return output[chunks.batch.num_decodes :]
 
 
@@ -111,15 +120,13 @@ def test_chunks_of_many_shapes(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_keys_and_values_go_to_their_slots_and_nowhere_else(kernel: CpuAttention, dtype: torch.dtype) -> None:
-    keys, values = torch.randn(5, 4, 3, 16).to(dtype), torch.randn(5, 4, 3, 32).to(dtype)
-    k, v = torch.randn(1, 3, 6, 16).to(dtype)[0].transpose(0, 1), torch.randn(6, 3, 32).to(dtype)
-    slots = torch.tensor([7, 0, 19, 3, 12, 8])
-    expected = keys.clone(), values.clone()
-    for stored, new in zip(expected, (k, v), strict=True):
+    keys, values = torch.randn(5, 32, 3, 16).to(dtype), torch.randn(5, 32, 3, 48).to(dtype)
+    k, v = torch.randn(1, 3, 40, 16).to(dtype)[0].transpose(0, 1), torch.randn(40, 3, 48).to(dtype)
+    slots, cache = torch.randperm(5 * 32)[:40], in_panels(keys, values)
+    for stored, new in zip((keys, values), (k, v), strict=True):
         stored.flatten(0, 1)[slots] = new
-    kernel.write_kv_cache(k, v, keys, values, slots)
-    assert torch.equal(keys, expected[0])
-    assert torch.equal(values, expected[1])
+    kernel.write_kv_cache(k, v, *cache, slots)
+    assert all(map(torch.equal, cache, in_panels(keys, values)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -140,6 +147,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
     total = 1300
     chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
     expected, blocks = prefill_by(kernel, chunks, rules), chunks.batch.chunks[0].block_table
+    cache = in_panels(*chunks.layer)
     cuts = ([1, 1, 14, 1, 240, 255, 1, 511, 276], [130] * 10, [1024, 276], [37] * 35 + [5])
     for count, cut in zip((1, 2, 7, 2), cuts, strict=True):
         assert sum(cut) == total
@@ -148,7 +156,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
             start = 2 + before
             rows = [[0, 1, 1, blocks.data_ptr()], [start, size, before + size, blocks.data_ptr()]][before % 2 :]
             with num_threads(count):
-                output = kernel.attend(chunks.q, *chunks.layer, torch.tensor(rows), rules)
+                output = kernel.attend(chunks.q, *cache, torch.tensor(rows), rules)
             parts.append(output[start : start + size])
             before += size
         assert torch.equal(torch.cat(parts), expected)
@@ -221,3 +229,9 @@ def test_sequences_point_to_their_block_tables() -> None:
 def test_other_shapes_and_dtypes_are_not_supported(k_size: int, dtype: torch.dtype) -> None:
     (q, keys, values, *_), _ = inputs(Case([5], k_size=k_size, v_size=k_size, dtype=dtype), "cpu")
     assert not CpuAttention.supports(q, keys, values)
+
+
+def test_blocks_are_of_whole_panels() -> None:
+    for block in (8, 24):
+        (q, keys, values, *_), _ = inputs(Case([5], block=block), "cpu")
+        assert not CpuAttention.supports(q, keys, values)

@@ -6,7 +6,9 @@ from tgis.engines.kernels.cpu.huge_pages import empty_in_huge_pages
 
 
 class PagedKVCache:
-    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen."""
+    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen. In which
+    order the numbers of a block are is up to what writes it.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size

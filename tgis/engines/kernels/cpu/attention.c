@@ -1,7 +1,7 @@
-/* Attention over the paged KV cache, for decodes and prompt chunks alike, without copying a sequence's context.
+/* Attention over the paged KV cache, for decodes and prompt chunks alike, which reads keys and values where they are.
 
-   Keys and values are packed tile by tile for a small GEMM, and the softmax is computed online over the tiles. Sums are
-   in float32; softmax weights are rounded to bfloat16 where the CPU multiplies pairs of these.
+   The softmax is computed online over tiles of the context. Sums are in float32; softmax weights are rounded to bfloat16
+   where the CPU multiplies pairs of these.
 
    What a query gets depends on nothing but the tokens it sees: tiles, and splits of several tiles, begin at fixed
    positions of the sequence, and are added up in one order whichever thread computes them. */
@@ -12,11 +12,10 @@
 
 #include "attention_tile.h"
 
-#define CACHE_LINE 64         /* bytes */
 #define LOG2_E 1.44269504f
-#define SPLIT (4 * TILE)      /* tokens; splits of one context may run in parallel */
-#define TASK_QUERIES 192      /* how many share a packed tile; more if one token has more per KV head */
-#define TILE_BYTES (128 << 10) /* KV heads are packed together while they fit: memory is read in longer runs */
+#define SPLIT (4 * TILE)  /* tokens; splits of one context may run in parallel */
+#define PARALLEL_TOKENS 8 /* fewer new tokens are not worth waking the other threads */
+#define TASK_QUERIES 192  /* how many share a tile; more if one token has more per KV head */
 
 typedef struct {
     int64_t query_start, query_len, seq_len; /* tokens of this step, and all tokens up to its last */
@@ -24,13 +23,13 @@ typedef struct {
 } sequence;
 
 typedef struct {
-    const scalar_t *q, *k_cache, *v_cache; /* [tokens, heads, k_size]; [blocks, block_size, kv_heads, k_size or v_size] */
+    const scalar_t *q, *k_cache, *v_cache; /* [tokens, heads, k_size]; panels */
     scalar_t *output;                      /* [tokens, heads, v_size] */
     const sequence *sequences;
     const float *sinks; /* [heads] or NULL */
     int64_t num_seqs, q_token_stride, q_head_stride;
     int64_t k_size, v_size; /* multiples of LANES */
-    int64_t kv_heads, group, block_size; /* group: query heads per KV head */
+    int64_t kv_heads, group, block_size; /* group: query heads per KV head; block_size: a multiple of PANEL */
     int64_t window;                      /* tokens that a token sees, itself included */
     float scale, softcap;                /* softcap: 0 is none */
     int64_t threads;
@@ -52,45 +51,34 @@ typedef struct {
 /* What a thread works with. The softmax state of a query is v_vecs vectors of values weighted by 2^(score - max), then
    the sum of these weights in each lane, then the max in lane 0. */
 typedef struct {
-    u32_vec *keys, *values; /* packed tiles [KV heads], each [TILE / LANES, k_cells] and [TILE / PAIR, v_vecs] */
-    cell *q;               /* [queries, k_cells] */
     f32_vec *states, *split_states; /* [queries, state_vecs] */
-    scalar_t *gathered;    /* [LANES, k_size or v_size] */
+    operand_t *q;                   /* [queries, k_size] */
+    scalar_t *values;               /* two panels that are not seen as a whole */
 } scratch;
 
-static inline int64_t k_cells(const attention_args *args) { return args->k_size / PAIR; }
 static inline int64_t v_vecs(const attention_args *args) { return args->v_size / LANES; }
 static inline int64_t state_vecs(const attention_args *args) { return v_vecs(args) + 2; }
-static inline int64_t key_tile_vecs(const attention_args *args) { return TILE / LANES * k_cells(args); }
-static inline int64_t value_tile_vecs(const attention_args *args) { return TILE / PAIR * v_vecs(args); }
 static inline int64_t task_queries(const attention_args *args) { return max_i64(args->group, TASK_QUERIES); }
 
-static inline int64_t packed_heads(const attention_args *args) {
-    const int64_t bytes = (key_tile_vecs(args) + value_tile_vecs(args)) * sizeof(u32_vec);
-    return max_i64(min_i64(TILE_BYTES / bytes, args->kv_heads), 1);
-}
-
 static int64_t scratch_bytes(const attention_args *args) {
-    const int64_t tiles = packed_heads(args) * (key_tile_vecs(args) + value_tile_vecs(args)) * sizeof(u32_vec);
-    const int64_t states = 2 * state_vecs(args) * sizeof(f32_vec), q = k_cells(args) * sizeof(cell);
-    return tiles + task_queries(args) * (states + q) + LANES * max_i64(args->k_size, args->v_size) * sizeof(scalar_t);
+    const int64_t states = 2 * state_vecs(args) * sizeof(f32_vec), q = args->k_size * sizeof(operand_t);
+    return task_queries(args) * (states + q) + 2 * PANEL * args->v_size * sizeof(scalar_t);
 }
 
 static scratch make_scratch(const attention_args *args, char *memory) {
     scratch s;
-    s.keys = (u32_vec *)memory;
-    s.values = s.keys + packed_heads(args) * key_tile_vecs(args);
-    s.states = (f32_vec *)(s.values + packed_heads(args) * value_tile_vecs(args));
+    s.states = (f32_vec *)memory;
     s.split_states = s.states + task_queries(args) * state_vecs(args);
-    s.q = (cell *)(s.split_states + task_queries(args) * state_vecs(args));
-    s.gathered = (scalar_t *)(s.q + task_queries(args) * k_cells(args));
+    s.q = (operand_t *)(s.split_states + task_queries(args) * state_vecs(args));
+    s.values = (scalar_t *)(s.q + task_queries(args) * args->k_size);
     return s;
 }
 
-/* Where a token of a sequence is in the cache, counted in tokens. */
-static inline int64_t slot_of(const attention_args *args, const sequence *seq, uint32_t token) {
-    const uint32_t block_size = args->block_size;
-    return seq->block_table[token / block_size] * block_size + token % block_size;
+/* Where the panel of a token is in a cache, counted in tokens of one head. */
+static inline int64_t panel_slot(
+    int64_t kv_heads, int64_t block_size, int64_t block, int64_t kv_head, int64_t token_in_block
+) {
+    return (block * kv_heads + kv_head) * block_size + token_in_block / PANEL * PANEL;
 }
 
 /* The context that a query token sees. */
@@ -105,36 +93,31 @@ static inline range visible_splits(const attention_args *args, const sequence *s
     return (range){begin / SPLIT, (end + SPLIT - 1) / SPLIT};
 }
 
-/* Turns the scores of a query over a tile into weights, and returns what its earlier sums shrink by. */
+/* Turns the scores of a query for `vecs` vectors of tokens into weights, and returns what its earlier sums shrink by. */
 INLINE float softmax_tile(
-    const attention_args *args, f32_vec *scores, int panels, int64_t tile, range seen, f32_vec *state, cell *weights
+    const attention_args *args, f32_vec *scores, int vecs, int64_t begin, range seen, f32_vec *state, operand_t *weights
 ) {
     const u32_vec lanes = LANE_INDEX;
-    const int unmasked = seen.begin <= tile && seen.end >= tile + panels * LANES;
-    const uint32_t begin = max_i64(seen.begin - tile, 0), end = max_i64(seen.end - tile, 0);
+    const int unmasked = seen.begin <= begin && seen.end >= begin + vecs * LANES;
+    const uint32_t first = max_i64(seen.begin - begin, 0), end = max_i64(seen.end - begin, 0);
     const float cap = args->softcap;
     f32_vec high = (f32_vec){0} - FLT_MAX, total = {0};
-    for (int p = 0; p < panels; p++) {
-        f32_vec x = scores[p] * (args->scale * (cap == 0 ? LOG2_E : 1 / cap));
+    for (int i = 0; i < vecs; i++) {
+        f32_vec x = scores[i] * (args->scale * (cap == 0 ? LOG2_E : 1 / cap));
         if (cap != 0) x = cap * LOG2_E * tanh_f32(x);
         if (!unmasked) {
-            u32_vec at = lanes + p * LANES, hidden = (u32_vec)(at < begin) | (u32_vec)(at >= end);
+            u32_vec at = lanes + i * LANES, hidden = (u32_vec)(at < first) | (u32_vec)(at >= end);
             x = (f32_vec)((~hidden & (u32_vec)x) | (hidden & (u32_vec)((f32_vec){0} - INFINITY)));
         }
         high = max_vec(high, x);
-        scores[p] = x;
+        scores[i] = x;
     }
     f32_vec *const sum = state + v_vecs(args), *const old_max = sum + 1;
     const float new_max = max_f32((*old_max)[0], reduce_max(high));
-    for (int p = 0; p < panels; p++) {
-        f32_vec weight = exp2_nonpositive(scores[p] - new_max);
+    for (int i = 0; i < vecs; i++) {
+        f32_vec weight = exp2_nonpositive(scores[i] - new_max);
         total += weight;
-#if PAIR == 2
-        u16_vec bits = to_bf16(weight);
-        memcpy(weights + p * LANES / PAIR, &bits, sizeof bits);
-#else
-        memcpy(weights + p * LANES / PAIR, &weight, sizeof weight);
-#endif
+        store_operands(weights + i * LANES, weight);
     }
     const float shrink = exp2_nonpositive((f32_vec){0} + ((*old_max)[0] - new_max))[0];
     *sum = *sum * shrink + total;
@@ -142,41 +125,40 @@ INLINE float softmax_tile(
     return shrink;
 }
 
-/* Adds a tile of one KV head to the states of `rows` of its queries. */
+/* Adds panels of a tile, whose first token is `begin`, to the states of `rows` queries. */
 INLINE void attend_rows(
-    const int rows, const attention_args *args, const cell *q, const u32_vec *keys, const u32_vec *values, int panels,
-    int64_t tile, const range *seen, f32_vec *states
+    const int rows, const attention_args *args, const operand_t *q, const panels *tile, int64_t count, int64_t begin,
+    const range *seen, f32_vec *states
 ) {
-    f32_vec scores[GEMM_ROWS][TILE / LANES];
-    cell weights[GEMM_ROWS][TILE / PAIR];
+    f32_vec scores[GEMM_ROWS][TILE_VECS];
+    operand_t weights[GEMM_ROWS][TILE];
     float shrink[GEMM_ROWS];
-    const int64_t key_cells = k_cells(args), value_vecs = v_vecs(args), state_row = state_vecs(args);
-    gemm_rows(rows, panels, key_cells, q, key_cells, keys, 1, key_cells, scores[0], TILE / LANES, NULL);
-    for (int r = 0; r < rows; r++)
-        shrink[r] = softmax_tile(args, scores[r], panels, tile, seen[r], states + r * state_row, weights[r]);
-    gemm_rows(
-        rows, value_vecs, panels * LANES / PAIR, weights[0], TILE / PAIR, values, value_vecs, 1, states, state_row, shrink
-    );
+    const int64_t state_row = state_vecs(args);
+    score_rows(rows, tile, count, args->k_size, q, scores);
+    for (int r = 0; r < rows; r++) {
+        f32_vec *state = states + r * state_row;
+        shrink[r] = softmax_tile(args, scores[r], count * PANEL / LANES, begin, seen[r], state, weights[r]);
+    }
+    weigh_rows(rows, tile, count, args->v_size, weights, shrink, states, state_row);
 }
 
 static void attend_some(
-    int rows, const attention_args *args, const cell *q, const u32_vec *keys, const u32_vec *values, int panels,
-    int64_t tile, const range *seen, f32_vec *states
+    int rows, const attention_args *args, const operand_t *q, const panels *tile, int64_t count, int64_t begin,
+    const range *seen, f32_vec *states
 ) {
     switch (rows) {
-        case 1: return attend_rows(1, args, q, keys, values, panels, tile, seen, states);
-        case 2: return attend_rows(2, args, q, keys, values, panels, tile, seen, states);
-        case 3: return attend_rows(3, args, q, keys, values, panels, tile, seen, states);
-        case 4: return attend_rows(4, args, q, keys, values, panels, tile, seen, states);
-        case 5: return attend_rows(5, args, q, keys, values, panels, tile, seen, states);
-        case 6: return attend_rows(6, args, q, keys, values, panels, tile, seen, states);
+        case 1: return attend_rows(1, args, q, tile, count, begin, seen, states);
+        case 2: return attend_rows(2, args, q, tile, count, begin, seen, states);
+        case 3: return attend_rows(3, args, q, tile, count, begin, seen, states);
+        case 4: return attend_rows(4, args, q, tile, count, begin, seen, states);
+        case 5: return attend_rows(5, args, q, tile, count, begin, seen, states);
+        case 6: return attend_rows(6, args, q, tile, count, begin, seen, states);
     }
 }
 
-/* Adds a tile of one KV head to the states of all of the task's queries of that head. */
+/* Adds them to the states of all of the task's queries of one KV head, as far as these see them. */
 static void attend_tile(
-    const attention_args *args, const task *t, const cell *q, const u32_vec *keys, const u32_vec *values, int64_t tile,
-    f32_vec *states
+    const attention_args *args, const task *t, const operand_t *q, const panels *tile, int64_t begin, f32_vec *states
 ) {
     const int queries = t->tokens * args->group;
     int64_t token = t->token, in_group = 0;
@@ -188,51 +170,31 @@ static void attend_tile(
             seen[r] = visible(args, t->seq, token);
             if (++in_group == args->group) in_group = 0, token++;
         }
-        const int64_t count = min_i64(seen[rows - 1].end - tile, TILE);
-        if (count > 0 && seen[0].begin < tile + TILE)
-            attend_some(
-                rows, args, q + i * k_cells(args), keys, values, (count + LANES - 1) / LANES, tile, seen,
-                states + i * state_vecs(args)
-            );
+        const int64_t count = min_i64((seen[rows - 1].end - begin + PANEL - 1) / PANEL, tile->count);
+        if (count > 0 && seen[0].begin < begin + tile->count * PANEL)
+            attend_some(rows, args, q + i * args->k_size, tile, count, begin, seen, states + i * state_vecs(args));
     }
 }
 
-/* memcpy of some multiple of LANES, which is rarely long enough for a call of it. */
-INLINE void copy_vecs(scalar_t *to, const scalar_t *from, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) memcpy(to + i, from + i, LANES * sizeof *to);
-}
-
-/* Copies one head of LANES tokens from `first` on; zeros for those outside of `seen`. */
-static void gather(
-    const attention_args *args, const scalar_t *cache, int64_t size, const sequence *seq, int64_t head, int64_t first,
-    range seen, scalar_t *to
+/* The panels of one KV head from `begin` on, up to the end of its tile or of what is seen. */
+static panels find_panels(
+    const attention_args *args, const task *t, int64_t kv_head, int64_t begin, range seen, scratch *s
 ) {
-    memset(to, 0, LANES * size * sizeof *to);
-    for (int64_t t = max_i64(first, seen.begin); t < min_i64(first + LANES, seen.end); t++)
-        copy_vecs(to + (t - first) * size, cache + (slot_of(args, seq, t) * args->kv_heads + head) * size, size);
-}
-
-/* Packs LANES tokens from `first` on, of all KV heads of the task, as panel `panel` of their tiles. */
-static void pack_panel(const attention_args *args, const task *t, int64_t first, range seen, int panel, scratch *s) {
-    const int64_t k_size = args->k_size, v_size = args->v_size;
-    const int64_t k_stride = args->kv_heads * k_size, v_stride = args->kv_heads * v_size; /* of tokens */
-    const int aligned = args->block_size % LANES == 0; /* then the tokens are side by side */
-    const int direct = aligned && first >= seen.begin && first + LANES <= seen.end;
-    const int64_t slot = direct ? slot_of(args, t->seq, first) : 0;
-    const int64_t next = aligned && first + LANES < seen.end ? slot_of(args, t->seq, first + LANES) : slot;
-    for (int64_t i = 0; i < t->kv_heads; i++) {
-        const int64_t head = t->kv_head + i;
-        const scalar_t *k = args->k_cache + slot * k_stride + head * k_size;
-        const scalar_t *v = args->v_cache + slot * v_stride + head * v_size;
-        const scalar_t *next_k = args->k_cache + next * k_stride + head * k_size;
-        const scalar_t *next_v = args->v_cache + next * v_stride + head * v_size;
-        u32_vec *keys = s->keys + i * key_tile_vecs(args) + panel * k_cells(args);
-        u32_vec *values = s->values + i * value_tile_vecs(args) + panel * (LANES / PAIR) * v_vecs(args);
-        if (!direct) gather(args, args->k_cache, k_size, t->seq, head, first, seen, s->gathered);
-        pack_keys(direct ? k : s->gathered, direct ? k_stride : k_size, k_size, next_k, k_stride, keys);
-        if (!direct) gather(args, args->v_cache, v_size, t->seq, head, first, seen, s->gathered);
-        pack_values(direct ? v : s->gathered, direct ? v_stride : v_size, v_size, next_v, v_stride, values);
+    panels found = {.next_keys = kv_head + 1 < t->kv_head + t->kv_heads ? args->block_size * args->k_size : 0};
+    const int64_t end = min_i64(begin / TILE * TILE + TILE, seen.end);
+    for (int64_t token = begin; token < end; token += PANEL, found.count++) {
+        const uint32_t size = args->block_size, block = (uint32_t)token / size, in_block = (uint32_t)token % size;
+        const int64_t slot = panel_slot(args->kv_heads, size, t->seq->block_table[block], kv_head, in_block);
+        const scalar_t *values = args->v_cache + slot * args->v_size;
+        if (token < seen.begin || token + PANEL > seen.end) {
+            scalar_t *copy = s->values + (token < seen.begin ? 0 : PANEL * args->v_size);
+            copy_seen(values, args->v_size, seen.begin - token, seen.end - token, copy);
+            values = copy;
+        }
+        found.keys[found.count] = args->k_cache + slot * args->k_size;
+        found.values[found.count] = values;
     }
+    return found;
 }
 
 /* The states of a task's queries after one split alone. */
@@ -242,15 +204,11 @@ static void attend_split(const attention_args *args, const task *t, int64_t spli
                         min_i64(visible(args, t->seq, t->token + t->tokens - 1).end, (split + 1) * SPLIT)};
     memset(states, 0, queries * t->kv_heads * state_row * sizeof *states);
     for (int64_t i = 0; i < queries * t->kv_heads; i++) states[(i + 1) * state_row - 1][0] = -FLT_MAX;
-    for (int64_t tile = seen.begin / TILE * TILE; tile < seen.end; tile += TILE) {
-        for (int64_t first = tile; first < min_i64(tile + TILE, seen.end); first += LANES)
-            pack_panel(args, t, first, seen, (first - tile) / LANES, s);
-        for (int64_t i = 0; i < t->kv_heads; i++)
-            attend_tile(
-                args, t, s->q + i * queries * k_cells(args), s->keys + i * key_tile_vecs(args),
-                s->values + i * value_tile_vecs(args), tile, states + i * queries * state_row
-            );
-    }
+    for (int64_t begin = seen.begin / PANEL * PANEL; begin < seen.end; begin = begin / TILE * TILE + TILE)
+        for (int64_t i = 0; i < t->kv_heads; i++) {
+            const panels tile = find_panels(args, t, t->kv_head + i, begin, seen, s);
+            attend_tile(args, t, s->q + i * queries * args->k_size, &tile, begin, states + i * queries * state_row);
+        }
 }
 
 /* Adds the state of later tokens to that of earlier ones. */
@@ -284,16 +242,9 @@ static void write_output(const attention_args *args, f32_vec *state, int64_t tok
     for (int64_t i = 0; i < vecs; i++) store(output + i * LANES, state[i] * scale);
 }
 
-static void load_query(const attention_args *args, int64_t token, int64_t head, cell *to) {
+static void load_query(const attention_args *args, int64_t token, int64_t head, operand_t *to) {
     const scalar_t *q = args->q + token * args->q_token_stride + head * args->q_head_stride;
-#if BF16 && PAIR == 1
-    for (int64_t i = 0; i < args->k_size; i += LANES) {
-        f32_vec x = load(q + i);
-        memcpy(to + i, &x, sizeof x);
-    }
-#else
-    copy_vecs((scalar_t *)to, q, args->k_size);
-#endif
+    for (int64_t i = 0; i < args->k_size; i += LANES) store_operands(to + i, load(q + i));
 }
 
 /* Calls `body` with the `token` and `head` of each query of a task, in order, and its number `i`. */
@@ -308,8 +259,7 @@ static void finish(const attention_args *args, const task *t, f32_vec *states) {
 }
 
 static void run_task(const attention_args *args, const task *t, scratch *s) {
-    const int64_t key_cells = k_cells(args);
-    FOR_QUERIES(args, t, load_query(args, token, head, s->q + i * key_cells))
+    FOR_QUERIES(args, t, load_query(args, token, head, s->q + i * args->k_size))
     if (t->states) {
         attend_split(args, t, t->split, s, t->states);
         return;
@@ -347,7 +297,7 @@ static int64_t make_tasks(
     const range all = visible_splits(args, seq, 0, seq->query_len);
     const double head_cost = cost(args, seq) / chunks / args->kv_heads;
     const double split_cost = head_cost / max_i64(all.end - all.begin, 1);
-    int64_t heads = min_i64(task_queries(args) / (args->group * chunk), packed_heads(args)), count = 0;
+    int64_t heads = min_i64(task_queries(args) / (args->group * chunk), args->kv_heads), count = 0;
     if (head_cost * heads > max_cost && split_cost * heads > max_cost) heads = 1;
     const int split = head_cost * heads > max_cost && chunks == 1; /* states of more would take much memory */
     for (int64_t i = chunks - 1; i >= 0; i--) {
@@ -404,17 +354,27 @@ int EXPORT(paged_attention)(const attention_args *args) {
     return failed;
 }
 
-/* Writes the keys and values of new tokens to their slots in the cache, which are counted in tokens. The strides are
-   those of k [tokens, kv_heads, k_size] and v [tokens, kv_heads, v_size]. */
-void EXPORT(write_kv_cache)(
-    const scalar_t *k, const scalar_t *v, scalar_t *k_cache, scalar_t *v_cache, const int64_t *slot_mapping,
-    int64_t tokens, int64_t kv_heads, int64_t k_size, int64_t v_size, int64_t k_token_stride, int64_t k_head_stride,
-    int64_t v_token_stride, int64_t v_head_stride
-) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t head = 0; head < kv_heads; head++) {
-            const int64_t to = slot_mapping[t] * kv_heads + head;
-            copy_vecs(k_cache + to * k_size, k + t * k_token_stride + head * k_head_stride, k_size);
-            copy_vecs(v_cache + to * v_size, v + t * v_token_stride + head * v_head_stride, v_size);
+typedef struct {
+    const scalar_t *k, *v; /* [tokens, kv_heads, k_size or v_size] */
+    scalar_t *k_cache, *v_cache;
+    const int64_t *slot_mapping; /* [tokens], counted in tokens */
+    int64_t tokens, kv_heads, block_size, k_size, v_size;
+    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, threads;
+} write_args;
+
+/* Writes the keys and values of new tokens to their slots in the cache. */
+void EXPORT(write_kv_cache)(const write_args *args) {
+    const int64_t k_size = args->k_size, v_size = args->v_size, size = args->block_size;
+#pragma omp parallel for schedule(static) num_threads(args->threads) if (args->tokens >= PARALLEL_TOKENS)
+    for (int64_t t = 0; t < args->tokens; t++)
+        for (int64_t head = 0; head < args->kv_heads; head++) {
+            const int64_t block = args->slot_mapping[t] / size, token = args->slot_mapping[t] % size;
+            const int64_t slot = panel_slot(args->kv_heads, size, block, head, token), at = token % PANEL;
+            const scalar_t *k = args->k + t * args->k_token_stride + head * args->k_head_stride;
+            const scalar_t *v = args->v + t * args->v_token_stride + head * args->v_head_stride;
+            scalar_t *keys = args->k_cache + slot * k_size + at * PAIR;
+            scalar_t *values = args->v_cache + slot * v_size + at / PAIR * PAIR * v_size + at % PAIR;
+            for (int64_t i = 0; i < k_size; i += PAIR) memcpy(keys + i * PANEL, k + i, PAIR * sizeof *k);
+            for (int64_t i = 0; i < v_size; i++) values[i * PAIR] = v[i];
         }
 }

@@ -12,6 +12,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _SIZE_MULTIPLE = 16  # of head sizes: the lanes of the widest vectors
 _MAX_SIZE = 512  # of heads, and
 _MAX_GROUP = 256  # of query heads that share a KV head: so that scratch memory fits on the stack of a thread
+_PANEL = 16  # tokens: as in attention_tile.h; blocks are made of whole ones
 _NO_WINDOW = 2**62
 
 
@@ -27,26 +28,38 @@ class _AttentionArgs(ctypes.Structure):
     )
 
 
+class _WriteArgs(ctypes.Structure):
+    """`write_args` of attention.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slot_mapping")),
+        *((name, ctypes.c_int64) for name in ("tokens", "kv_heads", "block_size", "k_size", "v_size")),
+        *((name, ctypes.c_int64) for name in ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
+        ("threads", ctypes.c_int64),
+    )
+
+
 class CpuAttention:
     """The kernels for caches `k_cache` [blocks, block size, K, D] and `v_cache` [blocks, block size, K, E], which are
-    contiguous and of the dtype of the queries, keys and values.
+    contiguous and of the dtype of the queries, keys and values. Within a block, the numbers are not in this order but
+    in that of attention_tile.h.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:
-        pointers = [ctypes.c_void_p] * 5
         self._attend = {
             dtype: kernels.function("paged_attention", dtype, [ctypes.POINTER(_AttentionArgs)], ctypes.c_int)
             for dtype in _DTYPES
         }
         self._write = {
-            dtype: kernels.function("write_kv_cache", dtype, pointers + [ctypes.c_int64] * 8) for dtype in _DTYPES
+            dtype: kernels.function("write_kv_cache", dtype, [ctypes.POINTER(_WriteArgs)]) for dtype in _DTYPES
         }
 
     @staticmethod
     def supports(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         sizes, group = (k_cache.shape[3], v_cache.shape[3]), q.shape[1] // k_cache.shape[2]
         fits = group <= _MAX_GROUP and all(size <= _MAX_SIZE and size % _SIZE_MULTIPLE == 0 for size in sizes)
-        return fits and q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in _DTYPES
+        same_dtype = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in _DTYPES
+        return fits and same_dtype and k_cache.shape[1] % _PANEL == 0
 
     def write_kv_cache(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """Store `k` [T, K, D] and `v` [T, K, E] of new tokens in their slots [T], counted in tokens."""
@@ -54,9 +67,13 @@ class CpuAttention:
         assert k_cache.is_contiguous()
         assert v_cache.is_contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-        pointers = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr()
-        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-        self._write[k.dtype](*pointers, *k.shape, v.shape[2], *strides)
+        args = _WriteArgs(
+            *(each.data_ptr() for each in (k, v, k_cache, v_cache, slot_mapping)),
+            *(len(k), k.shape[1], k_cache.shape[1], k.shape[2], v.shape[2]),
+            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+            torch.get_num_threads(),
+        )
+        self._write[k.dtype](args)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: Tensor, params: AttentionParams) -> Tensor:
         """The output [T, H, E] of queries [T, H, D], whose keys and values are in the cache.

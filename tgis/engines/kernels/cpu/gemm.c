@@ -5,14 +5,6 @@
 
 #include "gemm.h"
 
-#if BF16 && !defined(__AVX512BF16__)
-#define WIDENS_X 1 /* to multiply in float32 */
-typedef float operand_t;
-#else
-#define WIDENS_X 0
-typedef scalar_t operand_t;
-#endif
-
 /* VECTORS of outputs are computed together for TILE_M rows: their sums fill most of the registers. */
 #if defined(__AVX512F__)
 #define VECTORS 2
@@ -28,25 +20,7 @@ typedef scalar_t operand_t;
 #define PREFETCH_BYTES 4096  /* how far ahead a single tile of rows fetches the weight */
 
 /* Steps along k of a block. Where it is read several times, it has to stay in the L1 cache. */
-#define BLOCK_STEPS (WIDENS_X || VECTORS * LANES < TILE_N ? 8192 / (TILE_N * PAIR * (int)sizeof(scalar_t)) : 1 << 20)
-
-/* sums += x (PAIR elements, the same for all lanes) * weights */
-static inline __attribute__((always_inline)) f32_vec multiply_add(
-    f32_vec sums, const operand_t *x, const scalar_t *weights
-) {
-#if BF16 && defined(__AVX512BF16__)
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (f32_vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(weights));
-#elif BF16
-    u32_vec pairs;
-    memcpy(&pairs, weights, sizeof pairs);
-    sums += x[1] * (f32_vec)(pairs & 0xffff0000);
-    return sums + x[0] * (f32_vec)(pairs << 16);
-#else
-    return sums + *x * load(weights);
-#endif
-}
+#define BLOCK_STEPS (WIDENS || VECTORS * LANES < TILE_N ? 8192 / (TILE_N * PAIR * (int)sizeof(scalar_t)) : 1 << 20)
 
 /* One block of a product: sums [rows, TILE_N] += x [rows, steps * PAIR] * weights [steps, TILE_N, PAIR]. Meanwhile it
    fetches `next`, `next_step` bytes with each step. */
@@ -82,7 +56,7 @@ static void multiply_block(
     int64_t rows, const scalar_t *x, int64_t x_stride, const scalar_t *weights, int64_t steps, float *sums,
     const char *next, int64_t next_step
 ) {
-#if WIDENS_X
+#if WIDENS
     float wide[TILE_M * BLOCK_STEPS * PAIR];
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < steps * PAIR; i += LANES) {

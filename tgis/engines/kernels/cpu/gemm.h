@@ -3,10 +3,9 @@
 #ifndef GEMM_H
 #define GEMM_H
 
-#include "simd.h"
+#include "multiply_add.h"
 
 #define TILE_N 32           /* outputs in a tile */
-#define PAIR (BF16 ? 2 : 1) /* elements along k side by side */
 #define CACHE_LINE 64       /* bytes */
 
 typedef struct {
