@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tgis.utils import logs
+from tgis.utils.repeated_lines import MAX_LINES
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -179,6 +180,16 @@ def test_repeated_warnings_are_counted(lines: Lines) -> None:
         ("request", 1, None),
     ]
     assert ["exception" in line for line in found] == [True, True, *[False] * 6]
+
+
+def test_lines_of_many_requests_leave_room_for_those_that_repeat(lines: Lines) -> None:
+    logs.configure(level="info", json_output=True)
+    for number in range(MAX_LINES):
+        logging.getLogger("tgis").warning("cancelled", extra={"request_id": number})
+    for _ in range(2):
+        logging.getLogger("tgis").error("broken")
+    found = [json.loads(line) for line in lines()[MAX_LINES:]]
+    assert [(line["message"], line.get("repeated")) for line in found] == [("broken", None), ("broken", 1)]
 
 
 def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._write_repeated(now := time.monotonic())
-            if record.levelno < logging.WARNING or not self._repeated_lines.is_repeat(record, _key(record), now):
+            if not _may_repeat(record) or not self._repeated_lines.is_repeat(record, _key(record), now):
                 self._write(record)
         except Exception:  # noqa: BLE001 - as in all handlers of logging: no line may fail its caller
             self.handleError(record)
@@ -122,6 +122,11 @@ class _Handler(logging.Handler):
     def _dropped_line(self, count: int) -> bytes:
         text = "%d log lines were dropped: they came faster than they were read"
         return self._line(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (count,), None))
+
+
+def _may_repeat(record: logging.LogRecord) -> bool:
+    """Not those of a single request: thousands may be cancelled together, and all differ."""
+    return record.levelno >= logging.WARNING and not hasattr(record, "request_id")
 
 
 def _key(record: logging.LogRecord) -> str:
