@@ -362,19 +362,28 @@ typedef struct {
     int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, threads;
 } write_args;
 
-/* Writes the keys and values of new tokens to their slots in the cache. */
+/* Where the panel of a new token is. */
+static inline int64_t slot_of(const write_args *args, int64_t token, int64_t kv_head) {
+    const int64_t slot = args->slot_mapping[token], size = args->block_size;
+    return panel_slot(args->kv_heads, size, slot / size, kv_head, slot % size);
+}
+
+/* Writes the keys and values of new tokens to their slots in the cache; each head fetches the lines of the next token. */
 void EXPORT(write_kv_cache)(const write_args *args) {
-    const int64_t k_size = args->k_size, v_size = args->v_size, size = args->block_size;
+    const int64_t k_size = args->k_size, v_size = args->v_size;
 #pragma omp parallel for schedule(static) num_threads(args->threads) if (args->tokens >= PARALLEL_TOKENS)
     for (int64_t t = 0; t < args->tokens; t++)
         for (int64_t head = 0; head < args->kv_heads; head++) {
-            const int64_t block = args->slot_mapping[t] / size, token = args->slot_mapping[t] % size;
-            const int64_t slot = panel_slot(args->kv_heads, size, block, head, token), at = token % PANEL;
+            const int64_t slot = slot_of(args, t, head), at = args->slot_mapping[t] % PANEL;
+            const int64_t next = slot_of(args, min_i64(t + 1, args->tokens - 1), head);
             const scalar_t *k = args->k + t * args->k_token_stride + head * args->k_head_stride;
             const scalar_t *v = args->v + t * args->v_token_stride + head * args->v_head_stride;
             scalar_t *keys = args->k_cache + slot * k_size + at * PAIR;
             scalar_t *values = args->v_cache + slot * v_size + at / PAIR * PAIR * v_size + at % PAIR;
-            for (int64_t i = 0; i < k_size; i += PAIR) memcpy(keys + i * PANEL, k + i, PAIR * sizeof *k);
+            for (int64_t i = 0; i < k_size; i += PAIR) {
+                __builtin_prefetch(args->k_cache + next * k_size + i * PANEL, 1);
+                memcpy(keys + i * PANEL, k + i, PAIR * sizeof *k);
+            }
             for (int64_t i = 0; i < v_size; i++) values[i * PAIR] = v[i];
         }
 }
