@@ -7,15 +7,15 @@ from datetime import date
 from typing import Any
 
 import pytest
-from grammar_walks import byte_table, compiled, walk
+from grammar_walks import LIMITS, byte_table, compiled, walk
 
 from benchmarks.structured_output import suite
-from benchmarks.structured_output.features import FEATURES, INTEGER, STRING
+from benchmarks.structured_output.features import FEATURES, INTEGER, STRING, closed
 from benchmarks.structured_output.schemas import CLIENTS
 from benchmarks.structured_output.validation import FORMATS, problem_of
 from tgis.errors import GrammarError
 from tgis.ipc.grammars import GrammarKind
-from tgis.structured_output.formats import with_exact_formats
+from tgis.structured_output.json_schema import parse_schema
 
 PIECES = [
     *('{"', '": ', '", "', '"}', "[[", "]]", "}}", ", ", "::", "true", "null", "123", "-0", ".5", "e+1", "\n  ", '\\"'),
@@ -30,7 +30,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"not": STRING}, 'unsupported keywords: ["not"]'),
     ({"type": "array", "uniqueItems": True}, 'unsupported keywords: ["uniqueItems"]'),
     ({"type": "array", "contains": INTEGER}, 'unsupported keywords: ["contains"]'),
-    ({"type": "object", "propertyNames": STRING}, 'unsupported keywords: ["propertyNames"]'),
+    ({"type": "object", "propertyNames": {"maxLength": 3}}, 'unsupported keywords: ["propertyNames"]'),
     ({"if": {}, "then": {}}, 'unsupported keywords: ["if", "then"]'),
     ({"dependentRequired": {"a": ["b"]}}, 'unsupported keywords: ["dependentRequired"]'),
     ({"dependentSchemas": {"a": {}}}, 'unsupported keywords: ["dependentSchemas"]'),
@@ -112,13 +112,79 @@ def test_host_names_have_253_characters_at_most() -> None:
     assert allows({"type": "string", "format": "hostname"}, names) == [names[0], names[1], names[3]]
 
 
-def test_values_and_names_may_look_like_formats() -> None:
-    schema = {"properties": {"const": {"format": "date"}}, "const": {"format": "time"}, "type": "object"}
-    assert with_exact_formats(schema)["const"] == {"format": "time"}
-    assert "format" not in with_exact_formats(schema)["properties"]["const"]
-    assert with_exact_formats({"properties": {"format": {"const": "date"}}}) == {
-        "properties": {"format": {"const": "date"}}
+def test_values_and_names_may_look_like_keywords() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"const": {"format": "date"}, "uniqueItems": False, "oneOf": {"const": {"oneOf": [{}, {}]}}},
+        "const": {"format": "time", "uniqueItems": False},
     }
+    rewritten = parse_schema(json.dumps(schema), LIMITS)
+    assert rewritten["const"] == schema["const"]
+    assert "format" not in rewritten["properties"]["const"]
+    assert rewritten["properties"]["uniqueItems"] is False
+    assert rewritten["properties"]["oneOf"] == {"const": {"oneOf": [{}, {}]}}
+    named = {"properties": {"format": {"const": "date"}}}
+    assert parse_schema(json.dumps(named), LIMITS) == named
+
+
+def tagged(tag: Any, **properties: Any) -> dict[str, Any]:
+    return closed(None, kind={"const": tag, "type": "string"}, **properties)
+
+
+DEFS = {"$defs": {"Cat": tagged("cat", lives=INTEGER), "Dog": tagged("dog", name=STRING), "Size": {"enum": [1, 2]}}}
+CAT, DOG, SIZE = ({"$ref": f"#/$defs/{name}"} for name in ("Cat", "Dog", "Size"))
+EXCLUSIVE: list[dict[str, Any]] = [
+    {"oneOf": [CAT, {"type": "null"}]},
+    {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
+    {"oneOf": [CAT, DOG, {"type": "null"}, {"type": "array", "items": {"oneOf": [SIZE, CAT]}}]},
+    {"oneOf": [{"const": 3}, SIZE, {"enum": ["3", None]}]},
+    {"oneOf": [CAT, SIZE], "anyOf": [CAT, {"type": "string"}]},
+    {"oneOf": [closed(pet=CAT), closed(pet=DOG)]},
+]
+OVERLAPPING: list[dict[str, Any]] = [
+    {"oneOf": [CAT, CAT]},
+    {"oneOf": [SIZE, INTEGER]},
+    {"oneOf": [SIZE, {"const": 1.0}]},
+    {"oneOf": [CAT, tagged("cat")]},
+    {"oneOf": [CAT, {"type": "object"}]},
+    {"oneOf": [CAT, {"type": "object", "properties": {"kind": {"const": "dog"}}}]},
+    {"oneOf": [CAT, {"$ref": "#/$defs/Loop"}], "$defs": DEFS["$defs"] | {"Loop": {"$ref": "#/$defs/Loop"}}},
+    {"oneOf": [{"required": ["kind"], "properties": {"kind": {"const": tag}}} for tag in ("cat", "dog")]},
+    {"oneOf": [CAT, DOG], "$defs": {"x": {"$id": "urn:x", **DEFS}, **DEFS["$defs"]}},
+    {"oneOf": [{"enum": [*range(0, 400, 2)]}, {"enum": [*range(1, 400, 2)]}] * 40},
+]
+
+
+@pytest.mark.parametrize("schema", EXCLUSIVE, ids=range(len(EXCLUSIVE)))
+def test_one_of_exclusive_schemas_may_be_referred_to(schema: dict[str, Any]) -> None:
+    schema, rng, num_finished = DEFS | schema, random.Random(1), 0
+    matcher = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
+    for _ in range(WALKS):
+        tokens, finished = walk(matcher.copy(), rng, MAX_TOKENS)
+        if finished:
+            assert not problem_of(output(tokens), schema)
+            num_finished += 1
+    assert num_finished
+
+
+@pytest.mark.parametrize("schema", OVERLAPPING, ids=range(len(OVERLAPPING)))
+def test_one_of_what_may_overlap_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError, match=r"oneOf is supported only where|no text"):
+        compiled(GrammarKind.JSON_SCHEMA, json.dumps(DEFS | schema), TABLE)
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"uniqueItems": False},
+        {"propertyNames": {"type": "string"}},
+        {"propertyNames": True},
+        {"unevaluatedProperties": {}},
+        {"unevaluatedItems": True},
+    ],
+)
+def test_keywords_that_always_hold_are_accepted(keyword: dict[str, Any]) -> None:
+    compiled(GrammarKind.JSON_SCHEMA, json.dumps({"properties": {"a": keyword}} | keyword), TABLE)
 
 
 @pytest.mark.parametrize("category", CLIENTS)
@@ -149,6 +215,7 @@ def test_what_is_not_enforced_is_refused_by_name(schema: Any, problem: str) -> N
         ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
         ('{"minimum": NaN}', "not JSON: NaN is no number"),
         ('{"minimum": 1e9999999999999999999}', "a number has too large an exponent"),
+        ('{"minimum": -1e400}', "a number has too large an exponent"),
     ],
 )
 def test_what_is_no_schema_is_refused(text: str, problem: str) -> None:

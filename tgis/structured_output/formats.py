@@ -19,26 +19,11 @@ _EXACT = {
     "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
     "hostname": {"format": "hostname", "maxLength": 253},
 }
-_VALUES = ("const", "enum", "default", "examples")
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def with_exact_formats(schema: Any) -> Any:
-    """The schema with others in their place."""
-    if isinstance(schema, list):
-        return [with_exact_formats(each) for each in schema]
-    if not isinstance(schema, dict):
+def with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with what is exact in the place of its own format."""
+    if not (exact := _EXACT.get(str(schema.get("format")))) or not isinstance(schema.get("allOf", []), list):
         return schema
-    exact = {name: _member(name, value) for name, value in schema.items()}
-    if (format_schema := _EXACT.get(str(exact.get("format")))) and isinstance(exact.get("allOf", []), list):
-        del exact["format"]
-        exact["allOf"] = [*exact.get("allOf", []), format_schema]
-    return exact
-
-
-def _member(name: str, value: Any) -> Any:
-    if name in _VALUES:
-        return value
-    if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-        return {key: with_exact_formats(each) for key, each in value.items()}
-    return with_exact_formats(value)
+    rest = {name: value for name, value in schema.items() if name != "format"}
+    return rest | {"allOf": [*schema.get("allOf", []), exact]}

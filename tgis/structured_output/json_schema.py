@@ -1,31 +1,44 @@
 """Checks of JSON schemas before they are compiled: what would take too long, or would be ignored.
 
 llguidance refuses the keywords that it does not implement itself, by name, and ignores unknown ones, as the standard
-says.
+says. What it could do, written in another way, is rewritten.
 """
 
 import json
-from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from math import lcm
 from typing import Any
 
 from tgis.errors import GrammarError
 from tgis.ipc.grammars import GrammarLimits
-from tgis.structured_output.formats import with_exact_formats
+from tgis.structured_output.formats import with_exact_format
+from tgis.structured_output.one_of import OneOfRewriter
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
 OWN_KEYWORD = "x-guidance"  # of llguidance: options of the compiler, not for clients
+_VALUES = ("const", "enum", "default", "examples")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+# What llguidance refuses, but always holds: libraries write it all the same.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+}
 
 
 def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
     """A JSON schema that is safe to compile; GrammarError."""
     schema = _parse(text, limits.max_depth)
+    num_ids = 0
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
     multiple = 1
     for name, value in _members(schema, limits.max_depth):
+        num_ids += name == "$id"
         if name == OWN_KEYWORD:
             raise GrammarError(f"unsupported keyword {name}")
         if name in _COUNTS and isinstance(value, int | Decimal) and value > limits.max_repetitions:
@@ -36,19 +49,43 @@ def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
         raise GrammarError(f"multipleOf: the common multiple of all values is more than {_MAX_MULTIPLE}")
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    plain: dict[str, Any] = with_exact_formats(json.loads(text))
-    return plain
+    plain = json.loads(text)
+    one_of = OneOfRewriter(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
+    rewritten: dict[str, Any] = _rewritten(plain, lambda each: with_exact_format(one_of.rewrite(each)))
+    return rewritten
+
+
+def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """With every schema in it in another form, the innermost first."""
+    if isinstance(schema, list):
+        return [_rewritten(each, rewrite) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: value for name, value in schema.items() if value not in _WITHOUT_EFFECT.get(name, ())}
+    return rewrite({name: _rewritten_member(name, value, rewrite) for name, value in kept.items()})
+
+
+def _rewritten_member(name: str, value: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    if name in _VALUES:
+        return value
+    if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {key: _rewritten(each, rewrite) for key, each in value.items()}
+    return _rewritten(value, rewrite)
 
 
 def _parse(text: str, max_depth: int) -> Any:
     try:
-        return json.loads(text, parse_float=Decimal, parse_constant=_no_number)
+        return json.loads(text, parse_float=_number, parse_constant=_no_number)
     except RecursionError:
         raise GrammarError(f"nested more than {max_depth} levels deep") from None
-    except InvalidOperation:
-        raise GrammarError("a number has too large an exponent") from None
     except ValueError as error:
         raise GrammarError(f"not JSON: {error}") from None
+
+
+def _number(text: str) -> Decimal:
+    if math.isinf(float(text)):
+        raise GrammarError("a number has too large an exponent")
+    return Decimal(text)
 
 
 def _no_number(name: str) -> None:

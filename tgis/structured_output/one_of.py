@@ -1,0 +1,111 @@
+"""`oneOf` as `anyOf`, which means the same where the schemas exclude each other.
+
+llguidance finds that out itself, but not through a `$ref`, as in the unions with a discriminator that pydantic writes,
+and not for numbers.
+"""
+
+from itertools import combinations
+from typing import Any
+from urllib.parse import unquote
+
+_TYPES = {"null", "boolean", "object", "array", "number", "string"}
+_MAX_HOPS = 8  # from reference to reference
+_MAX_DEPTH = 3  # of properties that are compared
+_MAX_COMPARISONS = 20_000  # of values and names in all of a schema
+
+
+class OneOfRewriter:
+    """Of one document."""
+
+    def __init__(self, document: Any, *, resolve: bool) -> None:
+        """Without `resolve` references are not followed."""
+        self._document = document
+        self._resolve = resolve
+        self._comparisons_left = _MAX_COMPARISONS
+
+    def rewrite(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema, or another that means the same."""
+        options = schema.get("oneOf")
+        if not isinstance(options, list) or not all(self._exclusive(*pair) for pair in combinations(options, 2)):
+            return schema
+        rest = {name: value for name, value in schema.items() if name != "oneOf"}
+        if "anyOf" not in rest:
+            return rest | {"anyOf": options}
+        return rest | {"allOf": [*rest.get("allOf", []), {"anyOf": options}]}
+
+    def _exclusive(self, first: Any, second: Any, depth: int = 0) -> bool:
+        """Whether it is certain that no value validates with both."""
+        first, second = self._target(first), self._target(second)
+        values, others = _values(first), _values(second)
+        if values is not None and others is not None:
+            return self._pay(len(values) * len(others)) and not any(value in others for value in values)
+        common = _types(first) & _types(second)
+        if common != {"object"}:
+            return not common
+        names = _required(first) & _required(second)
+        return (
+            depth < _MAX_DEPTH
+            and self._pay(len(names))
+            and any(self._exclusive(first["properties"][name], second["properties"][name], depth + 1) for name in names)
+        )
+
+    def _pay(self, comparisons: int) -> bool:
+        self._comparisons_left -= 1 + comparisons
+        return self._comparisons_left >= 0
+
+    def _target(self, schema: Any) -> dict[str, Any]:
+        """What a schema refers to; {}, that is, anything, where that is unknown."""
+        for _ in range(_MAX_HOPS):
+            if not isinstance(schema, dict):
+                break
+            if "$ref" not in schema:
+                return schema
+            schema = self._lookup(schema["$ref"]) if self._resolve else None
+        return {}
+
+    def _lookup(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return None
+        value = self._document
+        for part in unquote(reference[2:]).split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+
+def _values(schema: dict[str, Any]) -> list[Any] | None:
+    """The only ones that validate, where a schema names them."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    if (values := _values(schema)) is not None:
+        return {_type_of(value) for value in values}
+    given = schema.get("type")
+    names = given if isinstance(given, list) else [given]
+    found = {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+    return found if found and found <= _TYPES else _TYPES
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case dict():
+            return "object"
+        case list():
+            return "array"
+    return "number"
+
+
+def _required(schema: dict[str, Any]) -> set[str]:
+    """The properties that an object must have, and that have a schema."""
+    required, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return set()
+    return {name for name in required if isinstance(name, str) and name in properties}
