@@ -121,6 +121,28 @@ def test_a_stop_string_is_cut(client: openai.OpenAI, stop: Any, kept: bool) -> N
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+X_IS_1 = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": X_IS_1}}}, {"x": 1}),
+        ({"response_format": {"type": "json_object", "schema": X_IS_1}}, {"x": 1}),
+        ({"response_format": {"type": "json", "value": X_IS_1}}, {"x": 1}),
+        ({"extra_body": {"structured_outputs": {"json": X_IS_1}}}, {"x": 1}),
+        ({"extra_body": {"guided_json": X_IS_1}}, {"x": 1}),
+        ({"extra_body": {"guided_json": json.dumps(X_IS_1)}}, {"x": 1}),
+        ({"extra_body": {"guided_regex": "[4-6]{3}"}}, 444),
+        ({"extra_body": {"guided_choice": ["17", "18"]}}, 17),
+        ({"extra_body": {"guided_grammar": 'root ::= "[" "2"{2} "]"'}}, [22]),
+    ],
+)
+def test_an_output_follows_its_format(client: openai.OpenAI, params: dict[str, Any], expected: Any) -> None:
+    (choice,) = chat(client, "{", **params).choices
+    assert (json.loads(choice.message.content), choice.finish_reason) == (expected, "stop")
+
+
 def test_several_choices(client: openai.OpenAI) -> None:
     answer = chat(client, "abc", n=3, temperature=1.0)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
@@ -386,6 +408,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b", "c"]}}},
         "structured_outputs",
         "must have one of json, regex, choice, grammar and json_object, got 2",
+    ),
+    "formats": (
+        {"response_format": {"type": "json_object"}, "extra_body": {"guided_regex": "a"}},
+        "structured_outputs",
+        "response_format, structured_outputs and guided_... are mutually exclusive",
     ),
     "tool_choice": ({"tools": TOOLS, "tool_choice": "sing"}, "tool_choice", "required or one of the tools, got sing"),
     "strict": (

@@ -31,6 +31,10 @@ class SamplingBody(Struct, kw_only=True):
 
     model: str | None = None
     frequency_penalty: float | None = None
+    guided_choice: list[str] | None = None  # before vLLM had structured_outputs
+    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[int, float] | None = None

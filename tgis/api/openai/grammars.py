@@ -1,4 +1,4 @@
-"""What an output must be: `response_format` of OpenAI and TGI, and vLLM's `structured_outputs`."""
+"""What an output must be: `response_format` of OpenAI and TGI, and vLLM's `structured_outputs` or `guided_...`."""
 
 from typing import Any
 
@@ -11,16 +11,27 @@ from tgis.ipc.grammars import GrammarKind, GrammarSpec
 
 def grammar(body: SamplingBody) -> GrammarSpec | None:
     """None: anything."""
-    found = [each for each in (_response_format(body.response_format), _structured(body.structured_outputs)) if each]
+    guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    found = [
+        spec
+        for spec in (
+            _response_format(body.response_format),
+            _structured(body.structured_outputs),
+            _structured(guided) if guided != StructuredOutputs() else None,
+        )
+        if spec
+    ]
     if len(found) > 1:
-        raise InvalidRequest("structured_outputs", "response_format and structured_outputs are mutually exclusive")
+        text = "response_format, structured_outputs and guided_... are mutually exclusive"
+        raise InvalidRequest("structured_outputs", text)
     return found[0] if found else None
 
 
 def _response_format(given: dict[str, Any] | None) -> GrammarSpec | None:
-    """TGI has the schema, or the regex, under the name `value`."""
-    kind = "text" if given is None else given.get("type")
-    value = None if given is None else given.get("value", given.get("json_schema"))
+    """TGI has the schema, or the regex, under the name `value`; llama.cpp and others have `schema` for a json_object."""
+    given = {"type": "text"} if given is None else given
+    kind = given.get("type")
+    value = next((given[name] for name in ("value", "json_schema", "schema") if name in given), None)
     match kind:
         case "text":
             return None
