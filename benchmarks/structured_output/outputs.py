@@ -8,8 +8,10 @@ no token better than another, and a grammar is all that keeps its output in form
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,14 +74,14 @@ def make_random_model(directory: Path) -> Path:
 
 
 async def generate_all(
-    target: str, categories: dict[str, list[Any]], wanted: int, max_new_tokens: int, seed: int
+    target: str, categories: dict[str, list[Any]], wanted: int, max_new_tokens: int, seed: int, seconds: float
 ) -> list[Outcome]:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = GenerationServiceStub(channel)
         outcomes = []
         for category, schemas in categories.items():
-            outcome = Outcome(category, len(schemas))
-            while outcome.finished < wanted and outcome.attempts < ATTEMPTS * wanted:
+            outcome, until = Outcome(category, len(schemas)), time.monotonic() + seconds
+            while time.monotonic() < until and outcome.finished < wanted and outcome.attempts < ATTEMPTS * wanted:
                 first = seed + outcome.attempts
                 calls = (
                     _generate(stub, outcome, schemas[number % len(schemas)], number, max_new_tokens)
@@ -129,6 +131,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--wanted", type=int, default=200, metavar="N", help="outputs of each category")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first output; others count on")
     parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
+    parser.add_argument("--seconds", type=float, default=math.inf, metavar="N", help="for each category, at most")
     parser.add_argument("--suite", type=Path, metavar="DIR", help="a draft's directory of the JSON Schema Test Suite")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
@@ -152,7 +155,9 @@ def main(arguments: list[str]) -> int:
             print(
                 f"{'category':<24} {'schemas':>8} {'attempts':>9} {'finished':>9} {'':>6} {'invalid':>8} {'failed':>7}"
             )
-            outcomes = asyncio.run(generate_all(server.target, categories, args.wanted, args.max_new_tokens, args.seed))
+            outcomes = asyncio.run(
+                generate_all(server.target, categories, args.wanted, args.max_new_tokens, args.seed, args.seconds)
+            )
     report = [asdict(outcome) for outcome in outcomes]
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -28,10 +28,11 @@ def grammar(body: SamplingBody) -> GrammarSpec | None:
 
 
 def _response_format(given: dict[str, Any] | None) -> GrammarSpec | None:
-    """TGI has the schema, or the regex, under the name `value`; llama.cpp and others have `schema` for a json_object."""
+    """TGI has the schema, or the regex, under the name `value`, llama.cpp that of a json_object under `schema`."""
     given = {"type": "text"} if given is None else given
     kind = given.get("type")
-    value = next((given[name] for name in ("value", "json_schema", "schema") if name in given), None)
+    names = ("value", "json_schema", "schema")
+    value = next((given[name] for name in names if given.get(name) is not None), None)
     match kind:
         case "text":
             return None
