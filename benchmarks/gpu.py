@@ -1,10 +1,10 @@
 """`make bench-gpu`: the speed of tgis_native on one GPU, with a model of random weights that is made here.
 
 First a tiny model is served, which shows in a minute whether anything works; if not, nothing else is measured. Then
-attention by itself, the engine alone with static batches and a mixed load, and the server with streams, the last two
-also compiled. Times are wall-clock times, prompts are random tokens. Needs no network and no files; `--model` keeps
-the model for the next command. A part that fails does not stop the others; the last line is one JSON object, with
-failures under "error". `--shape tiny` runs all of it on any machine.
+attention by itself, the engine alone with static batches and a mixed load, the kernels that decode steps consist of,
+and the server with streams, the last three compiled and not. Times are wall-clock times, prompts are random tokens.
+Needs no network and no files; `--model` keeps the model for the next command. A part that fails does not stop the
+others; the last line is one JSON object, with failures under "error". `--shape tiny` runs all of it on any machine.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from threading import Timer
@@ -31,7 +31,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.mixed import MAX_SEQUENCE_LENGTH, TimedEngine, engine_options, load_warm_engine
 from benchmarks.serving import running_server
 from benchmarks.suite import run_load as load_server
+from tgis.batcher.capacity import BatchLimits
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import Simulation, TraceRequest, lognormal_trace
+from tgis.engines.base import Engine
 from tgis.utils import logs
 
 
@@ -84,9 +87,11 @@ SHAPES = {
     ),
 }
 SEED = 1
-PARTS = ("smoke", "attention", "alone", "alone compiled", "served", "served compiled")
+PARTS = ("smoke", "attention", "alone compiled", "profile compiled", "served compiled", "alone", "profile", "served")
 _ROUNDS = 4  # requests of each stream of a served load
 _PART_SECONDS = 240.0  # then it counts as failed
+_PROFILED_STEPS = range(40, 50)  # of a run; all prompts are computed before
+_PROFILED_KERNELS = 25  # that take most time
 
 
 def make_model(shape: Shape, directory: Path) -> None:
@@ -114,9 +119,8 @@ def _tokenizer(size: int) -> Tokenizer:
 
 def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The engine without a server: the figures of `Simulation` for each load."""
-    most = max(rows for rows, _, _ in shape.alone)
-    options = engine_options("tgis_native", model, "bfloat16", most)
-    engine, limits = load_warm_engine(msgspec.structs.replace(options, compile=compiled))
+    engine, limits = _load_engine(shape, model, compiled=compiled)
+    most = limits.max_batch_size
     cases = {f"{rows} x ({new}, {out})": [TraceRequest(0.0, new, out)] * rows for rows, new, out in shape.alone}
     cases[f"{shape.mixed_requests} mixed"] = list(mixed_jobs(shape))
 
@@ -129,6 +133,64 @@ def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tup
         summary = run(jobs)
         print(f"{name:<24}{summary['tokens_per_second']:>10,.0f} tokens/s", flush=True)
         yield name, summary
+
+
+def _load_engine(shape: Shape, model: Path, *, compiled: bool) -> tuple[Engine, BatchLimits]:
+    most = max(rows for rows, _, _ in shape.alone)
+    options = engine_options("tgis_native", model, "bfloat16", most)
+    return load_warm_engine(msgspec.structs.replace(options, compile=compiled))
+
+
+@dataclass(slots=True)
+class _ProfiledEngine:
+    """Profiles some steps of an engine."""
+
+    engine: TimedEngine
+    profiler: Any = field(default_factory=torch.profiler.profile)
+    seconds: float = 0.0  # of these steps
+    _count: int = 0
+
+    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
+        if self._count == _PROFILED_STEPS.start:
+            self.profiler.start()
+        tokens, seconds = self.engine.step(plan)
+        if self._count in _PROFILED_STEPS:
+            self.seconds += seconds
+        self._count += 1
+        if self._count == _PROFILED_STEPS.stop:
+            self.profiler.stop()
+        return tokens, seconds
+
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        self.engine.release(seqs)
+
+
+def measure_kernels(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What decode steps of one sequence and of the largest batch consist of: for each kernel, or operator on a CPU, its
+    milliseconds and calls in a step.
+    """
+    engine, limits = _load_engine(shape, model, compiled=compiled)
+    new, out = shape.served_tokens[0], _PROFILED_STEPS.stop + 10
+    for rows in (1, limits.max_batch_size):
+        profiled = _ProfiledEngine(TimedEngine(engine))
+        jobs = [TraceRequest(0.0, new, out)] * rows
+        Simulation(limits, profiled, jobs, rows, shape.config["vocab_size"]).run()
+        yield f"{rows} decodes", _kernel_times(profiled)
+
+
+def _kernel_times(profiled: _ProfiledEngine) -> dict[str, Any]:
+    steps = len(_PROFILED_STEPS)
+    kind = "device" if torch.cuda.is_available() else "cpu"
+    spent = {
+        event.key: (getattr(event, f"self_{kind}_time_total"), event.count)
+        for event in profiled.profiler.key_averages()
+    }
+    kernels = {name[:120]: (round(us / 1e3 / steps, 4), count / steps) for name, (us, count) in spent.items()}
+    most = sorted(kernels.items(), key=lambda item: -item[1][0])[:_PROFILED_KERNELS]
+    for name, (ms, calls) in most:
+        print(f"{ms:>10.4f} ms {calls:>8.1f} calls  {name}", flush=True)
+    busy = round(sum(ms for ms, _ in kernels.values()), 3)
+    return {"step_ms": round(1e3 * profiled.seconds / steps, 3), "kernels_ms": busy, "kernels": dict(most)}
 
 
 def mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
@@ -172,6 +234,8 @@ def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
         cases = smoke(cache)
     elif kind == "alone":
         cases = measure_engine(shape, model, compiled=bool(compiled))
+    elif kind == "profile":
+        cases = measure_kernels(shape, model, compiled=bool(compiled))
     else:
         cases = measure_server(shape, model, cache, compiled=bool(compiled))
     for name, figures in cases:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from repository import REPOSITORY
 
-from benchmarks.gpu import SHAPES, main, mixed_jobs, run_part_process
+from benchmarks.gpu import PARTS, SHAPES, main, mixed_jobs, run_part_process
 
 PART = """
 import json
@@ -51,7 +51,8 @@ def test_a_failed_part_does_not_stop_the_others_but_a_failed_smoke_test_does(
     monkeypatch.setattr("benchmarks.gpu.run_part_process", fake)
     report = tmp_path / "report.json"
     assert main(["--shape", "tiny", "--json", str(report)]) == 1
-    others = ["model", "benchmarks.attention_time", "alone", "alone compiled", "served", "served compiled"]
+    others = ["model", *PARTS[1:]]
+    others[others.index("attention")] = "benchmarks.attention_time"
     assert called == ["smoke", *(others if broken != "smoke" else [])]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last[broken] == {"error": "broken"}
@@ -66,7 +67,7 @@ def test_all_parts_on_a_tiny_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--shape", "tiny", "--cache", str(tmp_path)]
     report: dict[str, dict[str, Any]] = {}
     written = []
-    for parts in ("smoke,alone", "served"):
+    for parts in ("smoke,alone,profile", "served"):
         done = subprocess.run(
             [*command, "--model", str(model), "--parts", parts],
             cwd=REPOSITORY,
@@ -79,5 +80,7 @@ def test_all_parts_on_a_tiny_model(tmp_path: Path) -> None:
         written.append((model / "model.safetensors").stat().st_mtime_ns)
     assert len(set(written)) == 1
     assert report["alone"].keys() > {"1 x (8, 16)", "4 x (32, 16)", "20 mixed"}
+    steps = [report["profile"][f"{rows} decodes"] for rows in (1, 4)]
+    assert all(step["kernels_ms"] > 0 and step["kernels"] for step in steps)
     assert report["served"].keys() > {"start_seconds", "1", "4"}
     assert report["served"]["4"]["output_tokens_per_s"] > 0

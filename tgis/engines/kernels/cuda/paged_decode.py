@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
+from tgis.engines.kernels.cuda.online_softmax import LOG2_E, add_tile, attention_scores
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 2**31 - 1
 _MIN_DOT = 16  # smallest dimension of tl.dot
 _TILE_BYTES = 16384  # of keys per loop iteration
@@ -165,16 +165,10 @@ def _split_attention(
         next_blocks = tl.load(block_table + (token + tile) // block_size, mask=token + tile < end, other=0)
         k_mask = is_visible & (k_offsets[:, None] < k_size)
         k = tl.load(key_cache + slot * k_size + k_offsets[:, None], mask=k_mask, other=0.0)  # [block_k, tile]
-        scores = tl.dot(query, k, input_precision="ieee") * scale  # [block_m, tile]
-        if softcap is not None:
-            scores = softcap * (1 - 2 / (1 + tl.exp(scores * (2 / softcap))))  # softcap * tanh(scores / softcap)
-        scores = tl.where(is_visible, scores * _LOG2_E, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights, rescale = tl.exp2(scores - new_max[:, None]), tl.exp2(running_max - new_max)
+        scores = tl.where(is_visible, attention_scores(query, k, scale, softcap), float("-inf"))  # [block_m, tile]
         v_mask = is_visible[:, None] & (v_offsets < v_size)
         v = tl.load(value_cache + slot[:, None] * v_size + v_offsets, mask=v_mask, other=0.0)  # [tile, block_v]
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        running_sum, running_max = running_sum * rescale + tl.sum(weights, 1), new_max
+        acc, running_max, running_sum = add_tile(scores, v, acc, running_max, running_sum)
 
     running_sum = tl.maximum(running_sum, 1.0)  # below 1 only for a sequence of length 0
     out_offsets = head[:, None] * v_size + v_offsets
@@ -182,7 +176,7 @@ def _split_attention(
     if count == 1:
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
-            running_sum += tl.exp2(sink * _LOG2_E - running_max)
+            running_sum += tl.exp2(sink * LOG2_E - running_max)
         finished = (acc / running_sum[:, None]).to(output.dtype.element_ty)
         tl.store(output + seq * num_heads * v_size + out_offsets, finished, mask=out_mask)
     else:
@@ -228,6 +222,6 @@ def _combine_splits(
         acc = acc * rescale + tl.sum(outputs * weights[:, None], 0)
         running_sum, running_max = running_sum * rescale + tl.sum(weights, 0), new_max
     if sinks is not None:
-        running_sum += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - running_max)
+        running_sum += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - running_max)
     finished = (acc / running_sum).to(output.dtype.element_ty)
     tl.store(output + (seq * num_heads + head) * v_size + v_offsets, finished, mask=v_offsets < v_size)

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams, PagedChunks
+from tgis.engines.kernels.cuda.online_softmax import LOG2_E, add_tile, attention_scores
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 2**31 - 1
 _MIN_DOT = 16  # smallest dimension of tl.dot
 _QUERY_BYTES, _KEY_BYTES = 16384, 16384  # of a tile
@@ -111,22 +111,16 @@ def _prefill_attention(
         slot = (block * block_size + token % block_size) * num_kv_heads + kv_head
         k_mask = (token < end) & (k_offsets[:, None] < k_size)
         k = tl.load(key_cache + slot * k_size + k_offsets[:, None], mask=k_mask, other=0.0)  # [block_k, tile]
-        scores = tl.dot(query, k, input_precision="ieee") * scale  # [block_m, tile]
-        if softcap is not None:
-            scores = softcap * (1 - 2 / (1 + tl.exp(scores * (2 / softcap))))  # softcap * tanh(scores / softcap)
         distance = position[:, None] - token
-        scores = tl.where((distance >= 0) & (distance < window) & (token < end), scores * _LOG2_E, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row whose window begins later
-        weights, rescale = tl.exp2(scores - shift[:, None]), tl.exp2(running_max - shift)
+        is_visible = (distance >= 0) & (distance < window) & (token < end)
+        scores = tl.where(is_visible, attention_scores(query, k, scale, softcap), float("-inf"))  # [block_m, tile]
         v_mask = (token < end)[:, None] & (v_offsets < v_size)
         v = tl.load(value_cache + slot[:, None] * v_size + v_offsets, mask=v_mask, other=0.0)  # [tile, block_v]
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        running_sum, running_max = running_sum * rescale + tl.sum(weights, 1), new_max
+        acc, running_max, running_sum = add_tile(scores, v, acc, running_max, running_sum)
 
     running_sum = tl.maximum(running_sum, 1.0)  # below 1 only in rows beyond the chunk
     if sinks is not None:
-        running_sum += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - running_max)
+        running_sum += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - running_max)
     finished = (acc / running_sum[:, None]).to(output.dtype.element_ty)
     out_mask = (row < num_queries)[:, None] & (v_offsets < v_size)
     tl.store(output + (token_of_row * num_heads + head) * v_size + v_offsets, finished, mask=out_mask)
