@@ -112,7 +112,8 @@ class DecodeGraphs:
         size = self._capture_sizes[bisect_left(self._capture_sizes, count)]
         inputs.copy_from(batch)
         inputs.pad(count, size, self._scratch_slot)
-        captured = self._find(size, batch.adapters.version if batch.adapters else None)
+        version = batch.adapters.version if batch.adapters else None
+        captured = self._find(size, version, may_capture=not batch.chunks)
         if captured is None:
             return None
         replay, output = captured
@@ -124,10 +125,10 @@ class DecodeGraphs:
         logits = self._forward(inputs.batch(size, adapters))  # a new batch, which keeps nothing of an earlier pass
         return logits if self._output is None else self._output[: len(logits)].copy_(logits)
 
-    def _find(self, size: int, adapters: int | None) -> tuple[Replay, Tensor] | None:
-        """The captured step, captured now if it has adapters."""
+    def _find(self, size: int, adapters: int | None, *, may_capture: bool) -> tuple[Replay, Tensor] | None:
+        """The captured step, captured now if it has adapters: for decodes, which all wait for it, not for a prompt."""
         found = self._captured.get((size, adapters))
-        if found is None and self._capture_graph and self._inputs:
+        if found is None and may_capture and self._capture_graph and self._inputs:
             run = partial(self._logits, self._inputs, size, adapters)
             try:
                 found = _verified(run, self._capture_graph)

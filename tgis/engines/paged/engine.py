@@ -158,7 +158,9 @@ class PagedEngine:
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
         """Kernels compile when they are first used."""
-        kinds = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=4)
+        drawn = SamplingParams(temperature=1.0)
+        filtered = ({"top_k": 4}, {"top_p": 0.9}, {"top_k": 4, "top_p": 0.9})
+        kinds = SamplingParams(), drawn, *(msgspec.structs.replace(drawn, **each) for each in filtered)
         for kind, count in itertools.product(kinds, _WARM_SAMPLER_ROWS):
             params = [msgspec.structs.replace(kind, seed=seed) for seed in range(count)]
             seqs = [Sequence(Request(-1 - n, [1], 2, sampling_params=each), 0.0) for n, each in enumerate(params)]

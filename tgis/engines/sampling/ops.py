@@ -114,7 +114,7 @@ def _draw_filtered_on_gpu(
     is_double = scores.values.dtype == torch.float64
     if is_double or filters.typical_p is not None or request.max_top > num_candidates:
         return draw_filtered(*arguments)
-    kind = scores.values.dtype, num_candidates, request.max_top, filters.top_k is None, filters.top_p is None
+    kind = num_candidates, filters.top_k is None, filters.top_p is None
     return trials.run(kind, _triton_draw_filtered, draw_filtered, torch.clone, *arguments)
 
 

@@ -16,6 +16,7 @@ _COLUMNS = tl.constexpr(5)  # of a table, before the best tokens
 _INEXACT, _INVALID = tl.constexpr(1.0), tl.constexpr(2.0)  # states of a row
 _LOWEST_BITS = tl.constexpr(0x7FFFFFFF)  # of a float32, but the sign
 _LAST_KEY = tl.constexpr(2**63 - 1)
+_MIN_BLOCK = 128  # kernels are compiled per power of two of candidates: fewer variants
 
 
 def filtered_race_table(
@@ -39,20 +40,20 @@ def filtered_race_table(
     assert ids.is_contiguous()
     table = torch.empty(rows, _COLUMNS.value + 2 * max_top, dtype=torch.float64, device=device)
     _filtered_race[rows,](
-        *(table, values, ids, vocab_size, *(column.contiguous() for column in columns), top_k, top_p),
-        count=count,
-        max_top=max_top,
-        block_size=triton.next_power_of_2(count),
+        *(table, values, ids, vocab_size, count, max_top, *(column.contiguous() for column in columns), top_k, top_p),
+        block_size=max(triton.next_power_of_2(count), _MIN_BLOCK),
     )
     return table
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab_size", "count", "max_top"])
 def _filtered_race(
     table: tl.tensor,
     values: tl.tensor,
     ids: tl.tensor,
     vocab_size: tl.tensor,
+    count: tl.tensor,
+    max_top: tl.tensor,
     max_scores: tl.tensor,
     temperatures: tl.tensor,
     masses: tl.tensor,
@@ -60,8 +61,6 @@ def _filtered_race(
     top_ns: tl.tensor,
     top_ks: tl.tensor,
     top_ps: tl.tensor,
-    count: tl.constexpr,
-    max_top: tl.constexpr,
     block_size: tl.constexpr,
 ) -> None:
     row, index = tl.program_id(0), tl.arange(0, block_size)
