@@ -8,6 +8,7 @@ TgisError
 ├── GrammarError             a grammar cannot be used; reported likewise
 └── RequestError             one call fails, others are not affected
     ├── InvalidRequest       INVALID_ARGUMENT, names the field
+    │   └── TooLong          an input does not fit, or leaves too little room for the output
     ├── Unimplemented        UNIMPLEMENTED, a feature that is not supported yet
     ├── Overloaded           RESOURCE_EXHAUSTED, try again later
     │   └── QueueFull        the queue is too long, not the calls too many
@@ -89,6 +90,10 @@ class InvalidRequest(RequestError):
     @property
     def logged(self) -> str:
         return self._logged or self.detail
+
+
+class TooLong(InvalidRequest):
+    """An input does not fit into the maximum sequence length, or leaves too little room for the output."""
 
 
 class Unimplemented(RequestError):

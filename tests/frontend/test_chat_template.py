@@ -31,11 +31,11 @@ def model(directory: Path, template: str | list[dict[str, str]]) -> Path:
     return directory
 
 
-async def rendered(directory: Path, *chat: Any, **variables: Any) -> str:
+async def rendered(directory: Path, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
     template = ChatTemplate.load(directory)
     assert template is not None
     try:
-        return await template.render(*chat, **variables)
+        return await template.render(messages, tools, variables)
     finally:
         template.close()
 

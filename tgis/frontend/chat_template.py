@@ -15,6 +15,9 @@ from tgis.frontend.tokenizer_pool import TokenizerPool
 from tgis.models.files import read_json, read_text
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
+_OUR_VARIABLES = frozenset(
+    {"messages", "tools", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
+)
 _BYTES_PER_TOOL = 256  # about; only the order of waiting chats depends on it
 # What a template raises on purpose, and what it runs into with messages that it does not expect.
 _ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -50,11 +53,15 @@ class ChatTemplate:
         """Whether any of the templates has this text."""
         return any(text in template for template in self._templates.values())
 
-    async def render(self, messages: list[Message], tools: Tools | None = None, **variables: Any) -> str:
+    async def render(
+        self, messages: list[Message], tools: Tools | None = None, variables: dict[str, Any] | None = None
+    ) -> str:
         """The prompt; it ends where the answer begins, which continues the last message if that is the assistant's.
 
-        TemplateError says what the template says.
+        TemplateError says what the template says. `variables` are more for the template.
         """
+        if taken := _OUR_VARIABLES & (variables := variables or {}).keys():
+            raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs must not have {min(taken)}")
         size = sum(len(str(message.get("content", ""))) for message in messages) + _BYTES_PER_TOOL * len(tools or ())
         return await self._pool.run(size, functools.partial(self._render, messages, tools, variables))
 

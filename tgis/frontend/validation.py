@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tgis.errors import InvalidRequest
+from tgis.errors import InvalidRequest, TooLong
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.grammars import GrammarKind, GrammarSpec
@@ -90,7 +90,7 @@ def check_num_bytes(
     most = limits.max_sequence_length * max_bytes_per_token
     for text, field in zip(texts, fields, strict=True):
         if 4 * len(text) > most and (size := len(text.encode())) > most:
-            raise InvalidRequest(field, f"{field} has {size} bytes, at most {most} fit into any input")
+            raise TooLong(field, f"{field} has {size} bytes, at most {most} fit into any input")
 
 
 def make_request(
@@ -143,13 +143,13 @@ def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limi
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
     room = max_length - length - prefix_length
     if room <= 0:
-        raise InvalidRequest(field, f"{lengths} must be < {max_length}")
+        raise TooLong(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:
-        raise InvalidRequest(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
+        raise TooLong(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
     if min(max_new_tokens, params.given.rules.min_room) > room and not params.fill_context:
-        raise InvalidRequest(field, f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}")
+        raise TooLong(field, f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}")
     if limits.max_input_tokens is not None and length > limits.max_input_tokens:
-        raise InvalidRequest(field, f"{field} has {length} tokens, at most {limits.max_input_tokens} allowed")
+        raise TooLong(field, f"{field} has {length} tokens, at most {limits.max_input_tokens} allowed")
 
 
 def _max_new_tokens(length: int, adapter: AdapterRef | None, params: ResolvedParams, limits: RequestLimits) -> int:

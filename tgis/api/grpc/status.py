@@ -19,6 +19,7 @@ from tgis.errors import (
     Overloaded,
     QueueFull,
     RequestError,
+    TooLong,
     Unavailable,
     Unimplemented,
 )
@@ -31,6 +32,7 @@ _MAX_TEXT_BYTES = 1000  # of a status: it is in the trailers up to three times, 
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    TooLong: grpc.StatusCode.INVALID_ARGUMENT,
     Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -10,6 +10,7 @@ from tgis.errors import (
     InvalidRequest,
     Overloaded,
     RequestError,
+    TooLong,
     Unavailable,
     Unimplemented,
 )
@@ -53,9 +54,11 @@ class OpenAIFace:
     def error_body(self, error: RequestError) -> bytes:
         status = self.status(error)
         kind, tgi_kind = _TYPES.get(status, _SERVER_ERROR)
-        message, param = str(error.detail), None
+        message, param, code = str(error.detail), None, _CODES.get(status)
         if isinstance(error, InvalidRequest):
             param = FIELDS.get(error.field, error.field) or None
             for name, field in FIELDS.items():
                 message = message.replace(name, field)
-        return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, _CODES.get(status), status), tgi_kind))
+        if isinstance(error, TooLong):
+            code = "context_length_exceeded"  # at which agents shorten their history
+        return msgspec.json.encode(ErrorBody(ErrorDetail(message, kind, param, code, status), tgi_kind))

@@ -12,6 +12,7 @@ from tgis.errors import (
     Overloaded,
     QueueFull,
     RequestError,
+    TooLong,
     Unavailable,
     Unimplemented,
 )
@@ -20,6 +21,7 @@ from tgis.frontend.chat_template import TemplateError
 # Status, error_type, and what the text begins with.
 _ENDS: dict[type[RequestError], tuple[int, str, str]] = {
     InvalidRequest: (422, "validation", "Input validation error: "),
+    TooLong: (422, "validation", "Input validation error: "),
     TemplateError: (422, "template_error", "Template error: "),
     Unimplemented: (422, "validation", "Input validation error: "),
     Overloaded: (429, "overloaded", ""),
