@@ -260,10 +260,9 @@ class EngineClient:
             queue.prompt_logprobs.append(logprobs)
 
     def _record_scheduled(self, stats: messages.StepStats) -> None:
-        scheduled = time.monotonic() - stats.duration
-        for request_id in stats.first_scheduled:
+        for request_id, seconds in zip(stats.first_scheduled, stats.queue_durations, strict=True):
             if queue := self._queues.get(request_id):
-                queue.timings.scheduled = scheduled
+                queue.timings.scheduled = queue.timings.submitted + seconds
                 self._count_queued(-1, -len(queue.request.tokens))
 
     def _record_tokens(self, timings: RequestTimings, latencies: dict[float, int], now: float) -> None:
