@@ -6,6 +6,7 @@ The fake engine makes a token for every stream once a step. Its process waits fo
 import argparse
 import asyncio
 import json
+import random
 import socket
 import struct
 import tempfile
@@ -13,13 +14,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.serving import Server, running_server
 from benchmarks.soak.memory import resident_bytes
 from tgis.models.fake import make_fake_model
 
-READERS, STEP_SECONDS, ROUNDS = 500, 0.05, 4
-_WATCHED_SECONDS = 1.5  # after the readers have vanished
+READERS, ROUNDS = 500, 4
+STEP_SECONDS = (0.05, 0.2)  # with the first, a core is busy with writing the tokens
+_SETTLED_STEPS, _WATCHED_STEPS = 4, 10  # before and after the readers vanish
 _BODY = json.dumps({"inputs": "a text " * 8, "parameters": {"max_new_tokens": 1000}}).encode()
 _REQUEST = (
     b"POST /generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
@@ -38,18 +41,29 @@ class Round:
     front_end_memory_mib: float
 
 
-def vanish(server: Server, readers: int, *, reset: bool) -> Round:
+def measure(step_seconds: float, readers: int, rounds: int, cache: Path) -> dict[str, Any]:
+    options = ["--deployment-framework", "fake", "--max-batch-size", str(readers)]
+    options += ["--max-concurrent-requests", str(readers)]
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_fake_model(Path(directory), step_seconds=step_seconds)
+        with running_server(model, cache, *options, log=Path(directory) / "log") as server:
+            before = _memory_mib(server)
+            found = [vanish(server, readers, step_seconds, reset=bool(number % 2)) for number in range(rounds)]
+    return {"step_ms": 1000 * step_seconds, "memory_before_mib": before, "rounds": [asdict(each) for each in found]}
+
+
+def vanish(server: Server, readers: int, step_seconds: float, *, reset: bool) -> Round:
     syscall = Path(f"/proc/{server.engine_pid()}/syscall")
     waiting = _syscall_number(syscall)
     sockets = asyncio.run(_open_streams(server.http_port, readers))
-    time.sleep(10 * STEP_SECONDS)
+    time.sleep(_SETTLED_STEPS * step_seconds + random.random() * step_seconds)
     cpu, started = server.cpu_seconds(), time.monotonic()
     for each in sockets:
         if reset:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         each.close()
     closed = in_step = time.monotonic()
-    while (now := time.monotonic()) < closed + _WATCHED_SECONDS:
+    while (now := time.monotonic()) < closed + _WATCHED_STEPS * step_seconds:
         if _syscall_number(syscall) != waiting:
             in_step = now
         time.sleep(0.001)
@@ -91,14 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--cache", type=Path, default=Path(".cache"))
     args = parser.parse_args(arguments)
-    options = ["--deployment-framework", "fake", "--max-batch-size", str(args.readers)]
-    options += ["--max-concurrent-requests", str(args.readers)]
-    with tempfile.TemporaryDirectory() as directory:
-        model = make_fake_model(Path(directory), step_seconds=STEP_SECONDS)
-        with running_server(model, args.cache, *options, log=Path(directory) / "log") as server:
-            before = _memory_mib(server)
-            rounds = [vanish(server, args.readers, reset=bool(number % 2)) for number in range(args.rounds)]
-    print(json.dumps({"memory_before_mib": before, "rounds": [asdict(each) for each in rounds]}))
+    print(json.dumps([measure(seconds, args.readers, args.rounds, args.cache) for seconds in STEP_SECONDS]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from repository import REPOSITORY
 from tgis.models.fake import make_fake_model
 
 BIN = REPOSITORY / ".cache" / "clients" / "bin"
-FUZZ_SECONDS = int(os.environ.get("FUZZ_SECONDS", "300"))
+FUZZ_SECONDS, FUZZ_SEED = int(os.environ.get("FUZZ_SECONDS", "300")), int(os.environ.get("FUZZ_SEED", "1"))
 
 slow = (pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="make test-clients makes the environment"))
 
@@ -68,7 +68,7 @@ def test_all_answers_are_as_described(tmp_path: Path) -> None:
     until = time.monotonic() + FUZZ_SECONDS
     with serving(tmp_path, {"MAX_NEW_TOKENS": 100}) as running:
         url = f"http://localhost:{running.http_port}/openapi.json"
-        seeds = itertools.count(1)
+        seeds = itertools.count(FUZZ_SEED)
         while time.monotonic() < until:
             command = [str(BIN / "st"), "run", url, *options, "--seed", str(next(seeds))]
             subprocess.run(command, check=True, cwd=tmp_path)
