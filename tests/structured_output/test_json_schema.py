@@ -215,6 +215,7 @@ def test_what_is_not_enforced_is_refused_by_name(schema: Any, problem: str) -> N
         ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
         ('{"minimum": NaN}', "not JSON: NaN is no number"),
         ('{"minimum": 1e9999999999999999999}', "a number has too large an exponent"),
+        ('{"const": "\\ud800"}', "not JSON: unexpected end of hex escape at line 1 column 19"),
         ('{"minimum": -1e400}', "a number has too large an exponent"),
     ],
 )

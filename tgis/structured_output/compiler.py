@@ -14,7 +14,6 @@ import llguidance
 
 from tgis.errors import GrammarError
 from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarLimits, GrammarSpec
-from tgis.structured_output.ebnf import is_ebnf
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
@@ -38,9 +37,10 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable, limits: GrammarLimits)
         max_grammar_size=_MAX_GRAMMAR_SIZE,
         verbose_errors=False,  # they would quote the grammar
     )
-    matcher = llguidance.LLMatcher(table.tokenizer, to_lark(spec, limits), log_level=0, limits=bounds)
+    lark, kind = to_lark(spec, limits)
+    matcher = llguidance.LLMatcher(table.tokenizer, lark, log_level=0, limits=bounds)
     if matcher.is_error():
-        raise GrammarError(problem_of(matcher.get_error(), None if is_ebnf(spec.text) else spec.kind))
+        raise GrammarError(problem_of(matcher.get_error(), kind))
     compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
     compiled.mask([])  # is there a first token?
     return compiled

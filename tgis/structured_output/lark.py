@@ -32,6 +32,7 @@ _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 _NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
 _WORDS = {
     "Unimplemented keys": "unsupported keywords",
+    'failed to parse "%json"': "not JSON",  # that Python has read
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
         "oneOf is supported only where its schemas exclude each other"
     ),
@@ -41,29 +42,33 @@ _COUNTS = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
-def to_lark(spec: GrammarSpec, limits: GrammarLimits) -> str:
-    """GrammarError if the text is none of its kind, or too deep, or repeats too much."""
+def to_lark(spec: GrammarSpec, limits: GrammarLimits) -> tuple[str, GrammarKind | None]:
+    """And the kind for `problem_of`. GrammarError if the text is none of its kind, too deep, or repeats too much."""
+    if spec.kind is GrammarKind.GRAMMAR and is_ebnf(spec.text):
+        return _HEAD + ebnf_to_lark(spec.text, limits.max_depth, limits.max_repetitions), None
+    return _HEAD + _rules(spec, limits), spec.kind
+
+
+def _rules(spec: GrammarSpec, limits: GrammarLimits) -> str:
     match spec.kind:
         case GrammarKind.JSON_OBJECT:
-            return f"{_HEAD}start: %json {_bounded({'type': 'object'})}\n"
+            return f"start: %json {_bounded({'type': 'object'})}\n"
         case GrammarKind.JSON_SCHEMA:
-            return f"{_HEAD}start: %json {_bounded(parse_schema(spec.text, limits))}\n"
+            return f"start: %json {_bounded(parse_schema(spec.text, limits))}\n"
         case GrammarKind.REGEX:
-            return _HEAD + f"start: /{_regex(spec.text, limits)}/\n"
+            return f"start: /{_regex(spec.text, limits)}/\n"
         case GrammarKind.CHOICE:
-            return _HEAD + "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choices) + "\n"
-        case GrammarKind.GRAMMAR if is_ebnf(spec.text):
-            return _HEAD + ebnf_to_lark(spec.text, limits.max_depth, limits.max_repetitions)
+            return f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in spec.choices)}\n"
         case GrammarKind.GRAMMAR:
-            return _HEAD + _lark(spec.text, limits)
+            return _lark(spec.text, limits)
         case GrammarKind.TOOLS:
-            return _HEAD + _with_checked_schemas(spec.text, spec.kind, limits)
+            return _with_checked_schemas(spec.text, spec.kind, limits)
         case unknown:
             assert_never(unknown)
 
 
 def problem_of(message: str, kind: GrammarKind | None = None) -> str:
-    """What is wrong, from llguidance's message: without the text, and with the place if that is one of the client's."""
+    """What is wrong, from llguidance's message: without the text, and with the place if it has lines of a client."""
     text = re.split(r"\n +\d+ \| ", message.removesuffix("<non-verbose/>"), maxsplit=1)[0].strip()
     if not text or text in _NOTHING_MATCHES:
         return "no text of the model's tokens matches" if text else "too complex"
