@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Timer
@@ -26,6 +27,7 @@ from typing import Any
 import msgspec
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.autograd import DeviceType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.mixed import MAX_SEQUENCE_LENGTH, TimedEngine, engine_options, load_warm_engine
@@ -146,15 +148,15 @@ class _ProfiledEngine:
     """Profiles some steps of an engine."""
 
     engine: TimedEngine
-    profiler: Any = field(default_factory=torch.profiler.profile)
-    seconds: float = 0.0  # of these steps
+    profiler: Any = field(default_factory=partial(torch.profiler.profile, acc_events=True))  # or it warns
+    seconds: float = 0.0  # of these steps but the first, for which the profiler starts
     _count: int = 0
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
         if self._count == _PROFILED_STEPS.start:
             self.profiler.start()
         tokens, seconds = self.engine.step(plan)
-        if self._count in _PROFILED_STEPS:
+        if self._count in _PROFILED_STEPS[1:]:
             self.seconds += seconds
         self._count += 1
         if self._count == _PROFILED_STEPS.stop:
@@ -179,18 +181,17 @@ def measure_kernels(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tu
 
 
 def _kernel_times(profiled: _ProfiledEngine) -> dict[str, Any]:
-    steps = len(_PROFILED_STEPS)
-    kind = "device" if torch.cuda.is_available() else "cpu"
-    spent = {
-        event.key: (getattr(event, f"self_{kind}_time_total"), event.count)
-        for event in profiled.profiler.key_averages()
-    }
-    kernels = {name[:120]: (round(us / 1e3 / steps, 4), count / steps) for name, (us, count) in spent.items()}
+    steps, on_gpu = len(_PROFILED_STEPS), torch.cuda.is_available()
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU  # operators count the time of their kernels, too
+    events = [event for event in profiled.profiler.key_averages() if event.device_type == device]
+    times = [event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in events]
+    spent = {event.key: (us, event.count) for event, us in zip(events, times, strict=True)}
+    kernels = {name: (round(us / 1e3 / steps, 4), count / steps) for name, (us, count) in spent.items()}
     most = sorted(kernels.items(), key=lambda item: -item[1][0])[:_PROFILED_KERNELS]
     for name, (ms, calls) in most:
-        print(f"{ms:>10.4f} ms {calls:>8.1f} calls  {name}", flush=True)
+        print(f"{ms:>10.4f} ms {calls:>8.1f} calls  {name:.120}", flush=True)
     busy = round(sum(ms for ms, _ in kernels.values()), 3)
-    return {"step_ms": round(1e3 * profiled.seconds / steps, 3), "kernels_ms": busy, "kernels": dict(most)}
+    return {"step_ms": round(1e3 * profiled.seconds / (steps - 1), 3), "kernels_ms": busy, "kernels": dict(most)}
 
 
 def mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
