@@ -140,6 +140,23 @@ def test_captured_steps_follow_a_bank_that_grows(model: Path, captured: tuple[Pa
     assert counts["captured"] > 3
 
 
+def test_a_prompt_captures_nothing(captured: tuple[PagedEngine, Counter[str]]) -> None:
+    """All decodes would wait for it, at each size once."""
+    engine, counts = captured
+    seqs = [dummy_sequence([5, 6, 7], 16) for _ in range(3)]
+    for seq in seqs:
+        (seq.adapter,) = make_adapters(engine, [2])
+    engine.compute_logits(StepPlan(seqs[:1], [3], seqs[:1], has_prefill=True))
+    assert counts == {}
+    for seq in seqs:
+        seq.num_computed_tokens = 2
+    engine.compute_logits(StepPlan(seqs, [1, 1, 1], seqs, has_prefill=False))
+    seqs[0].num_computed_tokens = 0
+    engine.compute_logits(StepPlan(seqs[:1], [3], seqs[:1], has_prefill=True))
+    assert counts["captured"] == 1
+    assert counts["replayed"] >= 2
+
+
 def test_adapters_that_cannot_be_captured_run_eagerly(
     model: Path,
     captured: tuple[PagedEngine, Counter[str]],
