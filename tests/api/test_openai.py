@@ -286,7 +286,7 @@ def test_prompts_of_token_ids(
         ([1] * 300, "prompt[0]", "input tokens (300) plus prefix length (0) must be < 200"),
         ([1, "a", *[1] * 298], "prompt[0]", "input tokens (300) plus prefix length (0) must be < 200"),
         ([*[1] * 299, "a"], "prompt", "prompt must be a text, token ids, or several of one of them"),
-        ([*["a"] * 200, 1], "prompt", "prompt must be <= 4, got 201"),
+        ([*["a"] * 200, 1], "prompt", "prompt must have at most 4 prompts, got 201"),
     ],
 )
 def test_bad_prompts(client: openai.OpenAI, prompt: Any, field: str, said: str) -> None:
@@ -295,6 +295,12 @@ def test_bad_prompts(client: openai.OpenAI, prompt: Any, field: str, said: str) 
             client.completions.create(model=NAME, prompt=prompt, stream=stream)
         assert caught.value.param == field
         assert said in caught.value.message
+
+
+def test_a_completion_has_other_logprobs_than_a_chat(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="logprobs must be <= 20, got 21") as caught:
+        client.completions.create(model=NAME, prompt="a", logprobs=21)
+    assert caught.value.param == "logprobs"
 
 
 TIMINGS = ["x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token"]

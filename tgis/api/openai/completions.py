@@ -22,7 +22,7 @@ from tgis.api.openai.answers import (
 from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.models import ServedModels
-from tgis.api.openai.params import completion_params, num_candidates, num_choices
+from tgis.api.openai.params import MAX_TOP_LOGPROBS, completion_params, num_candidates, num_choices
 from tgis.errors import InvalidRequest
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.output import RequestOutput, best_first
@@ -42,6 +42,7 @@ class Completions:
         texts, token_ids = _prompts(body.prompt, self._max_prompts, max_tokens)
         params, candidates = completion_params(body), num_candidates(body)
         check_at_most("n" if body.best_of is None else "best_of", candidates, self._max_choices)
+        check_at_most("logprobs", body.logprobs or 0, MAX_TOP_LOGPROBS)
         adapter = await self._models.adapter(body.model)
         fields = [f"prompt[{index}]" for index in range(len(texts))]
         generate_call = make_call(
@@ -62,8 +63,8 @@ def _prompts(
             return [prompt], None
         case []:
             raise InvalidRequest("prompt", "prompt cannot be empty")
-    if not isinstance(prompt[0], int):
-        check_at_most("prompt", len(prompt), max_prompts)
+    if not isinstance(prompt[0], int) and len(prompt) > max_prompts:
+        raise InvalidRequest("prompt", f"prompt must have at most {max_prompts} prompts", str(len(prompt)))
     last = prompt[-max(max_prompts, max_tokens) :]  # of more token ids, the number is refused later
     kinds = {type(prompt[0]), *map(type, last)}
     if kinds == {str}:
