@@ -88,6 +88,15 @@ def test_the_first_token_may_add_other_bytes() -> None:
     assert matcher.allowed_ids([1]) == [EOS]
 
 
+def test_texts_may_have_any_character() -> None:
+    choices = [f"a{chr(code)}" for code in (*range(0x180), 0x2028, 0xFEFF, 0x1F600, 0x10FFFF)]
+    matcher = compiled(GrammarKind.CHOICE, "", byte_table(), choices=choices)
+    assert all(allows(matcher, choice) for choice in choices)
+    literals = " | ".join(f'"a\\U{ord(choice[1]):08x}"' for choice in choices)
+    matcher = compiled(GrammarKind.GRAMMAR, f"root ::= {literals}", byte_table())
+    assert all(allows(matcher, choice) for choice in choices)
+
+
 def test_a_text_that_no_token_continues_fails() -> None:
     matcher = compiled(GrammarKind.CHOICE, "", token_table([b"a", b"b", b"c"]), choices=["abx", "ac"])
     assert matcher.allowed_ids([1]) == [2, 3]

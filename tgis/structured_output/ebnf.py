@@ -283,14 +283,14 @@ def _members(chars: Iterable[str], classes: Iterable[_Chars]) -> list[str]:
 def _lark(piece: _Piece, unsafe: set[str]) -> str:
     match piece:
         case _Literal(text) if text in unsafe:
-            return f"({' '.join(map(_quote, text))})"
+            return f"({' '.join(map(lark_string, text))})"
         case _Literal(text):
-            return _quote(text)
+            return lark_string(text)
         case _Chars() as chars:
             return f"/{chars.regex}/"
         case lark:
             return lark
 
 
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def lark_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # Lark has none of it as it is

@@ -12,7 +12,7 @@ import llguidance
 
 from tgis.errors import GrammarError
 from tgis.ipc.grammars import FIRST_TOOL_LINE, GrammarKind, GrammarLimits, GrammarSpec
-from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
+from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
 
 _DIRECTIVE = "%llguidance"
@@ -58,7 +58,7 @@ def _rules(spec: GrammarSpec, limits: GrammarLimits) -> str:
         case GrammarKind.REGEX:
             return f"start: /{_regex(spec.text, limits)}/\n"
         case GrammarKind.CHOICE:
-            return f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in spec.choices)}\n"
+            return f"start: {' | '.join(map(lark_string, spec.choices))}\n"
         case GrammarKind.GRAMMAR:
             return _lark(spec.text, limits)
         case GrammarKind.TOOLS:
