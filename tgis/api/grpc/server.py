@@ -15,6 +15,7 @@ from tgis.errors import StartError
 from tgis.security.tls import Certificates
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
+WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
 
 
@@ -82,6 +83,8 @@ def _channel_arguments(config: Config) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.http2.bdp_probe", 0),  # else streams of fast clients may send megabytes before anybody wants them
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.max_ping_strikes", 0),  # else each ping after GOAWAY costs more than the one before
     ]
 
