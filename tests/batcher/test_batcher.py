@@ -62,6 +62,17 @@ def test_a_sequence_stays_out_of_steps_until_its_grammar_is_ready() -> None:
     assert run_step(batcher)[0].seqs == [slow]
 
 
+def test_a_prompt_is_no_larger_beside_a_sequence_that_waits_for_its_grammar() -> None:
+    batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=512), {EOS})
+    (slow,) = batcher.submit([request(1, 3)], 0.0)
+    slow.grammar = mock.Mock(ready=True)
+    for _ in range(2):
+        run_step(batcher)
+    slow.grammar.ready = False
+    batcher.submit([request(2, 500)], 0.0)
+    assert run_step(batcher)[0].num_scheduled_tokens == [64]  # an eighth, as beside a decode
+
+
 def with_adapter(one: Request, version: int, rank: int) -> Request:
     return msgspec.structs.replace(one, adapter=AdapterRef(f"a{version}", 0, 0, 100 + version, version, rank))
 

@@ -209,12 +209,11 @@ class Batcher:
     def _schedule_paged(self, block_manager: BlockManager) -> list[Scheduled]:
         """One token for each sequence that decodes, and chunks of the prompts of others within the step's budget."""
         retry_group = self._active_retry_group()
-        seqs = self._ready(retry_group)
+        seqs = [seq for seq in self._running if seq.retry_group == retry_group]  # who is not ready waits for the step
         budget = self._prefill_budget.budget(seqs, self._capacity.prefill_tokens)
         if self._waiting:
             self._admit_paged(block_manager, retry_group, budget)
-            seqs = self._ready(retry_group)
-        scheduled = self._allocate_blocks(block_manager, seqs, budget)
+        scheduled = self._allocate_blocks(block_manager, self._ready(retry_group), budget)
         if not scheduled:  # a sequence that is retried waits for blocks that the others hold
             scheduled = self._allocate_blocks(block_manager, self._ready(), budget)
         block_manager.allocate_lookahead(scheduled)
