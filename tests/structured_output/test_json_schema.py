@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Iterable
 from datetime import date
 from typing import Any
@@ -54,6 +55,7 @@ REFUSED: list[tuple[Any, str]] = [
         "multipleOf: the common multiple of all values is more than 20000",
     ),
     ({"type": "integer", "multipleOf": 1e300}, "multipleOf: the common multiple of all values is more than 20000"),
+    ({"oneOf": [STRING], "anyOf": [{}], "allOf": None}, "allOf must be an array"),
 ]
 
 
@@ -200,6 +202,26 @@ def output(tokens: list[int]) -> str:
 TABLE_BYTES = [b"", *(bytes([byte]) for byte in range(256)), *(piece.encode() for piece in PIECES)]
 
 
+HOSTILE_ONE_OF: list[dict[str, Any]] = [
+    {
+        "a": closed(None, **{f"{n}": {"$ref": "#/c"} for n in range(600)}),
+        "b": closed(None, **{f"{n}": {"$ref": "#/d"} for n in range(600)}),
+        "c": {"type": "object", "required": [f"{n}" for n in range(2500)], "properties": {}},
+        "d": {"type": "object", "required": [f"-{n}" for n in range(2500)], "properties": {}},
+    },
+    {"a": {"enum": [*range(8000)]}, "b": STRING},
+    {"a": {"$ref": "#" + "/a" * 14_000}, "b": STRING},
+]
+
+
+@pytest.mark.parametrize("schemas", HOSTILE_ONE_OF, ids=["objects", "values", "path"])
+def test_references_do_not_multiply_what_is_compared(schemas: dict[str, Any]) -> None:
+    text = json.dumps(schemas | {"allOf": [{"oneOf": [{"$ref": "#/a"}, {"$ref": "#/b"}]}] * 500})
+    started = time.process_time()
+    parse_schema(text, LIMITS)
+    assert time.process_time() - started < 0.3
+
+
 @pytest.mark.parametrize(("schema", "problem"), REFUSED)
 def test_what_is_not_enforced_is_refused_by_name(schema: Any, problem: str) -> None:
     with pytest.raises(GrammarError) as error:
@@ -215,6 +237,7 @@ def test_what_is_not_enforced_is_refused_by_name(schema: Any, problem: str) -> N
         ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
         ('{"minimum": NaN}', "not JSON: NaN is no number"),
         ('{"minimum": 1e9999999999999999999}', "a number has too large an exponent"),
+        ('{"minimum": 1e-9999999999999999999}', "a number has too large an exponent"),
         ('{"const": "\\ud800"}', "not JSON: unexpected end of hex escape at line 1 column 19"),
         ('{"minimum": -1e400}', "a number has too large an exponent"),
     ],

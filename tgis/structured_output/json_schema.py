@@ -7,7 +7,7 @@ says. What it could do, written in another way, is rewritten.
 import json
 import math
 from collections.abc import Callable, Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from math import lcm
 from typing import Any
 
@@ -83,9 +83,13 @@ def _parse(text: str, max_depth: int) -> Any:
 
 
 def _number(text: str) -> Decimal:
-    if math.isinf(float(text)):
+    try:
+        number = Decimal(text)
+    except InvalidOperation:  # an exponent of more than 18 digits
+        number = None
+    if number is None or math.isinf(float(text)):
         raise GrammarError("a number has too large an exponent")
-    return Decimal(text)
+    return number
 
 
 def _no_number(name: str) -> None:

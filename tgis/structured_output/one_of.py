@@ -11,7 +11,7 @@ from urllib.parse import unquote
 _TYPES = {"null", "boolean", "object", "array", "number", "string"}
 _MAX_HOPS = 8  # from reference to reference
 _MAX_DEPTH = 3  # of properties that are compared
-_MAX_COMPARISONS = 20_000  # of values and names in all of a schema
+_MAX_COMPARISONS = 200_000  # of values and names in all of a schema; about 50 ms
 
 
 class OneOfRewriter:
@@ -22,6 +22,7 @@ class OneOfRewriter:
         self._document = document
         self._resolve = resolve
         self._comparisons_left = _MAX_COMPARISONS
+        self._targets: dict[str, Any] = {}  # by reference
 
     def rewrite(self, schema: dict[str, Any]) -> dict[str, Any]:
         """The schema, or another that means the same."""
@@ -31,11 +32,14 @@ class OneOfRewriter:
         rest = {name: value for name, value in schema.items() if name != "oneOf"}
         if "anyOf" not in rest:
             return rest | {"anyOf": options}
-        return rest | {"allOf": [*rest.get("allOf", []), {"anyOf": options}]}
+        all_of = rest.get("allOf", [])
+        return rest | {"allOf": [*all_of, {"anyOf": options}]} if isinstance(all_of, list) else schema
 
     def _exclusive(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether it is certain that no value validates with both."""
         first, second = self._target(first), self._target(second)
+        if not self._pay(1 + _size(first) + _size(second)):
+            return False
         values, others = _values(first), _values(second)
         if values is not None and others is not None:
             return self._pay(len(values) * len(others)) and not any(value in others for value in values)
@@ -50,7 +54,7 @@ class OneOfRewriter:
         )
 
     def _pay(self, comparisons: int) -> bool:
-        self._comparisons_left -= 1 + comparisons
+        self._comparisons_left -= comparisons
         return self._comparisons_left >= 0
 
     def _target(self, schema: Any) -> dict[str, Any]:
@@ -66,11 +70,21 @@ class OneOfRewriter:
     def _lookup(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
+        if reference not in self._targets:
+            self._targets[reference] = self._find(reference)
+        return self._targets[reference]
+
+    def _find(self, reference: str) -> Any:
         value = self._document
         for part in unquote(reference[2:]).split("/"):
             name = part.replace("~1", "/").replace("~0", "~")
             value = value.get(name) if isinstance(value, dict) else None
         return value
+
+
+def _size(schema: dict[str, Any]) -> int:
+    """How many values and names are looked at."""
+    return sum(len(found) for name in ("enum", "required") if isinstance(found := schema.get(name), list))
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
