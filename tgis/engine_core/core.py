@@ -50,7 +50,7 @@ class EngineCore:
             if expired := self.batcher.expire(time.monotonic()):
                 self._send_step(expired, [[]] * len(expired), StepResult([], []), None)
             plan = self.batcher.plan(time.monotonic())
-            self.engine.release(plan.to_release)
+            self._release(plan.to_release)
             if plan.seqs:
                 self._step(plan)
             elif self.batcher.num_running:  # all wait for the tokens that their grammars allow
@@ -74,6 +74,12 @@ class EngineCore:
                 case _:
                     raise AssertionError(f"unexpected {type(message).__name__}")
         return True
+
+    def _release(self, seqs: tuple[Sequence, ...]) -> None:
+        self.engine.release(seqs)
+        for seq in seqs:
+            if seq.finished and seq.grammar is not None:  # others were preempted
+                seq.grammar.abandon()
 
     def _submit(self, requests: list[Request], arrival_time: float) -> None:
         for seq in self.batcher.submit(requests, arrival_time):

@@ -91,6 +91,7 @@ class GrammarMatcher:
         copied = GrammarMatcher(self._matcher.deep_copy(), self.table, in_thread=self.in_thread)
         copied._mask[:] = self._mask
         copied._mask_length = self._mask_length
+        copied.quick = self.quick
         return copied
 
     @property
@@ -102,6 +103,11 @@ class GrammarMatcher:
         """Begin with the mask after these tokens in a thread; nothing else may be asked before it is `ready`."""
         self._prepared = executor.submit(self._compute, tokens)
         return self._prepared
+
+    def abandon(self) -> None:
+        """Its output is gone: a mask that no thread has begun with is not made."""
+        if self._prepared:
+            self._prepared.cancel()
 
     def mask(self, tokens: Sequence[int]) -> Mask:
         """Which tokens may follow those generated, until the next call.
