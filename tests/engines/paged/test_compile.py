@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,14 @@ import pytest
 import torch
 from batches import engine_options, limits
 from repository import REPOSITORY
-from tiny_models import generate_all, make_model
+from tiny_models import ARCHITECTURES, generate_all, make_model
 from transformers import AutoModelForCausalLM
 
 from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
+from tgis.ipc.adapters import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
@@ -85,6 +87,25 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
     assert found == [expected(model, request) for request in made]
     assert at_startup == [graphs()]
     assert graphs() - before == 2  # for all layers: of one token, and of several
+    assert engine._compiled is not None
+    assert engine._compiled.num_eager_steps == 0
+
+
+@pytest.mark.slow  # it traces 12 graphs
+@pytest.mark.timeout(900)
+def test_three_kinds_of_layers_have_graphs_with_and_without_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setitem(ARCHITECTURES, "Gemma3Text", ARCHITECTURES["Gemma3Text"] | {"num_hidden_layers": 3})
+    changed = options(make_model("Gemma3Text", tmp_path))
+    store = AdapterStoreOptions("/nowhere", 1 << 30, 100)
+    engine = PagedEngine(msgspec.structs.replace(changed, adapter_store=store))
+    for index, layer in enumerate(engine._model.model.layers):
+        layer.self_attn.sliding_window = 8 * (index + 1)
+    before = graphs()
+    engine.warm_up()
+    assert graphs() - before == 3 * 2 * 2  # of one token or several, with adapters or without
 
 
 @pytest.mark.slow  # the first start compiles

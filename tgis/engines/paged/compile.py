@@ -26,6 +26,7 @@ _ATTEND = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float? scale, int? window, float? cap,"
     " Tensor? sinks) -> Tensor"
 )
+_MAX_GRAPHS = 16  # of four kinds of layers: for one token or several, with adapters or without
 _CHANGE = "lora(Tensor layer, Tensor x, Tensor output) -> Tensor"
 _running: ContextVar["CompiledLayers"] = ContextVar("the layers of the engine whose step runs")
 
@@ -58,6 +59,7 @@ class CompiledLayers:
             for index, module in enumerate(self.lora.modules):
                 module.register_buffer("lora_layer", torch.tensor([index]), persistent=False)
             self.lora.hook_all(_call_lora)
+        torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         for layer in self._layers:
             layer.compile(dynamic=True)
         self._stance = "default"

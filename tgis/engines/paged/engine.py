@@ -177,11 +177,13 @@ class PagedEngine:
             log.warning("the model computes its rotary embeddings in every step: %s", error)
 
     def _dummy_logits(self, adapter: LoraAdapter | None = None) -> torch.Tensor:
-        """Those of a prefill and of a decode, [2, V]."""
-        seq = dummy_sequence(list(range(1, 10)), self._block_size)
+        """Those of a prefill and of a decode, [2, V]. A compiler expects sizes that are equal now, such as the number
+        of tokens and a head's, to be equal always: hence 13.
+        """
+        seq = dummy_sequence(list(range(1, 15)), self._block_size)
         seq.adapter = adapter
         logits = []
-        for count in (8, 1):
+        for count in (13, 1):
             logits.append(self.compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
             seq.num_computed_tokens += count
         return torch.cat(logits)
