@@ -243,6 +243,16 @@ def test_adapters_in_compiled_layers_that_differ_run_eagerly(
     assert stances[-1] == "fail_on_recompile"
 
 
+def test_a_model_that_no_adapter_can_change_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LoraLayers, "_delta", mock.Mock(side_effect=RuntimeError("shape '[13, -1, 4]' is invalid")))
+    engine = make_engine(model, "float64", **COMPILED)
+    assert "PT2_COMPILE has no effect: shape '[13, -1, 4]' is invalid" in caplog.text
+    seq = dummy_sequence([5, 6, 7], 16)
+    engine.compute_logits(StepPlan([seq], [3], [seq], has_prefill=True))
+
+
 @pytest.mark.slow  # a compiler runs for some seconds
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -198,8 +198,8 @@ class PagedEngine:
         adapter = None
         if self._options.adapter_store:
             adapter = dummy_adapter(self._lora.targets, self._model.dtype, self._device)
-        changed_logits = self._dummy_logits(adapter)
         try:
+            changed_logits = self._dummy_logits(adapter)
             self._compiled = CompiledLayers(self._model, self._attention, self._lora if adapter else None)
             self._compiled.enable()
             verify_steps("compiled", self._dummy_logits(), eager_logits, self._model.dtype)
