@@ -134,6 +134,12 @@ def test_ties_with_the_kth_token_are_kept() -> None:
     assert set(candidates(SamplingParams(temperature=0.5, top_k=2), many)) == {*range(400), 1000}
 
 
+def test_a_sure_token_has_logprob_zero() -> None:
+    """Without a sign, which JSON would show."""
+    sampled = choose([make_row(SamplingParams(), LOGPROBS)], torch.tensor([[-INFINITY, 1.0, -INFINITY]]))
+    assert str(logprobs_of(sampled).logprob) == "0.0"
+
+
 def test_top_k_of_one_has_logprob_zero() -> None:
     sampled = choose([make_row(SamplingParams(temperature=2.0, top_k=1, seed=5), LOGPROBS)], normal(1, 40))
     assert logprobs_of(sampled).logprob == 0.0

@@ -186,7 +186,7 @@ def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
     half = len(best) // 2
     top = list(zip(map(int, best[:half]), best[half:], strict=True))[: int(num_top)]
     return TokenLogprobs(
-        logprob if options.logprobs else 0.0,
+        logprob + 0.0 if options.logprobs else 0.0,  # not -0.0
         int(rank) if options.ranks else 0,
         _top_candidates(top, options.top_n_tokens, options.logprobs) if options.top_n_tokens else [],
     )
