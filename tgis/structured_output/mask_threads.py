@@ -10,7 +10,7 @@ from tgis.structured_output.compiler import lower_priority
 from tgis.structured_output.matcher import GrammarMatcher
 
 _THREADS = 2  # of each kind
-_PATIENCE = 0.001  # of a step, for masks that are probably quick
+_PATIENCE = 0.003  # of a step, for masks that are probably quick
 _MAX_WAIT = 0.01  # until messages are read again
 
 

@@ -15,8 +15,7 @@ from tgis.structured_output.lark import problem_of
 _WORD_BITS = 32  # llguidance writes whole words
 _SPECIAL = b"\xff"  # begins no text
 _MAX_FORCED_TOKENS = 64  # of a step
-_QUICK_SECONDS = 0.001  # of CPU time, for a mask
-_SLOW_SECONDS = 0.003  # likewise; the grammars that are usual stay below
+_QUICK_SECONDS = 0.003  # of CPU time, for a mask; the grammars that are usual stay below
 
 Mask = NDArray[np.uint8]  # a bit for each token, the lowest first
 
@@ -151,7 +150,7 @@ class GrammarMatcher:
         self._mask_length = len(tokens)
         seconds = time.thread_time() - started
         self.quick = seconds < _QUICK_SECONDS
-        self.in_thread = self.in_thread or seconds > _SLOW_SECONDS
+        self.in_thread = self.in_thread or not self.quick
 
     def _advance(self, tokens: Sequence[int]) -> None:
         if len(tokens) < self._num_consumed:
