@@ -1,4 +1,5 @@
-/* Pieces of attention over one tile of the KV cache: its layout, the products of queries, keys and values, softmax.
+/* Pieces of attention over one tile of the KV cache: its layout, and the products of queries, keys and
+   values.
 
    The cache of a layer is made of panels of PANEL tokens, which are multiplied as they are: keys
    [blocks, kv_heads, block_size / PANEL, k_size / PAIR, PANEL, PAIR] and values
@@ -6,9 +7,8 @@
 
 #include "multiply_add.h"
 
-#define CACHE_LINE 64 /* bytes */
-#define PANEL 16      /* tokens; a multiple of LANES and PAIR */
-#define TILE 128      /* tokens; a multiple of PANEL */
+#define PANEL 16 /* tokens; a multiple of LANES and PAIR */
+#define TILE 128 /* tokens; a multiple of PANEL */
 #define TILE_PANELS (TILE / PANEL)
 #define TILE_VECS (TILE / LANES)
 

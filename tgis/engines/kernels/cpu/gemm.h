@@ -5,8 +5,7 @@
 
 #include "multiply_add.h"
 
-#define TILE_N 32           /* outputs in a tile */
-#define CACHE_LINE 64       /* bytes */
+#define TILE_N 32 /* outputs in a tile */
 
 typedef struct {
     const scalar_t *x, *weight, *bias; /* [m, k]; packed; [n] or NULL */

@@ -33,12 +33,7 @@ typedef float scalar_t;
 #define EXPORT(name) name##_f32
 #endif
 
-/* GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle. */
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (u32_vec){__VA_ARGS__})
-#endif
+#define CACHE_LINE 64 /* bytes */
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
