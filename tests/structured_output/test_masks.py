@@ -11,13 +11,15 @@ from contextlib import suppress
 
 import pytest
 import regex
-from grammar_walks import EOS, byte_table, compiled, token_table, walk
+from grammar_walks import EOS, LIMITS, byte_table, compiled, token_table, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.structured_output.suite import allows
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import GrammarKind, Vocabulary
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarSpec, Vocabulary
+from tgis.structured_output.compiler import GrammarCompiler
+from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
 
 REGEXES = [
@@ -248,6 +250,30 @@ def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:
         matchers[1].abandon()
         blocker.set()
     assert [future.cancelled() for future in futures] == [False, True, False]
+
+
+def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
+    matcher, masks, blocker = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table()), MaskThreads(), threading.Event()
+    matcher.quick = False
+    for _ in range(2):
+        masks._slow.submit(blocker.wait)
+    masks.prepare([(matcher, [ord("a") + 1])])
+    assert not matcher.ready
+    masks.close()
+    assert matcher.ready
+    blocker.set()
+
+
+def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
+    answers: list[GrammarCompiled] = []
+    compiler, blocker = GrammarCompiler(byte_table(), LIMITS, answers.append), threading.Event()
+    for _ in range(2):
+        compiler._pool.submit(blocker.wait)
+    compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.REGEX, "a")))
+    compiler.close()
+    blocker.set()
+    compiler._pool.shutdown(wait=True)
+    assert not answers
 
 
 def test_schemas_in_lark_are_those_of_a_json_schema() -> None:

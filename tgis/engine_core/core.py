@@ -55,6 +55,7 @@ class EngineCore:
                 self._step(plan)
             elif self.batcher.num_running:  # all wait for the tokens that their grammars allow
                 self.masks.wait()
+        self.masks.close()
 
     def _handle(self, messages: list[ToEngine]) -> bool:
         for message in messages:

@@ -67,6 +67,8 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
         channel.handle_inline(CompileGrammar, grammars.compile)
     channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, resolver, grammars).run()
+    if grammars:
+        grammars.close()
     engine.close()
 
 

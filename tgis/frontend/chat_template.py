@@ -60,7 +60,8 @@ class ChatTemplate:
 
         TemplateError says what the template says. `variables` are more for the template.
         """
-        if taken := _OUR_VARIABLES & (variables := variables or {}).keys():
+        variables = variables or {}
+        if taken := _OUR_VARIABLES & variables.keys():
             raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs must not have {min(taken)}")
         size = sum(len(str(message.get("content", ""))) for message in messages) + _BYTES_PER_TOOL * len(tools or ())
         return await self._pool.run(size, functools.partial(self._render, messages, tools, variables))

@@ -82,6 +82,10 @@ class GrammarCompiler:
                 if future not in self._held.values() and future.cancel():
                     self._cache = {spec: other for spec, other in self._cache.items() if other is not future}
 
+    def close(self) -> None:
+        """Drop what no thread has begun to compile; the process ends when the rest is done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def _answer(self, lookup_id: int, done: "Future[GrammarMatcher]") -> None:
         if done.cancelled():
             return

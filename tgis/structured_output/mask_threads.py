@@ -38,3 +38,8 @@ class MaskThreads:
         """Until one more is ready, or not for long."""
         wait(self._open, _MAX_WAIT, FIRST_COMPLETED)
         self._open = {future for future in self._open if not future.done()}
+
+    def close(self) -> None:
+        """Drop the masks that no thread has begun with; the process ends when the others are made."""
+        for pool in (self._slow, self._quick):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -121,7 +121,7 @@ class ChatCompletions:
         messages, tools = template_messages(body.messages), template_tools(shown)
         messages_made = [each async for some in slicer.slices(messages) for each in some]
         tools_made = [each async for some in slicer.slices(tools) for each in some]
-        return await self._template.render(messages_made, tools_made or None, body.chat_template_kwargs or {})
+        return await self._template.render(messages_made, tools_made or None, body.chat_template_kwargs)
 
     def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:
         """Of an output; calls that must be there come as plain JSON where the template has no format that is known."""
