@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from tgis import __version__
 from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
@@ -65,7 +63,7 @@ from tgis.prompts.catalog import AdapterCatalog
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
-from tgis.utils import logs, stop_signals
+from tgis.utils import event_loop, logs, stop_signals
 from tgis.utils.allocator import return_large_blocks
 from tgis.utils.scratch_directory import scratch_directory
 
@@ -90,7 +88,7 @@ def run(config: Config) -> int:
         gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_SECONDS)
-        return uvloop.run(server.serve())
+        return event_loop.run(server.serve())
 
 
 def prepare(config: Config) -> "Server":

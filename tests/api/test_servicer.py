@@ -1,10 +1,12 @@
 """The gRPC API end to end: a server process with the fake engine, which repeats its prompt, and generated stubs."""
 
+import gc
 import math
 import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -710,3 +712,35 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.fullmatch(r"ä+ \.\.\.", error.details())
     assert dict(error.trailing_metadata()).keys() == {"grpc-status-details-bin"}
+
+
+class Message(bytearray):
+    """Of a call; knows whether it still exists."""
+
+
+@run_async
+async def test_a_refused_call_is_no_garbage() -> None:
+    """Without the collector of cycles, which may run much later, its message is gone when the call is."""
+    messages: list[weakref.ref[Message]] = []
+
+    async def refuse(request: bytes, context: Any) -> bytes:
+        message = Message(request)
+        messages.append(weakref.ref(message))
+        async with error_boundary(context):
+            raise InvalidRequest("text", f"{len(message)} bytes")
+        return b""
+
+    server = grpc.aio.server()
+    methods = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Service", methods),))
+    port = server.add_insecure_port("localhost:0")
+    await server.start()
+    gc.disable()
+    try:
+        async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary("/tests.Service/Refuse", bytes, bytes)(bytes(1000))
+        await server.stop(None)
+        assert [message() for message in messages] == [None]
+    finally:
+        gc.enable()

@@ -3,16 +3,18 @@
 import asyncio
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
-
+from tgis.api.grpc.fair_server import FairServer
 from tgis.api.grpc.health import HealthServicer
 from tgis.api.grpc.open_calls import OpenCalls, remember_creators
 from tgis.api.grpc.reflection import reflection_handlers
 from tgis.config import Config
 from tgis.errors import StartError
 from tgis.security.tls import Certificates
+
+if TYPE_CHECKING:
+    import grpc
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
@@ -34,20 +36,20 @@ class GrpcServer:
         self._certificates = certificates
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
-        self._server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=_channel_arguments(config))
+        self._server = FairServer(handlers, interceptors, _channel_arguments(config))
         self._calls = calls
         self._sweep: asyncio.Task[None] | None = None
 
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
         address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
-        try:
-            if self._certificates is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, self._certificates.server_credentials())
-        except RuntimeError as error:
-            reason = _bind_error(self._host, self._port)
-            raise StartError(f"cannot listen for gRPC on {address}: {reason}") from error
+        if self._certificates is None:
+            port: int = self._server.add_insecure_port(address.encode())
+        else:
+            port = self._server.add_secure_port(address.encode(), self._certificates.server_credentials())
+        if not port:
+            raise StartError(f"cannot listen for gRPC on {address}: {_bind_error(self._host, self._port)}")
+        return port
 
     async def start(self) -> None:
         """Accept calls; health is NOT_SERVING until `set_serving`."""
@@ -62,7 +64,7 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, and cancel those still running after `grace` seconds."""
         self._health.close()
-        await self._server.stop(grace)
+        await self._server.shutdown(grace)
         if self._sweep is not None:
             self._sweep.cancel()
 

@@ -1,6 +1,7 @@
 """How a call ends: exceptions as status codes."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -81,7 +82,18 @@ async def abort(context: Context, error: RequestError) -> None:
     for detail in _error_details(error):
         status.details.add().Pack(detail)
     rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
-    await context.abort(code, message, (*context.trailing_metadata(), *rich))
+    try:
+        await context.abort(code, message, (*context.trailing_metadata(), *rich))
+    except grpc.aio.AbortError as aborted:
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(functools.partial(_forget_frames, aborted))
+        raise
+
+
+def _forget_frames(aborted: grpc.aio.AbortError, _task: "asyncio.Task[Any]") -> None:
+    """gRPC's call holds the exception, and its frames the call and the message: garbage, but not soon collected."""
+    aborted.__traceback__ = aborted.__context__ = None
 
 
 def _limited(text: str) -> str:

@@ -1,0 +1,175 @@
+"""Calls of many connections that wait at the same time: which goes first, and how the event loop hears of them."""
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import socket
+import termios
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+import uvloop
+from harness import run_async
+from raw_http2 import HELLO, call_frames
+
+from benchmarks.chaos.http2 import ACK, PING, frame
+from tgis.api.grpc.fair_server import MAX_WAIT_SECONDS, NUM_ACCEPTS, ConnectionTurns, FairServer
+from tgis.utils import event_loop
+
+ECHO = "/test.Service/Echo"
+NUM_CALLS = 300  # of a connection
+FLOOD = b"".join(call_frames(ECHO, b"flood", stream) for stream in range(1, 2 * NUM_CALLS, 2))
+
+
+class Calls:
+    """Handles calls; remembers their messages in the order in which it did."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+
+    async def echo(self, message: bytes, _context: object) -> bytes:
+        self.messages.append(message)
+        return message
+
+    async def start_server(self, num_calls: int = 0) -> tuple[FairServer, int]:
+        """With its port; it handles none before so many have arrived."""
+        handlers = {"Echo": grpc.unary_unary_rpc_method_handler(self.echo)}
+        server = FairServer([grpc.method_handlers_generic_handler("test.Service", handlers)], (), [])
+        server._calls = GatedTurns(num_calls)
+        port = server.add_insecure_port(b"127.0.0.1:0")
+        await server.start()
+        return server, port
+
+
+class GatedTurns(ConnectionTurns[Any]):
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self.missing = num_calls
+
+    def add(self, connection: str, call: Any, now: float) -> None:
+        super().add(connection, call, now)
+        self.missing -= 1
+
+    def take(self, now: float) -> Any:
+        return None if self.missing > 0 else super().take(now)
+
+
+@contextlib.contextmanager
+def client(port: int, calls: bytes) -> Iterator[socket.socket]:
+    """Has sent calls that C-core has seen: it answers pings without the event loop, which does not run meanwhile."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(HELLO + calls + frame(PING, 0, 0, bytes(8)))
+        read_until(connection, frame(PING, ACK, 0, bytes(8)))
+        yield connection
+
+
+def read_until(connection: socket.socket, expected: bytes) -> None:
+    received = b""
+    while expected not in received:
+        received += connection.recv(1 << 16) or b"closed" * len(expected)
+        assert b"closed" not in received
+
+
+@run_async
+async def test_a_call_goes_before_those_that_wait_on_a_busy_connection() -> None:
+    calls = Calls()
+    server, port = await calls.start_server(2 * NUM_CALLS + 1)
+    with client(port, FLOOD), client(port, FLOOD), client(port, call_frames(ECHO, b"one")):
+        while len(calls.messages) < 2 * NUM_CALLS + 1:
+            await asyncio.sleep(0)
+    await server.shutdown(None)
+    assert calls.messages.index(b"one") < 20  # third in turn, and last in the order of their arrival
+
+
+@run_async
+async def test_a_server_stops_with_calls_that_wait() -> None:
+    calls = Calls()
+    server, port = await calls.start_server()
+    with client(port, FLOOD):
+        while not calls.messages:
+            await asyncio.sleep(0)
+        await server.shutdown(None)
+    assert len(calls.messages) < NUM_CALLS
+
+
+def unread_bytes(reader: socket.socket) -> int:
+    size = array.array("i", [0])
+    fcntl.ioctl(reader, termios.FIONREAD, size)
+    return size[0]
+
+
+def test_an_iteration_of_the_event_loop_takes_all_wake_ups_of_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_reader = uvloop.Loop.add_reader
+    readers: list[socket.socket] = []
+    unread: list[tuple[int, int]] = []  # before and after the loop has been woken
+
+    def add(loop: Any, reader: socket.socket, callback: Callable[[], None]) -> None:
+        def woken() -> None:
+            before = unread_bytes(reader)
+            callback()
+            unread.append((before, unread_bytes(reader)))
+
+        readers.append(reader)
+        add_reader(loop, reader, woken)
+
+    async def flood() -> None:
+        server, port = await Calls().start_server()
+        while not server._accepts:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # each has asked for a call
+        deadline = time.monotonic() + 30
+        with client(port, FLOOD):  # C-core has matched it with all accepts, while the loop has not run
+            while unread_bytes(readers[0]) < NUM_ACCEPTS:
+                assert time.monotonic() < deadline
+            unread.clear()
+            while not unread:
+                await asyncio.sleep(0)
+        await server.shutdown(None)
+
+    monkeypatch.setattr(uvloop.Loop, "add_reader", add)
+    event_loop.run(flood())
+    before, after = unread[0]
+    assert before >= NUM_ACCEPTS
+    assert after == 0
+
+
+def drain(turns: ConnectionTurns[Any], now: float = 0.0) -> list[Any]:
+    return list(iter(lambda: turns.take(now), None))
+
+
+def test_connections_take_turns() -> None:
+    turns = ConnectionTurns[str]()
+    for call in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        turns.add(call[0], call, 0.0)
+    assert drain(turns) == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_a_connection_without_waiting_calls_goes_first() -> None:
+    turns = ConnectionTurns[str]()
+    for call in ("a1", "a2", "b1", "b2"):
+        turns.add(call[0], call, 0.0)
+    assert [turns.take(0.0), turns.take(0.0)] == ["a1", "b1"]
+    turns.add("c", "c1", 0.0)
+    assert drain(turns) == ["c1", "a2", "b2"]
+
+
+def test_a_connection_whose_calls_never_wait_for_long_has_no_advantage_over_one_whose_calls_do() -> None:
+    turns = ConnectionTurns[str]()
+    for call in ("a1", "a2", "a3", "b1"):
+        turns.add(call[0], call, 0.0)
+    assert [turns.take(0.0), turns.take(0.0)] == ["a1", "b1"]
+    turns.add("b", "b2", 0.0)
+    assert [turns.take(0.0), turns.take(0.0)] == ["a2", "b2"]
+    turns.add("b", "b3", 0.0)
+    assert drain(turns) == ["a3", "b3"]
+
+
+def test_calls_that_have_waited_for_too_long_are_dropped() -> None:
+    turns = ConnectionTurns[str]()
+    for call, since in (("a1", 0.0), ("a2", 1.0), ("a3", 2.0), ("b1", 0.0)):
+        turns.add(call[0], call, since)
+    assert drain(turns, MAX_WAIT_SECONDS + 1.5) == ["a3"]
