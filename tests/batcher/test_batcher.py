@@ -251,6 +251,38 @@ def test_only_requests_of_the_next_second_overtake_one_that_does_not_fit() -> No
     assert batcher.take_counters() == BatcherCounters(queue_jumps=1)
 
 
+KINDS: list[dict[str, Any]] = [{}, {"padded": False}, {"padded": False, "block_size": 4}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flood_of_one_client_delays_another_by_one_request(kind: dict[str, Any]) -> None:
+    batcher = Batcher(limits(**kind), {EOS})
+    batcher.submit([request(n, 150, 50 + n % 4, client=b"flood") for n in range(100)], 0.0)
+    run_step(batcher)
+    for now, number in enumerate((100, 101), 5):
+        batcher.submit([request(number, 3, 5, client=b"honest")], now)
+        started = batcher.num_waiting
+        while number not in [seq.id for seq in batcher.running_seqs]:
+            run_step(batcher, now=now)
+        assert started - batcher.num_waiting <= 2, "with its own"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_lets_no_older_requests_of_others_pass(kind: dict[str, Any]) -> None:
+    """The flood's small requests may overtake its large one, but nobody whose turn is before theirs."""
+    batcher = Batcher(limits(400, max_batch_size=99, **kind), {EOS})
+    small = [request(n, 20, 20, client=b"flood") for n in range(2, 60)]
+    batcher.submit([request(0, 150, 150, client=b"flood")], 0.0)
+    run_step(batcher)
+    batcher.submit([request(1, 300, 50, client=b"flood"), *small], 0.5)
+    batcher.submit([request(99, 300, 50, client=b"honest")], 9.0)
+    joined: list[int] = []
+    while 99 not in joined:
+        run_step(batcher, now=9.0)
+        joined += [seq.id for seq in batcher.running_seqs if seq.id not in joined]
+    assert joined[:3] == [0, 1, 99]
+
+
 def test_sequences_that_end_in_time_make_room_for_one_that_grows() -> None:
     batcher = Batcher(limits(weight=34, padded=False), {EOS})
     batcher.submit([request(1, 10, max_new=2), request(2, 5, max_new=23)], 0.0)  # 12 and 28, but never together

@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import dataclass, field
+from itertools import islice
 
 from batches import EOS, check_pool, limits, next_plan, preempted, request
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 from tgis.ipc.snapshot import RequestState
 
 SALTS = (b"", b"tenant")
+CLIENTS = (b"", b"one", b"other")
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class Arrival:
     shared: int = 0  # tokens of a beginning that all have in common
     tenant: int = 0  # tenants share no blocks
     prompt_logprobs: bool = False
+    client: int = 0
 
     def request(self, number: int) -> Request:
         shared = min(self.shared, self.length)
         tokens = [*range(1, 1 + shared), *[1000 + number] * (self.length - shared)]
         details = LogprobOptions(input_tokens=self.prompt_logprobs, logprobs=self.prompt_logprobs)
-        return Request(number, tokens, self.new, False, SamplingParams(), details, self.deadline, SALTS[self.tenant])
+        salt, client = SALTS[self.tenant], CLIENTS[self.client]
+        return Request(number, tokens, self.new, False, SamplingParams(), details, self.deadline, salt, client=client)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -109,18 +113,23 @@ class World:
             assert new or {seq.id for seq in old} == set(self.held)
         left = {seq.id for seq in batcher.snapshot(0.0, 1000).waiting_requests}
         waited = {seq.id: seq.seconds_since_arrival for seq in queue}
+        places = {seq.id: place for place, seq in enumerate(queue)}
         for joined in waited.keys() - left - self.tried:  # those are in front
-            assert all(waited[other] - waited[joined] <= 1.0 for other in left), "overtaken by a later one"
+            rivals = [other for other in left if self.arrivals[other].client == self.arrivals[joined].client]
+            assert all(waited[other] - waited[joined] <= 1.0 for other in rivals), "overtaken by a later one"
+            passed = [other for other in left - self.tried if places.get(other, len(places)) < places[joined]]
+            assert all(abs(waited[other] - waited[joined]) <= 1.0 for other in passed), "overtaken by another client's"
 
     def _check_blocks(self, plan: StepPlan, batcher: Batcher) -> None:
-        """The oldest proceed, the youngest are preempted."""
+        """The oldest of a client proceed, its youngest are preempted."""
         assert batcher._block_manager is not None
         check_pool(batcher._block_manager.pool)
         assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
         oldest = batcher.running_seqs[0]
         assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group
         lost = [seq for seq in preempted(plan) if seq.id not in self.rolled_back]
-        assert all(one.arrival_order > seq.arrival_order for one in lost for seq in plan.seqs)
+        mine = [(one, seq) for one in lost for seq in plan.seqs if one.request.client == seq.request.client]
+        assert all((one.arrival_time, one.id) > (seq.arrival_time, seq.id) for one, seq in mine)
         for seq in plan.seqs:
             if seq.request.logprob_options.input_tokens and not seq.num_generated_tokens:
                 assert seq.num_computed_tokens == self.held.get(seq.id, 0), (
@@ -215,6 +224,7 @@ ARRIVALS = st.lists(
         shared=st.sampled_from([0, 6, 17, 30]),
         tenant=st.sampled_from([0, 0, 0, 1]),
         prompt_logprobs=st.sampled_from([False] * 4 + [True]),
+        client=st.sampled_from([0, 0, 0, 1, 2]),
     ),
     max_size=25,
 )
@@ -281,11 +291,11 @@ def test_the_same_events_give_the_same_plans(arrivals: list[Arrival], bounds: Ba
 
 
 @settings(max_examples=40)
-@given(BOUNDS, st.integers(1, 12), st.integers(1, 3), st.integers(0, 3))
+@given(BOUNDS, st.integers(1, 12), st.integers(1, 3), st.integers(0, 3), st.sampled_from([b"", b"other", b"%d"]))
 def test_the_oldest_request_is_not_starved_by_small_ones(
-    bounds: BatchLimits, small: int, per_step: int, wait: int
+    bounds: BatchLimits, small: int, per_step: int, wait: int, client: bytes
 ) -> None:
-    """It needs all the memory; only the small ones of its first second may overtake it."""
+    """It needs all the memory; only the small ones of its first second may overtake it, whoever's they are."""
     batcher = Batcher(bounds, {EOS})
     limit = bounds.token_capacity
     limit -= limit % (bounds.block_size or 1)
@@ -294,7 +304,8 @@ def test_the_oldest_request_is_not_starved_by_small_ones(
         now = step * 0.3
         if step == wait:
             batcher.submit([request(0, limit - 1, 1)], now)
-        batcher.submit([request(next(numbers), small, 4) for _ in range(per_step)], now)
+        for number in islice(numbers, per_step):
+            batcher.submit([request(number, small, 4, client=client.replace(b"%d", b"%d" % number))], now)
         plan = next_plan(batcher, now)
         batcher.commit(plan, [[7]] * len(plan.sampled), now)
         if any(seq.id == 0 for seq in plan.sampled):

@@ -1,6 +1,8 @@
 """Bearer tokens: which calls are accepted, reloading of the file, and the caller's identity."""
 
+import asyncio
 import errno
+import json
 import logging
 import os
 import time
@@ -13,10 +15,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Server, as_stream_request, running_server, unary_request
+from harness import Server, as_stream_request, run_async, running_server, unary_request
 
 from tgis.errors import OptionError
 from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2_grpc as pb_grpc
 from tgis.security.bearer import TokenFile, caller_identity
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
@@ -29,8 +32,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
     (directory / "tokens").write_text("# for tests\nfirst-token\n\n  second-token  \n")
-    model = make_fake_model(directory / "model")
-    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": directory / "tokens"}
+    model = make_fake_model(directory / "model", step_seconds=0.002)
+    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": directory / "tokens", "MAX_BATCH_SIZE": 2}
     with running_server(directory, model, 60, **options) as running:
         yield running
 
@@ -136,6 +139,38 @@ def test_a_file_without_tokens_is_rejected(tmp_path: Path, content: bytes) -> No
     (tmp_path / "tokens").write_bytes(content)
     with pytest.raises(OptionError, match=r"AUTH_TOKEN_PATH .*tokens: "):
         TokenFile(tmp_path / "tokens")
+
+
+@run_async
+async def test_a_flood_with_one_token_does_not_keep_calls_with_another_in_the_queue(server: Server) -> None:
+    """Whichever protocol they use; by the order of the answers."""
+    answered: list[str] = []
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+
+        async def stream(token: str, max_new_tokens: int) -> None:
+            request = as_stream_request(unary_request("abc", max_new_tokens))
+            messages = aiter(stub.GenerateStream(request, metadata=[("authorization", f"Bearer {token}")]))
+            while not (await anext(messages)).generated_token_count:  # what is known before the prefill
+                pass
+            answered.append(token)
+            async for _ in messages:
+                pass
+
+        async def post() -> None:
+            body = json.dumps({"inputs": "abc", "parameters": {"max_new_tokens": 3}}).encode()
+            headers = {"Content-Type": "application/json", "Authorization": "Bearer second-token"}
+            request = urllib.request.Request(f"http://localhost:{server.http_port}/generate", body, headers)
+            assert json.load(await asyncio.to_thread(urllib.request.urlopen, request, timeout=30))
+            answered.append("http")
+
+        flood = [asyncio.create_task(stream("first-token", 200)) for _ in range(100)]
+        while counter(server, "tgi_queue_size") < 90:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(stream("second-token", 3), post())
+        for call in flood:
+            call.cancel()
+    assert len(answered) < 50, "before the queue of the flood was through"
 
 
 def counter(server: Server, name: str) -> float:

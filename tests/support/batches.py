@@ -56,10 +56,11 @@ def request(
     capped: bool = False,
     deadline: float | None = None,
     min_new: int = 0,
+    client: bytes = b"",
 ) -> Request:
     sampling = SamplingParams(min_new_tokens=min_new)
     tokens = list(range(1, length + 1))
-    return Request(request_id, tokens, max_new, capped, sampling, LogprobOptions(), deadline)
+    return Request(request_id, tokens, max_new, capped, sampling, LogprobOptions(), deadline, client=client)
 
 
 def ids(seqs: Iterable[Sequence]) -> list[int]:

@@ -43,18 +43,19 @@ def select_waiting(
 ) -> tuple[list[Sequence], WaitReason | None]:
     """The sequences that join, in order, and why the first of the others has to wait, if there are any.
 
-    One that has to wait may be overtaken only by those that arrived within a second of it.
+    One that has to wait may be overtaken only by those that arrived within a second of it, before or after: those of
+    other clients that come behind it may be much older.
     """
     ranks = AdapterRanks(running)
     selected: list[Sequence] = []
     reason: WaitReason | None = None
-    cutoff, last_position = math.inf, math.inf
+    earliest, latest, last_position = -math.inf, math.inf, math.inf
     for position, seq in enumerate(waiting):
         if len(selected) == max_seqs:
             return selected, reason or WaitReason.BATCH_SIZE
         if selected and seq.retry_group != selected[0].retry_group:
             return selected, reason or WaitReason.RETRY
-        if seq.arrival_time > cutoff or position > last_position:
+        if not earliest <= seq.arrival_time <= latest or position > last_position:
             break
         wait_reason = admission.wait_reason(seq) if ranks.fits(seq) else WaitReason.ADAPTER_RANKS
         if wait_reason is None:
@@ -64,7 +65,8 @@ def select_waiting(
             counters.queue_jumps += reason is not None
         else:
             reason = reason or wait_reason
-            cutoff = min(cutoff, seq.arrival_time + OVERTAKING_WINDOW_SECONDS)
+            earliest = max(earliest, seq.arrival_time - OVERTAKING_WINDOW_SECONDS)
+            latest = min(latest, seq.arrival_time + OVERTAKING_WINDOW_SECONDS)
             last_position = min(last_position, position + MAX_OVERTAKERS)
             if seq.retry_group:
                 break  # nothing overtakes a sequence that is retried

@@ -31,7 +31,7 @@ class Batcher:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []  # the oldest first
+        self._running: list[Sequence] = []  # in the order of their turns
         self._to_release: list[Sequence] = []  # by the next plan
         self._num_steps = 0  # that have succeeded
         self._num_generated_tokens = 0
@@ -82,7 +82,7 @@ class Batcher:
     def submit(self, requests: Iterable[Request], arrival_time: float) -> list[Sequence]:
         """Queue the inputs of one call, in order; they arrived no earlier than those before them."""
         seqs = [Sequence(request, arrival_time, self._num_steps) for request in requests]
-        self._waiting.append(seqs)
+        self._waiting.append(seqs, self._running)
         return seqs
 
     def cancel(self, ids: Collection[int]) -> None:
@@ -233,11 +233,11 @@ class Batcher:
             self._admit(PagedAdmission(block_manager, max_blocks, self._running, budget, self._counters))
 
     def _allocate_blocks(self, block_manager: BlockManager, seqs: list[Sequence], budget: int) -> list[Scheduled]:
-        """Those that get the blocks they need: the oldest first, if need be by preempting the youngest."""
+        """Those that get the blocks they need, by turns; if need be by preempting those whose turns are last."""
         scheduled: list[Scheduled] = []
         for seq, count in split_budget(seqs, budget):
-            if seq.arrival_order > self._running[-1].arrival_order:
-                break  # preempted, and all that follow are younger still
+            if seq.turn > self._running[-1].turn:
+                break  # preempted, and the turns of all that follow are later still
             while not (allocated := block_manager.allocate(seq, count)) and seq is not self._running[-1]:
                 self._preempt()
             if not allocated:
@@ -246,7 +246,7 @@ class Batcher:
         return scheduled
 
     def _preempt(self) -> None:
-        """Requeue the youngest running sequence, in order of arrival."""
+        """Requeue the running sequence whose turn is last, where its turn is."""
         seq = self._running[-1]
         self._counters.preemptions += 1
         self._remove_running(lambda other: other is seq)
@@ -269,7 +269,7 @@ class Batcher:
         )
         if admitted:
             self._waiting.remove({seq.id for seq in admitted})
-            self._running = sorted(self._running + admitted, key=lambda seq: seq.arrival_order)
+            self._running = sorted(self._running + admitted, key=lambda seq: seq.turn)
         return admitted
 
     def _shrink_capacity(self, plan: StepPlan) -> None:

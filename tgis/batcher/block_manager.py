@@ -1,7 +1,7 @@
 """Which sequence has which KV blocks: cached prefixes, blocks for the tokens of a step, blocks to release.
 
 Sequences are admitted on what their prompts need, not on what they may grow to. When blocks run out, the batcher
-preempts the youngest; the oldest always proceeds. BlockPool owns the blocks' states.
+preempts those whose turns are last; the first always proceeds. BlockPool owns the blocks' states.
 """
 
 import hashlib

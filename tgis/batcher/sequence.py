@@ -25,6 +25,7 @@ class Sequence:
     num_counted_tokens: int = 0  # of the prompt, soft prompt included, that StepStats.prompt_tokens has counted
     was_scheduled: bool = False  # in the batch of a step that succeeded
     solo_failures: int = 0  # consecutive steps that failed with this sequence alone
+    start_tag: int = 0  # where it is in the virtual time of the waiting queue
     retry_group: int = 0  # after a failed step only sequences of the same group share a step; 0: none
     stop_reason: StopReason = StopReason.NOT_FINISHED
     block_table: list[int] = field(default_factory=list)  # KV blocks in the order of the tokens
@@ -43,9 +44,9 @@ class Sequence:
         return self.request.id
 
     @property
-    def arrival_order(self) -> tuple[float, int]:
-        """Sort key: the oldest first."""
-        return self.arrival_time, self.id
+    def turn(self) -> tuple[int, float, int]:
+        """Sort key: who comes first. Of one client, or if nobody knows which is whose, the oldest."""
+        return self.start_tag, self.arrival_time, self.id
 
     @property
     def num_generated_tokens(self) -> int:

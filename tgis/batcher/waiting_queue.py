@@ -1,55 +1,73 @@
 """Requests that wait for a place in the batch, in the order in which they will be considered."""
 
+import bisect
 import math
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 
 from tgis.batcher.sequence import Sequence
 
 OVERTAKING_WINDOW_SECONDS = 1.0
 MAX_OVERTAKERS = 64  # considered in one step: a long queue of what does not fit must cost little time
+TOKENS_PER_ROUND = 128  # from the head of the queue to a new client: without it, ever new ones would starve others
 
 
 class WaitingQueue:
-    """First come, first served, behind the sequences of failed steps.
+    """Fair between clients, first come, first served within each, behind the sequences of failed steps.
 
-    A request that does not fit may be overtaken, but only by those that arrived within a second of it.
+    Start-time fair queueing: each request has a start tag, in tokens. The first of a client is one round behind the
+    head of the queue, and each that follows is behind the one before it by the tokens that this one may have in the
+    end. Nothing is kept of clients without requests. A request that does not fit may be overtaken, but only by those
+    that arrived within a second of it.
     """
 
     def __init__(self) -> None:
-        self._seqs: list[Sequence] = []
+        self._failed: list[Sequence] = []
+        self._seqs: list[Sequence] = []  # sorted by turn
+        self._virtual_time = 0  # the start tag of the head of the queue at the latest arrival; never decreases
         self._earliest_deadline = math.inf
 
     def __len__(self) -> int:
-        return len(self._seqs)
+        return len(self._failed) + len(self._seqs)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._seqs)
+        return chain(self._failed, self._seqs)
 
     @property
     def first(self) -> Sequence:
-        return self._seqs[0]
+        return (self._failed or self._seqs)[0]
 
     @property
     def num_requeued(self) -> int:
         """How many have been in a step before."""
-        return sum(seq.was_scheduled for seq in self._seqs)
+        return sum(seq.was_scheduled for seq in self)
 
-    def append(self, seqs: Iterable[Sequence]) -> None:
-        self._insert(len(self._seqs), seqs)
+    def append(self, seqs: list[Sequence], running: Iterable[Sequence]) -> None:
+        """Queue the inputs of one call, in order: not before what is running of their client."""
+        if not seqs:
+            return
+        admitted = [*running, *self._failed]
+        self._virtual_time = max([self._virtual_time, *(seq.start_tag for seq in self._seqs[:1] or admitted)])
+        start_tag = self._next_start_tag(seqs[0].request.client, admitted)
+        for seq in seqs:
+            seq.start_tag = start_tag
+            start_tag += seq.max_length
+        self._insert(seqs)
 
-    def requeue_front(self, seqs: Iterable[Sequence]) -> None:
+    def requeue_front(self, seqs: list[Sequence]) -> None:
         """Put sequences of a failed step in front of all others, in the order given."""
-        self._insert(0, seqs)
+        self._failed = seqs + self._failed
+        self._watch_deadlines(seqs)
 
     def requeue_in_order(self, seq: Sequence) -> None:
-        """Put a preempted sequence behind those that are older: it may have overtaken them."""
-        later = (at for at, other in enumerate(self._seqs) if other.arrival_order > seq.arrival_order)
-        self._insert(next(later, len(self._seqs)), [seq])
+        """Put a preempted sequence behind those whose turn is before its own: it may have overtaken them."""
+        self._insert([seq])
 
     def remove(self, ids: Collection[int]) -> list[Sequence]:
         """Take out requests; return those that were here."""
-        removed = [seq for seq in self._seqs if seq.id in ids]
+        removed = [seq for seq in self if seq.id in ids]
         if removed:
+            self._failed = [seq for seq in self._failed if seq.id not in ids]
             self._seqs = [seq for seq in self._seqs if seq.id not in ids]
         return removed
 
@@ -60,14 +78,24 @@ class WaitingQueue:
         """
         if next_answer <= self._earliest_deadline:
             return []
-        late = [seq for seq in self._seqs if seq.expired(now, next_answer)]
+        late = [seq for seq in self if seq.expired(now, next_answer)]
         expired = self.remove({seq.id for seq in late if seq.num_generated_tokens or seq.queued_at_step < num_steps})
-        self._earliest_deadline = min(map(_deadline, self._seqs), default=math.inf)
+        self._earliest_deadline = min(map(_deadline, self), default=math.inf)
         return expired
 
-    def _insert(self, at: int, seqs: Iterable[Sequence]) -> None:
-        new = list(seqs)
-        self._seqs[at:at] = new
+    def _next_start_tag(self, client: bytes, admitted: Iterable[Sequence]) -> int:
+        """Behind the last that waits of this client, and not before those that it has in the batch."""
+        start_tags = [seq.start_tag for seq in admitted if seq.request.client == client]
+        if last := next((seq for seq in reversed(self._seqs) if seq.request.client == client), None):
+            start_tags.append(last.start_tag + last.max_length)
+        return max([self._virtual_time + TOKENS_PER_ROUND, *start_tags])
+
+    def _insert(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            bisect.insort(self._seqs, seq, key=lambda one: one.turn)
+        self._watch_deadlines(seqs)
+
+    def _watch_deadlines(self, new: list[Sequence]) -> None:
         self._earliest_deadline = min([self._earliest_deadline, *map(_deadline, new)])
 
 

@@ -257,6 +257,7 @@ class Generator:
                     identity=call.identity,
                     answer_deadline=call.answer_deadline,
                     grammar=grammar,
+                    client=call.account.client,
                 )
                 for field, encoding in some
                 for number in range(call.n)

@@ -249,7 +249,7 @@ class _BatchMetrics:
         self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
-        self.queue_jumps = add.counter("tgi_queue_jump", "Requests scheduled before an older one.")
+        self.queue_jumps = add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit.")
         self.granular = add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time.")
         self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large.")
         self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Requests kept out: too much padding.")

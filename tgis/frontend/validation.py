@@ -104,6 +104,7 @@ def make_request(
     answer_deadline: float | None = None,
     length: int = 0,
     grammar: int | None = None,
+    client: bytes = b"",
 ) -> Request:
     """Check the length of one input and limit its output to what the maximum sequence length leaves.
 
@@ -129,6 +130,7 @@ def make_request(
         adapter=adapter,
         answer_deadline=answer_deadline,
         grammar=grammar,
+        client=client,
     )
     _check_capacity(request, limits, field)
     return request

@@ -107,7 +107,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class BatcherCounters(msgspec.Struct, array_like=True, gc=False):
     """How requests joined the batch, and what kept others waiting, since the last report."""
 
-    queue_jumps: int = 0  # joined before an older request
+    queue_jumps: int = 0  # joined before one that had to wait
     granular_additions: int = 0  # joined because others will have ended before memory runs out
     prefill_weight_exceeded: int = 0  # kept waiting: the prefill would have become too large
     prefill_padding_exceeded: int = 0  # kept waiting: too much of the prefill would have been padding

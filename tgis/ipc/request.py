@@ -84,6 +84,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     adapter: AdapterRef | None = None
     answer_deadline: float | None = None  # of the client, who must have the whole output before it
     grammar: int | None = None  # the lookup that has compiled it
+    client: bytes = b""  # whose turns in the queue it takes; empty where nobody knows; not for logs
 
     @property
     def soft_prompt_length(self) -> int:
