@@ -4,7 +4,10 @@ transformers is imported when a template is loaded: it takes a second, and most 
 """
 
 import functools
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +21,7 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 _OUR_VARIABLES = frozenset(
     {"messages", "tools", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
 )
+_REWRITING_FRAMES = 3  # the one that takes the place of a template's, and those that have made it
 _BYTES_PER_TOOL = 256  # about; only the order of waiting chats depends on it
 # What a template raises on purpose, and what it runs into with messages that it does not expect.
 _ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -84,8 +88,20 @@ class ChatTemplate:
                 **self._special_tokens | variables,
             )
         except _ERRORS as error:
-            raise TemplateError("messages", f"the chat template cannot be applied: {error}") from error
-        return str(text)
+            problem = str(error)
+            _forget_frames(error)
+        else:
+            return str(text)
+        raise TemplateError("messages", f"the chat template cannot be applied: {problem}")
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Jinja rewrites tracebacks: frames that did it are the callers of others, and hold them, with the messages."""
+    trace, error.__traceback__ = error.__traceback__, None
+    for frame, _ in traceback.walk_tb(trace):
+        for caller, _ in islice(traceback.walk_stack(frame), _REWRITING_FRAMES):
+            with suppress(RuntimeError):  # it still runs
+                caller.clear()
 
 
 def _read_templates(directory: Path) -> dict[str, str]:

@@ -150,6 +150,7 @@ class EngineClient:
 
     def close(self, queue: OutputQueue) -> None:
         """Cancel the request unless it has ended."""
+        queue.close()
         if self._remove(queue):
             self._cancel(queue.request.id)
 

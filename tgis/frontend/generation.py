@@ -7,11 +7,11 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from tgis.errors import InvalidRequest, QueueFull, RequestError, Unavailable
+from tgis.errors import InvalidRequest, QueueFull, Unavailable
 from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.budget import INPUT, OFFSETS_PER_BYTE, TOKENS_PER_BYTE, MemoryBudget, details_price
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
@@ -29,6 +29,7 @@ from tgis.frontend.validation import RequestLimits, check_num_bytes, make_reques
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
+from tgis.utils.run_together import run_together
 from tgis.utils.slices import Slicer
 
 _INPUT_COST = 16  # units of a slice
@@ -110,7 +111,7 @@ class Generator:
                 eager = bool(params.given.stop_sequences)
                 with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
-                    await _all_or_first_error([self._collect(output, log) for output in outputs])
+                    await run_together([self._collect(output, log) for output in outputs])
                     return [output.final() for output in outputs]
 
     def refused(self, kind: CallKind) -> None:
@@ -293,16 +294,16 @@ def _wanted(max_length: int, params: RawParams) -> Wanted:
 
 async def _merged_chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[RequestOutput, None]:
     """The messages of several outputs after the first ones."""
-    waiting = {asyncio.create_task(output.queue.get()): output for output in outputs}
+    waiting = {asyncio.create_task(output.queue.ready()): output for output in outputs}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in [each for each in waiting if each in done]:
                 output = waiting.pop(task)
-                for chunk in output.chunks(task.result()):
+                for chunk in output.chunks(await output.queue.get()):
                     yield chunk
                 if not output.stop_reason:
-                    waiting[asyncio.create_task(output.queue.get())] = output
+                    waiting[asyncio.create_task(output.queue.ready())] = output
     finally:
         for task in waiting:
             task.cancel()
@@ -317,15 +318,3 @@ def _check_num_inputs(num_inputs: int, limit: int) -> None:
     """Unlike too many of several calls, too many of one will never be accepted."""
     if num_inputs > limit:
         raise InvalidRequest("requests", f"requests has {num_inputs} inputs, at most {limit} allowed")
-
-
-async def _all_or_first_error(work: list[Coroutine[None, None, None]]) -> None:
-    if len(work) == 1:
-        await work[0]
-        return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for one in work:
-                group.create_task(one)
-    except* RequestError as errors:
-        raise errors.exceptions[0] from None

@@ -10,6 +10,8 @@ from tgis.errors import RequestError
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tgis.ipc.messages import PromptLogprobs
 
 _WOKEN_AT_ONCE = 64  # each takes a tenth of a millisecond to write its next message
@@ -52,17 +54,14 @@ class OutputQueue:
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
         self.num_tokens = 0  # that the engine has generated
         self.ended = False  # the engine is done with the request
-        self.on_end = _nothing  # called when the engine is done with the request
+        self.failed = False
+        self.on_end: Callable[[], None] | None = None  # called when the engine is done with the request
         self._eager = eager
         self._new = NewTokens()
         self._error: RequestError | None = None
         self._ready = False
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
 
     def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> bool:
         """Add what a step gave; return whether the consumer has to be woken for it."""
@@ -75,24 +74,33 @@ class OutputQueue:
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
-        self._error = error
+        self._error, self.failed = error, True
         self._ready = True
         self.wake_up()
         self._end()
 
-    async def get(self) -> NewTokens:
-        """Wait for new tokens, the end of the request or its error."""
+    async def ready(self) -> None:
+        """Wait until `get` need not wait."""
         if not self._ready:
             if self._loop is None:  # to ask for it takes a system call
                 self._loop = asyncio.get_running_loop()
             self._waiter = self._loop.create_future()
             await self._waiter
+
+    async def get(self) -> NewTokens:
+        """Wait for new tokens, the end of the request or its error."""
+        if not self._ready:
+            await self.ready()
         new, self._new = self._new, NewTokens()
         if self._error is None:
             self._ready = False
         elif not new.token_ids:
             raise self._error
         return new
+
+    def close(self) -> None:
+        """Let go of what leads back here, by a traceback or by the outputs: else all of them are garbage cycles."""
+        self._error = self.on_end = None
 
     def wake_up(self) -> None:
         """Let the consumer go on, if it waits."""
@@ -101,7 +109,8 @@ class OutputQueue:
 
     def _end(self) -> None:
         self.ended = True
-        self.on_end()
+        if self.on_end is not None:
+            self.on_end()
 
 
 class WakeUps:
@@ -125,7 +134,3 @@ class WakeUps:
         self._scheduled = bool(self._queues)
         if self._scheduled:
             asyncio.get_running_loop().call_soon(self._wake_some)
-
-
-def _nothing() -> None:
-    pass

@@ -7,7 +7,6 @@ A long text is tokenized in parts where that is certain to give the same tokens:
 request that truncates the text needs only its end. Other long texts have a thread of their own.
 """
 
-import asyncio
 import json
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from tgis.errors import InvalidRequest, StartError
 from tgis.frontend.tokenizer_pool import TokenizerPool
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
+from tgis.utils.run_together import run_together
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
@@ -131,12 +131,7 @@ class Tokenizer:
             for index, group in remaining:
                 encodings[index] = await self._encode_group(group, size, wanted)
 
-        tasks = [asyncio.create_task(work()) for _ in groups[: self._workers]]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await run_together([work() for _ in groups[: self._workers]])
         return list(chain.from_iterable(encodings))
 
     async def _encode_group(self, texts: list[str], size: int, wanted: Wanted) -> list[Encoding]:

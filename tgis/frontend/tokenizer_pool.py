@@ -22,9 +22,12 @@ class TokenizerPool:
     async def run(self, call_size: int, job: Callable[[], T]) -> T:
         """Run the job in a thread; `call_size` is that of the whole call."""
         await self._take_thread(call_size)
+        return await self._start(job)
+
+    def _start(self, job: Callable[[], T]) -> asyncio.Future[T]:
         result = asyncio.get_running_loop().run_in_executor(self._threads, job)
         result.add_done_callback(lambda _: self._release_thread())
-        return await asyncio.shield(result)  # a thread is busy until its job ends, whether or not somebody waits
+        return asyncio.shield(result)  # a thread is busy until its job ends, whether or not somebody waits
 
     def close(self) -> None:
         """Stop the threads; what waits for one is dropped."""

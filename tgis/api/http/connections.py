@@ -14,6 +14,7 @@ from itertools import chain, takewhile
 from typing import cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tgis.config import Config
 
@@ -191,6 +192,17 @@ class Connection(web.RequestHandler):
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head_bytes:
                 self._connections.abort(self)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, HttpProcessingError):
+            exc.__traceback__ = None  # a frame there has the error, and the bytes that are no request
+        return super().handle_error(request, status, exc, message)
 
     def pause_writing(self) -> None:
         self._connections.writing_paused(self)

@@ -86,6 +86,9 @@ class HttpServer:
             if sum(len(name) + len(value) for name, value in request.raw_headers) > self._max_head_bytes:
                 return web.Response(status=431)
             return await handler(request)
+        except web.HTTPException as error:  # aiohttp's own
+            error.__traceback__ = None  # which knows the request, which knows the error
+            return web.Response(status=error.status, headers=error.headers, body=error.body)
         finally:
             self.connections.answered(Connection.of(request))
 

@@ -1,0 +1,241 @@
+"""Calls leave no reference cycles, however they end: what they held would stay until the next collection."""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import grpc
+import pytest
+from garbage_server import collected
+from harness import Server, as_stream_request, running_module, unary_request
+from repository import REPOSITORY
+
+from tgis.models.fake import make_fake_model
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+CALLS = 3  # of each kind
+MAX_LENGTH, LONG, MAX_BODY = 400, 300, 50_000
+POISON = "a!"  # token 0
+TEMPLATE = """
+{%- if messages[0].content == "refused" %}{{ raise_exception("not this") }}{% endif %}
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"""
+
+
+class Clients:
+    """Of a server that can say what it leaves to the collector."""
+
+    def __init__(self, server: Server, report: Path) -> None:
+        self.server, self._report = server, report
+        self.channel = grpc.insecure_channel(server.target)
+        self.stub = GenerationServiceStub(self.channel)
+
+    def collected(self) -> dict[str, int]:
+        """Since it was last asked, of calls that have ended."""
+        self.server.wait_for_metric("tgi_batch_current_size 0.0")
+        self.generate("a")
+        return collected(self.server.process.pid, self._report)
+
+    def generate(self, *texts: str, tokens: int = 5, timeout: float = 20) -> None:
+        self.start(*texts, tokens=tokens, timeout=timeout).result()
+
+    def start(self, *texts: str, tokens: int = LONG, timeout: float = 20) -> Any:
+        request = unary_request(texts[0], tokens)
+        request.requests.extend(pb.GenerationRequest(text=text) for text in texts[1:])
+        return self.stub.Generate.future(request, timeout=timeout)
+
+    def stream(self, text: str = "ab", tokens: int = LONG, timeout: float = 20) -> Any:
+        return self.stub.GenerateStream(as_stream_request(unary_request(text, tokens)), timeout=timeout)
+
+    def with_regex(self, regex: str) -> None:
+        request = unary_request("ab")
+        request.params.decoding.regex = regex
+        self.stub.Generate(request)
+
+    def send(self, method: str, *messages: bytes) -> None:
+        list(self.channel.stream_stream(f"/fmaas.GenerationService/{method}", bytes, bytes)(iter(messages)))
+
+    def post(self, path: str, body: dict[str, Any] | bytes, kind: str = "application/json") -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with closing(HTTPConnection("127.0.0.1", self._api_port, timeout=20)) as connection:
+            connection.request("POST", path, data, {"Content-Type": kind})
+            connection.getresponse().read()
+
+    def post_and_vanish(self, path: str, body: dict[str, Any], missing: int = 0, *, reads: bool = False) -> None:
+        """Before `missing` bytes are sent, or while the server generates."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        with closing(self.connect(f"{head}\r\n\r\n".encode() + data[: len(data) - missing])) as connection:
+            if reads:
+                connection.recv(1)
+            elif not missing:
+                self.server.wait_for_metric("tgi_batch_current_size 1.0")
+
+    def send_line(self, line: bytes) -> None:
+        with closing(self.connect(line)) as connection:
+            connection.recv(1)
+
+    def connect(self, data: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self._api_port), timeout=20)
+        connection.sendall(data)
+        return connection
+
+    @property
+    def _api_port(self) -> int:
+        assert self.server.api_port is not None
+        return self.server.api_port
+
+
+Kind = Callable[[Clients], object]
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    directory = tmp_path_factory.mktemp("garbage")
+    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.001, poison_token=0)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    options: dict[str, Any] = {"MAX_NEW_TOKENS": LONG, "MAX_CONCURRENT_REQUESTS": 8, "PAYLOAD_LIMIT": MAX_BODY}
+    options["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/support")))
+    command = ["garbage_server", str(directory / "report")]
+    with running_module(command, directory, MODEL_NAME=model, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
+        made = Clients(server, directory / "report")
+        yield made
+        made.channel.close()
+
+
+def check(clients: Clients, kind: Kind) -> None:
+    """Nothing of such calls is left."""
+    clients.collected()
+    for _ in range(CALLS):
+        with suppress(grpc.RpcError):
+            kind(clients)
+    assert clients.collected() == {}
+
+
+def _cancel_a_unary_call(clients: Clients) -> None:
+    call = clients.start("ab", "c")
+    clients.server.wait_for_metric("tgi_batch_current_size 2.0")
+    call.cancel()
+
+
+def _cancel_a_stream(clients: Clients) -> None:
+    call = clients.stream()
+    next(call)
+    call.cancel()
+
+
+def _cancel_at_once(clients: Clients) -> None:
+    for call in (clients.start("ab"), clients.stream()):
+        call.cancel()
+
+
+def _cancel_before_the_message(clients: Clients) -> None:
+    cancelled = Event()
+    call: Any = clients.channel.stream_stream("/fmaas.GenerationService/GenerateStream", bytes, bytes)(
+        iter(lambda: cancelled.wait() and b"", b"")
+    )
+    clients.generate("a")
+    call.cancel()
+    cancelled.set()
+
+
+def _vanish(clients: Clients) -> None:
+    with grpc.insecure_channel(clients.server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        call = GenerationServiceStub(channel).GenerateStream(as_stream_request(unary_request("ab", LONG)))
+        next(call)
+
+
+GRPC: dict[str, Kind] = {
+    "finished": lambda to: to.generate("a", "b"),
+    "finished stream": lambda to: list(to.stream(tokens=5)),
+    "finished grammar": lambda to: to.with_regex("[ab]+"),
+    "tokenized": lambda to: to.stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a")] * 20)),
+    "failed": lambda to: to.generate(POISON),
+    "failed in a batch": lambda to: to.generate("a", POISON, "b"),
+    "failed stream": lambda to: list(to.stream(POISON)),
+    "late": lambda to: to.generate("a", tokens=LONG, timeout=0.1),
+    "late stream": lambda to: list(to.stream(timeout=0.1)),
+    "cancelled": _cancel_a_unary_call,
+    "cancelled stream": _cancel_a_stream,
+    "cancelled at once": _cancel_at_once,
+    "cancelled before its message": _cancel_before_the_message,
+    "vanished": _vanish,
+    "refused parameters": lambda to: to.generate("a", tokens=LONG + 1),
+    "refused stream": lambda to: list(to.stream(tokens=LONG + 1)),
+    "too long": lambda to: to.generate("a", "b" * MAX_LENGTH),
+    "not decoded": lambda to: to.send("Generate", b"\xff"),
+    "without a message": lambda to: to.send("GenerateStream"),
+    "no grammar": lambda to: to.with_regex("("),
+    "too many texts": lambda to: to.send("Tokenize", b"\x12\0" * 100_000),
+}
+
+
+@pytest.mark.parametrize("kind", GRPC)
+def test_grpc_calls(clients: Clients, kind: str) -> None:
+    check(clients, GRPC[kind])
+
+
+def tgi(text: str, tokens: int = 5, **parameters: Any) -> dict[str, Any]:
+    return {"inputs": text, "parameters": {"max_new_tokens": tokens, **parameters}}
+
+
+HTTP: dict[str, Kind] = {
+    "finished": lambda to: to.post("/generate", tgi("a", best_of=2, do_sample=True)),
+    "finished stream": lambda to: to.post("/generate_stream", tgi("a")),
+    "failed": lambda to: to.post("/generate", tgi(POISON)),
+    "failed stream": lambda to: to.post("/generate_stream", tgi(POISON)),
+    "vanished": lambda to: to.post_and_vanish("/generate", tgi("a", LONG)),
+    "vanished stream": lambda to: to.post_and_vanish("/generate_stream", tgi("a", LONG), reads=True),
+    "vanished with half a body": lambda to: to.post_and_vanish("/generate", tgi("a"), missing=3),
+    "refused parameters": lambda to: to.post("/generate", tgi("a", LONG + 1)),
+    "refused stream": lambda to: to.post("/generate_stream", tgi("a", LONG + 1)),
+    "wrong type": lambda to: to.post("/generate", {"inputs": 1}),
+    "no JSON": lambda to: to.post("/generate", b"{"),
+    "large body": lambda to: to.post("/generate", b" " * (MAX_BODY + 1)),
+    "wrong content type": lambda to: to.post("/generate", b"{}", kind="text/plain"),
+    "no grammar": lambda to: to.post("/generate", tgi("a", grammar={"type": "regex", "value": "("})),
+    "no route": lambda to: to.post("/nothing", {}),
+    "no HTTP": lambda to: to.send_line(b"\0\r\n"),
+}
+
+
+@pytest.mark.parametrize("kind", HTTP)
+def test_http_calls(clients: Clients, kind: str) -> None:
+    check(clients, HTTP[kind])
+
+
+def completion(prompt: Any, tokens: int = 5, **more: Any) -> dict[str, Any]:
+    return {"model": "model", "prompt": prompt, "max_tokens": tokens, **more}
+
+
+def chat(text: str, tokens: int = 5, **more: Any) -> dict[str, Any]:
+    return {"model": "model", "messages": [{"role": "user", "content": text}], "max_tokens": tokens, **more}
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OPENAI: dict[str, Kind] = {
+    "finished": lambda to: to.post(COMPLETIONS, completion(["a", "b"], logprobs=1)),
+    "finished stream": lambda to: to.post(COMPLETIONS, completion("a", n=2, stream=True)),
+    "finished chat": lambda to: to.post(CHAT, chat("a", response_format={"type": "json_object"})),
+    "finished chat stream": lambda to: to.post(CHAT, chat("a", stream=True)),
+    "failed": lambda to: to.post(COMPLETIONS, completion(["a", POISON, "b"])),
+    "failed stream": lambda to: to.post(COMPLETIONS, completion(["a", POISON], stream=True)),
+    "vanished": lambda to: to.post_and_vanish(COMPLETIONS, completion("a", LONG)),
+    "vanished stream": lambda to: to.post_and_vanish(COMPLETIONS, completion("a", LONG, n=2, stream=True), reads=True),
+    "vanished chat": lambda to: to.post_and_vanish(CHAT, chat("a", LONG, stream=True), reads=True),
+    "refused parameters": lambda to: to.post(COMPLETIONS, completion("a", LONG + 1)),
+    "wrong type": lambda to: to.post(COMPLETIONS, completion(1)),
+    "refused by the template": lambda to: to.post(CHAT, chat("refused")),
+    "no schema": lambda to: to.post(CHAT, chat("a", tools=[{"type": "function", "function": {"name": "f"}}])),
+}
+
+
+@pytest.mark.parametrize("kind", OPENAI)
+def test_openai_calls(clients: Clients, kind: str) -> None:
+    check(clients, OPENAI[kind])
