@@ -7,7 +7,7 @@ import fcntl
 import socket
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import grpc
@@ -18,9 +18,12 @@ from raw_http2 import HELLO, call_frames
 
 from benchmarks.chaos.http2 import ACK, PING, frame
 from tgis.api.grpc.fair_server import MAX_WAIT_SECONDS, NUM_ACCEPTS, ConnectionTurns, FairServer
+from tgis.api.grpc.open_calls import OpenCalls
+from tgis.config import Config
 from tgis.utils import event_loop
 
 ECHO = "/test.Service/Echo"
+CONFIG = Config(model_name="m")
 NUM_CALLS = 300  # of a connection
 FLOOD = b"".join(call_frames(ECHO, b"flood", stream) for stream in range(1, 2 * NUM_CALLS, 2))
 
@@ -38,8 +41,8 @@ class Calls:
     async def start_server(self, num_calls: int = 0) -> tuple[FairServer, int]:
         """With its port; it handles none before so many have arrived."""
         handlers = {"Echo": grpc.unary_unary_rpc_method_handler(self.echo)}
-        server = FairServer([grpc.method_handlers_generic_handler("test.Service", handlers)], (), [])
-        server._calls = GatedTurns(num_calls)
+        server = FairServer([grpc.method_handlers_generic_handler("test.Service", handlers)], (), [], OpenCalls(CONFIG))
+        server._turns = GatedTurns(num_calls)
         port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
         return server, port
@@ -54,8 +57,8 @@ class GatedTurns(ConnectionTurns[Any]):
         super().add(connection, call, now)
         self.missing -= 1
 
-    def take(self, now: float) -> Any:
-        return None if self.missing > 0 else super().take(now)
+    def take(self, now: float, busy: Container[str] = ()) -> Any:
+        return None if self.missing > 0 else super().take(now, busy)
 
 
 @contextlib.contextmanager
@@ -166,6 +169,14 @@ def test_a_connection_whose_calls_never_wait_for_long_has_no_advantage_over_one_
     assert [turns.take(0.0), turns.take(0.0)] == ["a2", "b2"]
     turns.add("b", "b3", 0.0)
     assert drain(turns) == ["a3", "b3"]
+
+
+def test_busy_connections_wait() -> None:
+    turns = ConnectionTurns[str]()
+    for call in ("a1", "a2", "b1", "c1"):
+        turns.add(call[0], call, 0.0)
+    assert [turns.take(0.0, "a"), turns.take(0.0, "ac"), turns.take(0.0, "ac")] == ["b1", None, None]
+    assert drain(turns) == ["c1", "a1", "a2"]
 
 
 def test_calls_that_have_waited_for_too_long_are_dropped() -> None:

@@ -17,7 +17,7 @@ from harness import run_async
 from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
 
 from benchmarks.chaos.http2 import END_HEADERS, END_STREAM, HEADERS, RST_STREAM
-from tgis.api.grpc import open_calls
+from tgis.api.grpc import fair_server, open_calls
 from tgis.api.grpc import server as server_module
 from tgis.api.grpc.handlers import stream_handler, unary_handler
 from tgis.api.grpc.open_calls import OpenCall, OpenCalls
@@ -169,6 +169,31 @@ async def test_the_status_of_a_message_that_is_late() -> None:
     async with serving(grpc_message_timeout_seconds=SHORT) as (_, port), connected(port) as channel:
         call = channel.stream_unary("/test.Service/Unary", bytes, bytes)()  # type: ignore[call-arg]  # stubs
         assert (await call.code(), await call.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
+
+
+@run_async
+async def test_messages_that_arrive_slowly_delay_only_calls_of_their_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_calls, "ARRIVING_SECONDS", LONG)
+    calls = [call_headers("/test.Service/Unary", stream) for stream in range(1, 101, 2)]
+    async with serving() as (service, port), raw_client(port, HELLO, *calls):
+        await until(lambda: len(service.calls.receiving) >= fair_server.MAX_ARRIVING_TOGETHER)
+        assert await works(port)
+        assert len(service.calls.receiving) < len(calls) / 2
+
+
+@run_async
+async def test_a_call_waits_while_many_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_calls, "ARRIVING_SECONDS", LONG)
+    monkeypatch.setattr(fair_server, "MAX_ARRIVING", 2)
+    sent = HELLO, call_headers("/test.Service/Unary")
+    async with serving() as (service, port), raw_client(port, *sent), raw_client(port, *sent):
+        await until(lambda: len(service.calls.receiving) == 2)
+        third = asyncio.create_task(works(port))
+        assert not (await asyncio.wait([third], timeout=0.5))[0]
+        monkeypatch.setattr(open_calls, "ARRIVING_SECONDS", 0.0)
+        assert await third
 
 
 @run_async

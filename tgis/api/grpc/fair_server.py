@@ -7,13 +7,16 @@ connection by itself.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
+
+from tgis.api.grpc.open_calls import ARRIVING_SECONDS, MAX_ARRIVING, OpenCalls
 
 if TYPE_CHECKING:
     import grpc
@@ -23,7 +26,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 NUM_ACCEPTS = 64  # calls that an iteration of the event loop takes from C-core
+MAX_ARRIVING_TOGETHER = 4  # messages; beyond, only one of a connection
 MAX_WAIT_SECONDS = 10.0  # for the turn of a call: only those of a connection that floods the server wait for long
+_MAX_SKIPPED = 64  # connections
 
 
 class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
@@ -34,34 +39,45 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
         handlers: Sequence["grpc.GenericRpcHandler[Any, Any]"],
         interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]",
         options: Sequence[tuple[str, int]],
+        calls: OpenCalls,
     ) -> None:
         self._running_loop = asyncio.get_running_loop()
         super().__init__(self._running_loop, None, handlers, interceptors, options, None)
-        self._calls = ConnectionTurns[Any]()
-        self._changed = asyncio.Event()
+        self._turns = ConnectionTurns[Any]()
+        self._open_calls = calls
+        self._changed = calls.changed
         self._accepts: list[asyncio.Task[None]] = []
 
     async def _request_call(self) -> Any:
         if not self._accepts:
             self._accepts = [self._running_loop.create_task(self._accept_calls()) for _ in range(NUM_ACCEPTS)]
-        while (call := self._calls.take(time.monotonic())) is None:
+        while (call := self._take()) is None:
             if self._accepts[0].done():
                 return await super()._request_call()  # raises what grpc.aio expects when a server stops
             self._changed.clear()
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ARRIVING_SECONDS if self._turns else None):
+                    await self._changed.wait()
         return call
+
+    def _take(self) -> Any:
+        """The next call, None if none may start: what it sends may be large."""
+        if (num_arriving := self._open_calls.num_arriving()) >= MAX_ARRIVING:
+            return None
+        busy = self._open_calls.receiving_from if num_arriving >= MAX_ARRIVING_TOGETHER else ()
+        return self._turns.take(time.monotonic(), busy)
 
     async def _accept_calls(self) -> None:
         try:
             while True:
                 self._accepted(await super()._request_call())  # in no variable: who holds a call keeps it open
         except cygrpc._RequestCallError:  # the server stops
-            self._calls.clear()
+            self._turns.clear()
             self._changed.set()
 
     def _accepted(self, call: Any) -> None:
         connection = cygrpc._ServicerContext(call, None, None, self._running_loop).peer()
-        self._calls.add(connection, call, time.monotonic())
+        self._turns.add(connection, call, time.monotonic())
         self._changed.set()
 
 
@@ -77,6 +93,10 @@ class ConnectionTurns(Generic[T]):
         self._new: deque[str] = deque()
         self._old: deque[str] = deque()
 
+    def __len__(self) -> int:
+        """How many connections have had calls since their last turn."""
+        return len(self._waiting)
+
     def add(self, connection: str, call: T, now: float) -> None:
         """At the end of what waits from this connection."""
         if connection not in self._waiting:
@@ -84,16 +104,20 @@ class ConnectionTurns(Generic[T]):
             self._new.append(connection)
         self._waiting[connection].append((now, call))
 
-    def take(self, now: float) -> T | None:
-        """The next one."""
-        while turns := self._new or self._old:
-            connection = turns.popleft()
-            calls = self._waiting[connection]
-            self._drop_late(calls, now - MAX_WAIT_SECONDS)
-            if calls:
-                self._old.append(connection)  # without calls too: it is new again only after its turn
-                return calls.popleft()[1]
-            del self._waiting[connection]
+    def take(self, now: float, busy: Container[str] = ()) -> T | None:
+        """The next one of a connection that is not busy; another time looks further than at the first of them."""
+        for turns in (self._new, self._old):
+            for _ in range(min(len(turns), _MAX_SKIPPED)):
+                connection = turns.popleft()
+                calls = self._waiting[connection]
+                self._drop_late(calls, now - MAX_WAIT_SECONDS)
+                if not calls:
+                    del self._waiting[connection]
+                elif connection not in busy:
+                    self._old.append(connection)  # without calls too: it is new again only after its turn
+                    return calls.popleft()[1]
+                else:
+                    turns.append(connection)
         return None
 
     def clear(self) -> None:

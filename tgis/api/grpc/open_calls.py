@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 import grpc
@@ -26,6 +26,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_RECEIVING_BYTES = 256 << 20  # of messages that arrive slowly
+MAX_ARRIVING = 16  # messages at the same time: they are in memory, and have no price before they are there
+ARRIVING_SECONDS = 0.1  # one that takes longer arrives slowly, and keeps no other from its turn
 MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothing to say
 SLOW_SECONDS = 0.5
 CALLS_PER_SLICE = 16
@@ -44,6 +46,7 @@ class OpenCall:
         task, creator = asyncio.current_task(), _creator.get()
         assert task is not None
         self.context = context
+        self.connection = context.peer()
         self.client = client_address(context)
         self.task = task
         self._creator = creator() if creator else None
@@ -58,7 +61,7 @@ class OpenCall:
 
     async def next_message(self, max_bytes: int | None = None) -> bytes | None:
         """None at the end; InvalidRequest if it has more than `max_bytes`."""
-        with _entered(self._calls.receiving, self):
+        with self._calls.arriving(self):
             data = await self.context.read()
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
@@ -110,8 +113,29 @@ class OpenCalls:
         self.reading: dict[OpenCall, float] = {}
         self.idle: dict[OpenCall, float] = {}
         self.served: set[OpenCall] = set()  # the end of the server waits for them
+        self.changed = asyncio.Event()  # a message has arrived
         self._last_end = 0.0
+        self.receiving_from: Counter[str] = Counter()  # likewise, by connection
         self._refusals: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def arriving(self, call: OpenCall) -> Iterator[None]:
+        """While a message of this call is on its way."""
+        self.receiving_from[call.connection] += 1
+        try:
+            with _entered(self.receiving, call):
+                yield
+        finally:
+            self.receiving_from[call.connection] -= 1
+            if not self.receiving_from[call.connection]:
+                del self.receiving_from[call.connection]
+            self.changed.set()
+
+    def num_arriving(self) -> int:
+        """Messages on their way, at most MAX_ARRIVING; those that arrive slowly do not count."""
+        since = time.monotonic() - ARRIVING_SECONDS
+        newest = islice(reversed(self.receiving.values()), MAX_ARRIVING)
+        return sum(started > since for started in newest)
 
     @contextmanager
     def open(self, context: Context) -> Iterator[OpenCall]:

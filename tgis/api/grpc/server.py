@@ -36,7 +36,7 @@ class GrpcServer:
         self._certificates = certificates
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
-        self._server = FairServer(handlers, interceptors, _channel_arguments(config))
+        self._server = FairServer(handlers, interceptors, _channel_arguments(config), calls)
         self._calls = calls
         self._sweep: asyncio.Task[None] | None = None
 
