@@ -69,7 +69,8 @@ from tgis.utils.scratch_directory import scratch_directory
 
 log = logging.getLogger(__name__)
 
-GC_THRESHOLDS = (2000, 10, 50)  # with thousands of open calls, a full collection takes a tenth of a second
+# Calls leave hardly any garbage, and with thousands of them open a full collection takes a fifth of a second.
+GC_THRESHOLDS = (2000, 10, 50)
 SWITCH_SECONDS = 0.0005  # until threads that tokenize let the event loop run; Python's default is ten times that
 _LATE_SECONDS = 1.0  # worth a line in the log
 

@@ -4,7 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
@@ -32,7 +32,7 @@ class Clients:
     """Of a server that can say what it leaves to the collector."""
 
     def __init__(self, server: Server, report: Path) -> None:
-        self.server, self._report = server, report
+        self.server, self.report = server, report
         self.channel = grpc.insecure_channel(server.target)
         self.stub = GenerationServiceStub(self.channel)
 
@@ -40,7 +40,7 @@ class Clients:
         """Since it was last asked, of calls that have ended."""
         self.server.wait_for_metric("tgi_batch_current_size 0.0")
         self.generate("a")
-        return collected(self.server.process.pid, self._report)
+        return collected(self.server.process.pid, self.report)
 
     def generate(self, *texts: str, tokens: int = 5, timeout: float = 20) -> None:
         self.start(*texts, tokens=tokens, timeout=timeout).result()
@@ -96,17 +96,27 @@ Kind = Callable[[Clients], object]
 
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
-    directory = tmp_path_factory.mktemp("garbage")
-    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.001, poison_token=0)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_fake_model(tmp_path_factory.mktemp("model"), MAX_LENGTH, step_seconds=0.001, poison_token=0)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    options: dict[str, Any] = {"MAX_NEW_TOKENS": LONG, "MAX_CONCURRENT_REQUESTS": 8, "PAYLOAD_LIMIT": MAX_BODY}
+    return model
+
+
+@contextmanager
+def serving(directory: Path, model: Path, **options: Any) -> Iterator[Clients]:
+    options |= {"MAX_NEW_TOKENS": LONG, "MAX_CONCURRENT_REQUESTS": 8, "PAYLOAD_LIMIT": MAX_BODY}
     options["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/support")))
     command = ["garbage_server", str(directory / "report")]
     with running_module(command, directory, MODEL_NAME=model, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
         made = Clients(server, directory / "report")
         yield made
         made.channel.close()
+
+
+@pytest.fixture(scope="module")
+def clients(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    with serving(tmp_path_factory.mktemp("garbage"), model) as made:
+        yield made
 
 
 def check(clients: Clients, kind: Kind) -> None:
@@ -239,3 +249,17 @@ OPENAI: dict[str, Kind] = {
 @pytest.mark.parametrize("kind", OPENAI)
 def test_openai_calls(clients: Clients, kind: str) -> None:
     check(clients, OPENAI[kind])
+
+
+def test_calls_without_a_token(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret\n")
+    with serving(tmp_path, model, AUTH_TOKEN_PATH=tmp_path / "tokens") as clients:
+        collected(clients.server.process.pid, clients.report)  # of the start
+        for _ in range(CALLS):
+            with pytest.raises(grpc.RpcError, match="a valid bearer token is required"):
+                clients.generate("a")
+            with pytest.raises(grpc.RpcError, match="a valid bearer token is required"):
+                list(clients.stream())
+            clients.post(COMPLETIONS, completion("a"))
+        clients.server.get("/health")
+        assert collected(clients.server.process.pid, clients.report) == {}

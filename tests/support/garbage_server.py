@@ -48,6 +48,7 @@ def _described(garbage: object) -> str | None:
 
 if __name__ == "__main__":
     gc.disable()
+    gc.freeze = lambda: None  # gRPC takes calls with objects that it has made before
     file, sys.argv = Path(sys.argv[1]), ["tgis", "serve"]
     signal.signal(signal.SIGUSR1, lambda *_: _report(file))
     tgis()
