@@ -109,6 +109,7 @@ def serving(directory: Path, model: Path, **options: Any) -> Iterator[Clients]:
     command = ["garbage_server", str(directory / "report")]
     with running_module(command, directory, MODEL_NAME=model, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
         made = Clients(server, directory / "report")
+        collected(server.process.pid, made.report)  # of the start
         yield made
         made.channel.close()
 
@@ -121,7 +122,6 @@ def clients(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 def check(clients: Clients, kind: Kind) -> None:
     """Nothing of such calls is left."""
-    clients.collected()
     for _ in range(CALLS):
         with suppress(grpc.RpcError):
             kind(clients)
@@ -254,7 +254,6 @@ def test_openai_calls(clients: Clients, kind: str) -> None:
 def test_calls_without_a_token(model: Path, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("secret\n")
     with serving(tmp_path, model, AUTH_TOKEN_PATH=tmp_path / "tokens") as clients:
-        collected(clients.server.process.pid, clients.report)  # of the start
         for _ in range(CALLS):
             with pytest.raises(grpc.RpcError, match="a valid bearer token is required"):
                 clients.generate("a")
