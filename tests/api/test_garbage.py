@@ -21,6 +21,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 CALLS = 3  # of each kind
+SERVICE = "fmaas.GenerationService"
 MAX_LENGTH, LONG, MAX_BODY = 400, 300, 50_000
 POISON = "a!"  # token 0
 TEMPLATE = """
@@ -59,7 +60,7 @@ class Clients:
         self.stub.Generate(request)
 
     def send(self, method: str, *messages: bytes) -> None:
-        list(self.channel.stream_stream(f"/fmaas.GenerationService/{method}", bytes, bytes)(iter(messages)))
+        list(self.channel.stream_stream(f"/{method}", bytes, bytes)(iter(messages)))
 
     def post(self, path: str, body: dict[str, Any] | bytes, kind: str = "application/json") -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -147,7 +148,7 @@ def _cancel_at_once(clients: Clients) -> None:
 
 def _cancel_before_the_message(clients: Clients) -> None:
     cancelled = Event()
-    call: Any = clients.channel.stream_stream("/fmaas.GenerationService/GenerateStream", bytes, bytes)(
+    call: Any = clients.channel.stream_stream(f"/{SERVICE}/GenerateStream", bytes, bytes)(
         iter(lambda: cancelled.wait() and b"", b"")
     )
     clients.generate("a")
@@ -179,10 +180,11 @@ GRPC: dict[str, Kind] = {
     "refused parameters": lambda to: to.generate("a", tokens=LONG + 1),
     "refused stream": lambda to: list(to.stream(tokens=LONG + 1)),
     "too long": lambda to: to.generate("a", "b" * MAX_LENGTH),
-    "not decoded": lambda to: to.send("Generate", b"\xff"),
-    "without a message": lambda to: to.send("GenerateStream"),
+    "not decoded": lambda to: to.send(f"{SERVICE}/Generate", b"\xff"),
+    "without a message": lambda to: to.send(f"{SERVICE}/GenerateStream"),
     "no grammar": lambda to: to.with_regex("("),
-    "too many texts": lambda to: to.send("Tokenize", b"\x12\0" * 100_000),
+    "no service": lambda to: to.send("grpc.health.v1.Health/Check", b"\x0a\1x"),
+    "too many texts": lambda to: to.send(f"{SERVICE}/Tokenize", b"\x12\0" * 100_000),
 }
 
 
