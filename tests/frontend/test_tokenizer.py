@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizer_families as zoo
@@ -70,6 +73,30 @@ def test_many_calls_at_once(families: Families) -> None:
         return await asyncio.gather(*(tokenizer.encode([text]) for text in texts))
 
     assert [one.ids for (one,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
+
+
+def test_a_short_text_waits_for_no_thread(families: Families, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, tokenizer = families("gpt2")
+    threads_may_go_on = threading.Event()
+    encode_batch = Tokenizer._encode
+
+    def in_thread(self: Tokenizer, texts: Sequence[str], *args: Any, **options: Any) -> list[Encoding]:
+        if threading.current_thread() is not threading.main_thread():
+            threads_may_go_on.wait()
+        return encode_batch(self, texts, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "_encode", in_thread)
+
+    async def run() -> list[Encoding]:
+        long = [asyncio.create_task(tokenizer.encode(["word " * 1000])) for _ in range(100)]
+        await asyncio.sleep(0)
+        short = await tokenizer.encode(["a short text"])
+        assert not any(task.done() for task in long)
+        threads_may_go_on.set()
+        await asyncio.gather(*long)
+        return short
+
+    assert asyncio.run(run())[0].ids == backend.encode("a short text").ids
 
 
 def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: Path) -> None:

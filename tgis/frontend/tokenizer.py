@@ -27,7 +27,8 @@ from tgis.utils.run_together import run_together
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 
-PART = 1 << 14  # characters, for some milliseconds of a thread
+SHORT = 1 << 8  # characters, for 0.1 ms at most
+PART = 1 << 14  # likewise, for some milliseconds of a thread
 LONG = 4 * PART
 _CUT_TRIES = 256
 
@@ -135,6 +136,8 @@ class Tokenizer:
         return list(chain.from_iterable(encodings))
 
     async def _encode_group(self, texts: list[str], size: int, wanted: Wanted) -> list[Encoding]:
+        if len(texts) == 1 and len(texts[0]) <= SHORT:
+            return self._encode(texts, wanted)  # takes less than handing it to a thread
         rule = self._cut_rule
         if len(texts[0]) > LONG and rule and (rule.keeps_offsets or not wanted.offsets):
             return [await self._encode_in_parts(texts[0], rule, size, wanted)]
