@@ -41,7 +41,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("ui")
-    model = make_fake_model(directory / "model", 2048, step_seconds=0.002)
+    model = make_fake_model(directory / "model", 2048, step_seconds=0.01)
     write_template(model, LAST_MESSAGE)
     adapter = directory / "store" / "tuned"
     adapter.mkdir(parents=True)
