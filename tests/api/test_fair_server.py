@@ -179,6 +179,15 @@ def test_busy_connections_wait() -> None:
     assert drain(turns) == ["c1", "a1", "a2"]
 
 
+def test_connections_without_calls_keep_no_other_from_its_turn() -> None:
+    turns = ConnectionTurns[str]()
+    for connection in range(200):
+        turns.add(str(connection), "first", 0.0)
+    turns.add("199", "second", 0.0)
+    assert drain(turns) == ["first"] * 200 + ["second"]
+    assert not turns
+
+
 def test_calls_that_have_waited_for_too_long_are_dropped() -> None:
     turns = ConnectionTurns[str]()
     for call, since in (("a1", 0.0), ("a2", 1.0), ("a3", 2.0), ("b1", 0.0)):

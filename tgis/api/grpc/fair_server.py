@@ -107,17 +107,20 @@ class ConnectionTurns(Generic[T]):
     def take(self, now: float, busy: Container[str] = ()) -> T | None:
         """The next one of a connection that is not busy; another time looks further than at the first of them."""
         for turns in (self._new, self._old):
-            for _ in range(min(len(turns), _MAX_SKIPPED)):
+            skipped: list[str] = []
+            while turns and len(skipped) < _MAX_SKIPPED:
                 connection = turns.popleft()
                 calls = self._waiting[connection]
                 self._drop_late(calls, now - MAX_WAIT_SECONDS)
                 if not calls:
                     del self._waiting[connection]
-                elif connection not in busy:
+                elif connection in busy:
+                    skipped.append(connection)
+                else:
+                    turns.extend(skipped)
                     self._old.append(connection)  # without calls too: it is new again only after its turn
                     return calls.popleft()[1]
-                else:
-                    turns.append(connection)
+            turns.extend(skipped)
         return None
 
     def clear(self) -> None:
