@@ -48,6 +48,13 @@ class Calls:
         return server, port
 
 
+class Arriving:
+    """A call whose message is on its way."""
+
+    def __init__(self, connection: str) -> None:
+        self.connection = connection
+
+
 class GatedTurns(ConnectionTurns[Any]):
     def __init__(self, num_calls: int) -> None:
         super().__init__()
@@ -138,6 +145,15 @@ def test_an_iteration_of_the_event_loop_takes_all_wake_ups_of_grpc(monkeypatch: 
     before, after = unread[0]
     assert before >= NUM_ACCEPTS
     assert after == 0
+
+
+@run_async
+async def test_a_connection_is_not_busy_with_what_arrives_slowly() -> None:
+    calls, now = OpenCalls(CONFIG), time.monotonic() + 60
+    since = {"slow": now - 120} | {f"fast{number}": now for number in range(4)}
+    receiving: dict[Any, float] = {Arriving(connection): started for connection, started in since.items()}
+    calls.receiving.update(receiving)
+    assert sorted(calls.arriving_from()) == ["fast0", "fast1", "fast2", "fast3"]
 
 
 def drain(turns: ConnectionTurns[Any], now: float = 0.0) -> list[Any]:

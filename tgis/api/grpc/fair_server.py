@@ -62,9 +62,10 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
 
     def _take(self) -> Any:
         """The next call, None if none may start: what it sends may be large."""
-        if (num_arriving := self._open_calls.num_arriving()) >= MAX_ARRIVING:
+        connections = self._open_calls.arriving_from()
+        if len(connections) >= MAX_ARRIVING:
             return None
-        busy = self._open_calls.receiving_from if num_arriving >= MAX_ARRIVING_TOGETHER else ()
+        busy = connections if len(connections) >= MAX_ARRIVING_TOGETHER else ()
         return self._turns.take(time.monotonic(), busy)
 
     async def _accept_calls(self) -> None:

@@ -115,27 +115,22 @@ class OpenCalls:
         self.served: set[OpenCall] = set()  # the end of the server waits for them
         self.changed = asyncio.Event()  # a message has arrived
         self._last_end = 0.0
-        self.receiving_from: Counter[str] = Counter()  # likewise, by connection
         self._refusals: set[asyncio.Task[None]] = set()
 
     @contextmanager
     def arriving(self, call: OpenCall) -> Iterator[None]:
         """While a message of this call is on its way."""
-        self.receiving_from[call.connection] += 1
         try:
             with _entered(self.receiving, call):
                 yield
         finally:
-            self.receiving_from[call.connection] -= 1
-            if not self.receiving_from[call.connection]:
-                del self.receiving_from[call.connection]
             self.changed.set()
 
-    def num_arriving(self) -> int:
-        """Messages on their way, at most MAX_ARRIVING; those that arrive slowly do not count."""
+    def arriving_from(self) -> list[str]:
+        """The connections of messages on their way, at most MAX_ARRIVING; those that arrive slowly do not count."""
         since = time.monotonic() - ARRIVING_SECONDS
-        newest = islice(reversed(self.receiving.values()), MAX_ARRIVING)
-        return sum(started > since for started in newest)
+        newest = islice(reversed(self.receiving.items()), MAX_ARRIVING)
+        return [call.connection for call, started in newest if started > since]
 
     @contextmanager
     def open(self, context: Context) -> Iterator[OpenCall]:
