@@ -692,6 +692,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
+async def refusal_of(handler: Callable[[bytes, Any], Any], request: bytes) -> grpc.aio.AioRpcError:
+    """What a server with nothing but this handler says to it."""
+    server = grpc.aio.server()
+    methods = {"Refuse": grpc.unary_unary_rpc_method_handler(handler)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Service", methods),))
+    port = server.add_insecure_port("localhost:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/tests.Service/Refuse", bytes, bytes)(request)
+    await server.stop(None)
+    return caught.value
+
+
 @run_async
 async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
     async def refuse(_request: bytes, context: Any) -> bytes:
@@ -699,16 +713,7 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
             raise InvalidRequest("text", "ä" * 20_000)
         return b""
 
-    server = grpc.aio.server()
-    methods = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Service", methods),))
-    port = server.add_insecure_port("localhost:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/tests.Service/Refuse", bytes, bytes)(b"")
-    await server.stop(None)
-    error: Any = caught.value
+    error: Any = await refusal_of(refuse, b"")
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.fullmatch(r"ä+ \.\.\.", error.details())
     assert dict(error.trailing_metadata()).keys() == {"grpc-status-details-bin"}
@@ -730,17 +735,9 @@ async def test_a_refused_call_is_no_garbage() -> None:
             raise InvalidRequest("text", f"{len(message)} bytes")
         return b""
 
-    server = grpc.aio.server()
-    methods = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Service", methods),))
-    port = server.add_insecure_port("localhost:0")
-    await server.start()
     gc.disable()
     try:
-        async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary("/tests.Service/Refuse", bytes, bytes)(bytes(1000))
-        await server.stop(None)
+        await refusal_of(refuse, bytes(1000))
         assert [message() for message in messages] == [None]
     finally:
         gc.enable()

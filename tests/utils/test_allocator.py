@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 CHILD = """
+import ctypes
 import resource
 import sys
 from tgis.utils.allocator import reuse_large_blocks
 
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: of huge pages there are few faults
 if sys.argv[1] == "reuse":
     reuse_large_blocks()
 

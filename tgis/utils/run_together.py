@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Sequence
 
 
 async def run_together(work: Sequence[Coroutine[None, None, None]]) -> None:
-    """Until all have ended; the first error ends the others."""
+    """Until all have ended, or one has failed, which cancels the others."""
     if len(work) == 1:
         await work[0]
         return

@@ -11,7 +11,7 @@ from tgis.api.grpc import wire
 from tgis.api.grpc.handlers import stream_handler, unary_handler
 from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 from tgis.api.grpc.servicer import GENERATION_SERVICE
-from tgis.api.grpc.status import Context
+from tgis.api.grpc.status import Context, abort_with
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 MAX_REQUEST_BYTES = 256
@@ -57,9 +57,7 @@ class HealthServicer:
     async def _check(self, data: bytes, context: Context) -> bytes:
         """The state of one service; NOT_FOUND for an unknown one."""
         if not self._knows(data):
-            context.set_code(grpc.StatusCode.NOT_FOUND)  # not `abort`: the call would keep its error, with this frame
-            context.set_details("unknown service")
-            return b""
+            await abort_with(context, grpc.StatusCode.NOT_FOUND, "unknown service")
         return _serialize(self._state())
 
     async def _list(self, _data: bytes, _context: Context) -> bytes:

@@ -82,8 +82,13 @@ async def abort(context: Context, error: RequestError) -> None:
     for detail in _error_details(error):
         status.details.add().Pack(detail)
     rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
+    await abort_with(context, code, message, (*context.trailing_metadata(), *rich))
+
+
+async def abort_with(context: Context, code: grpc.StatusCode, text: str, metadata: Any = ()) -> None:
+    """End the call with this status; raises AbortError, whose frames do not outlive the call."""
     try:
-        await context.abort(code, message, (*context.trailing_metadata(), *rich))
+        await context.abort(code, text, metadata)
     except grpc.aio.AbortError as aborted:
         task = asyncio.current_task()
         assert task is not None
