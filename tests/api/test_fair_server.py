@@ -18,7 +18,7 @@ from raw_http2 import HELLO, call_frames
 
 from benchmarks.chaos.http2 import ACK, PING, frame
 from tgis.api.grpc.fair_server import MAX_WAIT_SECONDS, NUM_ACCEPTS, ConnectionTurns, FairServer
-from tgis.api.grpc.open_calls import OpenCalls
+from tgis.api.grpc.open_calls import LARGE_BYTES, OpenCalls
 from tgis.config import Config
 from tgis.utils import event_loop
 
@@ -154,6 +154,31 @@ async def test_a_connection_is_not_busy_with_what_arrives_slowly() -> None:
     receiving: dict[Any, float] = {Arriving(connection): started for connection, started in since.items()}
     calls.receiving.update(receiving)
     assert sorted(calls.arriving_from()) == ["fast0", "fast1", "fast2", "fast3"]
+
+
+@run_async
+async def test_one_large_message_arrives_at_a_time() -> None:
+    calls = OpenCalls(CONFIG)
+    server = FairServer([], (), [], calls)
+    for connection in ("large0", "large1", "small"):
+        server._turns.add(connection, connection, time.monotonic())
+        calls.note_size(connection, LARGE_BYTES if connection < "m" else LARGE_BYTES - 1)
+    receiving: dict[Any, float] = {Arriving("large0"): time.monotonic() + 60}  # so it never arrives slowly
+    calls.receiving.update(receiving)
+    assert [server._take(), server._take()] == ["small", None]
+    calls.receiving.clear()
+    assert server._take() == "large0"
+    calls.receiving.update(receiving)
+    calls.note_size("large1", 100)
+    assert server._take() == "large1"
+
+
+def test_few_large_senders_are_remembered() -> None:
+    calls = OpenCalls(CONFIG)
+    for connection in map(str, range(10_000)):
+        calls.note_size(connection, LARGE_BYTES)
+    assert 100 < len(calls.large_senders) < 1000
+    assert "9999" in calls.large_senders
 
 
 def drain(turns: ConnectionTurns[Any], now: float = 0.0) -> list[Any]:

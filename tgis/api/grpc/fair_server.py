@@ -62,10 +62,12 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
 
     def _take(self) -> Any:
         """The next call, None if none may start: what it sends may be large."""
-        connections = self._open_calls.arriving_from()
+        connections, large = self._open_calls.arriving_from(), self._open_calls.large_senders
         if len(connections) >= MAX_ARRIVING:
             return None
-        busy = connections if len(connections) >= MAX_ARRIVING_TOGETHER else ()
+        busy = set(connections) if len(connections) >= MAX_ARRIVING_TOGETHER else set()
+        if not large.keys().isdisjoint(connections):  # one large message at a time, as far as that is known
+            busy |= large.keys()
         return self._turns.take(time.monotonic(), busy)
 
     async def _accept_calls(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from tgis.api.grpc.compression import decompressed
 from tgis.api.grpc.status import Context, abort, client_address
 from tgis.config import Config
 from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
@@ -28,12 +29,14 @@ log = logging.getLogger(__name__)
 MAX_RECEIVING_BYTES = 256 << 20  # of messages that arrive slowly
 MAX_ARRIVING = 16  # messages at the same time: they are in memory, and have no price before they are there
 ARRIVING_SECONDS = 0.1  # one that takes longer arrives slowly, and keeps no other from its turn
+LARGE_BYTES = 256 << 10  # to copy such a message takes up to 5 ms of the event loop
 MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothing to say
 SLOW_SECONDS = 0.5
 CALLS_PER_SLICE = 16
 _SWEEP_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0  # a sweep that is later than this one follows a pause
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
+_MAX_LARGE_SENDERS = 256
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 
 _creator: "ContextVar[weakref.ref[asyncio.Task[Any]] | None]" = ContextVar("creator", default=None)
@@ -63,8 +66,10 @@ class OpenCall:
         """None at the end; InvalidRequest if it has more than `max_bytes`."""
         with self._calls.arriving(self):
             data = await self.context.read()
-        if not isinstance(data, bytes):  # grpc.aio.EOF
-            return None
+            if not isinstance(data, bytes):  # grpc.aio.EOF
+                return None
+            self._calls.note_size(self.connection, len(data))
+            data = await decompressed(data, self._calls.max_message_bytes)
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest("", f"the message has {len(data)} bytes, at most {max_bytes} allowed")
         return data
@@ -107,12 +112,14 @@ class OpenCalls:
     def __init__(self, config: Config) -> None:
         self._message_seconds = config.grpc_message_timeout_seconds
         self._write_seconds = config.stream_write_timeout_seconds
-        self._max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
+        self.max_message_bytes = config.grpc_max_message_bytes
+        self._max_receiving = max(MAX_RECEIVING_BYTES // self.max_message_bytes, 1)
         # since when they have waited, the oldest first
         self.receiving: dict[OpenCall, float] = {}
         self.reading: dict[OpenCall, float] = {}
         self.idle: dict[OpenCall, float] = {}
         self.served: set[OpenCall] = set()  # the end of the server waits for them
+        self.large_senders: dict[str, None] = {}  # connections whose last message was large, the latest at the end
         self.changed = asyncio.Event()  # a message has arrived
         self._last_end = 0.0
         self._refusals: set[asyncio.Task[None]] = set()
@@ -131,6 +138,14 @@ class OpenCalls:
         since = time.monotonic() - ARRIVING_SECONDS
         newest = islice(reversed(self.receiving.items()), MAX_ARRIVING)
         return [call.connection for call, started in newest if started > since]
+
+    def note_size(self, connection: str, num_bytes: int) -> None:
+        """Of the last message of a connection."""
+        self.large_senders.pop(connection, None)
+        if num_bytes >= LARGE_BYTES:
+            self.large_senders[connection] = None
+            if len(self.large_senders) > _MAX_LARGE_SENDERS:
+                del self.large_senders[next(iter(self.large_senders))]
 
     @contextmanager
     def open(self, context: Context) -> Iterator[OpenCall]:

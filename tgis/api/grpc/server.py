@@ -78,6 +78,7 @@ def _channel_arguments(config: Config) -> list[tuple[str, int]]:
         *((name, seconds * 1000) for name, seconds in ages.items() if seconds is not None),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
+        ("grpc.per_message_decompression", 0),  # see compression.py
         ("grpc.max_concurrent_streams", config.grpc_max_concurrent_streams or config.max_concurrent_requests + 128),
         ("grpc.max_allowed_incoming_connections", config.grpc_max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),

@@ -1,0 +1,84 @@
+"""Compressed messages: what gRPC's own client sends, and streams that Python's modules compress."""
+
+import gzip
+import random
+import zlib
+
+import grpc
+import pytest
+from harness import run_async
+
+from tgis.api.grpc.compression import decompressed
+from tgis.api.grpc.handlers import unary_handler
+from tgis.api.grpc.open_calls import OpenCalls
+from tgis.api.grpc.server import GrpcServer
+from tgis.config import Config
+from tgis.errors import InvalidRequest
+
+LIMIT = 1 << 16
+CONFIG = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0, grpc_max_message_bytes=LIMIT)
+TEXT = b"\x0a\xff\x01" + random.Random(0).randbytes(100) * 300  # as a message begins
+
+
+async def echo(data: bytes, _context: object) -> bytes:
+    return data
+
+
+@pytest.mark.parametrize("algorithm", grpc.Compression)
+@run_async
+async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression) -> None:
+    calls = OpenCalls(CONFIG)
+    handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": unary_handler(calls, echo)})
+    server = GrpcServer([handler], CONFIG, calls)
+    port = server.bind()
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", compression=algorithm) as channel:
+            call = channel.unary_unary("/test.Service/Echo", bytes, bytes)
+            assert await call(TEXT, timeout=30) == TEXT
+            with pytest.raises(grpc.aio.AioRpcError, match=f"{LIMIT}") as caught:
+                await call(TEXT * 3, timeout=30)
+            compressed = algorithm is not grpc.Compression.NoCompression  # gRPC itself refuses the others
+            expected = grpc.StatusCode.INVALID_ARGUMENT if compressed else grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.code() is expected
+            assert await call(TEXT, timeout=30) == TEXT
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("size", [0, 1, LIMIT - 1, LIMIT])
+@run_async
+async def test_streams_within_the_limit(size: int) -> None:
+    for data in (bytes(size), random.Random(size).randbytes(size)):
+        for compressed in (gzip.compress(data), zlib.compress(data), zlib.compress(data, 0)):
+            assert await decompressed(compressed, LIMIT) == data
+
+
+def _lying(data: bytes) -> bytes:
+    """A gzip stream that announces one byte."""
+    return data[:-4] + (1).to_bytes(4, "little")
+
+
+BAD = {
+    "one byte too many": (gzip.compress(bytes(LIMIT + 1)), "has more than 65536 bytes, decompressed"),
+    "deflate, too many": (zlib.compress(bytes(LIMIT + 1)), "has more than 65536 bytes, decompressed"),
+    "a bomb": (gzip.compress(bytes(64 << 20)), "has more than 65536 bytes, decompressed"),
+    "a bomb that lies": (_lying(gzip.compress(bytes(64 << 20))), "has more than 65536 bytes, decompressed"),
+    "cut off": (zlib.compress(TEXT)[:-9], "it is not one whole stream"),
+    "two streams": (gzip.compress(b"a") * 2, "it is not one whole stream"),
+    "no gzip": (b"\x1f\x8b" + bytes(100), "cannot be decompressed: Error"),
+    "no deflate": (b"\x78\x9c" + b"\xff" * 100, "cannot be decompressed: Error"),
+}
+
+
+@pytest.mark.parametrize(("data", "problem"), BAD.values(), ids=BAD)
+@run_async
+async def test_streams_that_are_refused(data: bytes, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        await decompressed(data, LIMIT)
+
+
+@run_async
+async def test_other_messages_are_left_alone() -> None:
+    for data in (b"", b"\x0a", b"\x1f", b"\x78", b"\x78\x02", TEXT):
+        assert await decompressed(data, 1) is data
