@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from fuzz_messages import mutated, random_message
@@ -87,9 +88,19 @@ def test_bytes_that_are_no_message(data: bytes) -> None:
         wire.parse(CountedBytes(data), pb.BatchedTokenizeRequest, 512)
 
 
+def test_counting_pauses() -> None:
+    message = pb.BatchedTokenizeRequest(requests=[{"text": "t"}] * 5000).SerializeToString()
+    data = CountedBytes(message)
+    reads = [data.reads for _ in wire.check_fields(data, pb.BatchedTokenizeRequest, 10_000)]
+    slices = [after - before for before, after in pairwise([0, *reads])]
+    assert len(slices) == 5000 * 2 // wire.FIELDS_PER_SLICE
+    assert max(slices) < 2.1 * min(slices)
+
+
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 70_000, 3_000_000])
 def test_serialized_messages_become_fields(size: int) -> None:
     one = pb.TokenizeResponse(tokens=["x" * size])
-    field = wire.length_delimited(1, [one.SerializeToString(), one.SerializeToString()])
+    tag, data = wire.tags(pb.BatchedTokenizeResponse)["responses"], one.SerializeToString()
+    field = [wire.message_header(tag, [data, data]), data, data]
     one.tokens.append(one.tokens[0])
     assert pb.BatchedTokenizeResponse.FromString(b"".join(field * 2)).responses[:] == [one, one]

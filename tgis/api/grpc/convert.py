@@ -36,8 +36,12 @@ _FIELD_PATHS = {
     "grammar": "params.decoding.grammar",
 }
 
-_RESPONSES = pb.BatchedGenerationResponse.RESPONSES_FIELD_NUMBER
-assert pb.BatchedTokenizeResponse.RESPONSES_FIELD_NUMBER == _RESPONSES
+_RESPONSES = wire.tags(pb.BatchedGenerationResponse)["responses"]
+assert wire.tags(pb.BatchedTokenizeResponse)["responses"] == _RESPONSES
+_GENERATION, _TOKENIZATION = wire.tags(pb.GenerationResponse), wire.tags(pb.TokenizeResponse)
+_OFFSET = wire.tags(pb.TokenizeResponse.Offset)
+_TOKEN = wire.tags(pb.TokenInfo)
+assert wire.tags(pb.TokenInfo.TopToken).items() <= _TOKEN.items()
 _OUTPUT_COST = 8  # units of a slice, without tokens
 _BYTES_PER_SLICE_UNIT = 4096  # to copy
 
@@ -121,14 +125,15 @@ async def generate_reply(outputs: list[RequestOutput], slicer: Slicer, is_specia
     parts = []
     async for some in slicer.slices(outputs, cost=_OUTPUT_COST):
         for output in some:
-            parts += wire.length_delimited(_RESPONSES, await _generation_response(output, slicer, is_special))
+            response = await _generation_response(output, slicer, is_special)
+            parts += [wire.message_header(_RESPONSES, response), *response]
     return await _joined(parts, slicer)
 
 
 async def generation_response(output: RequestOutput, slicer: Slicer, is_special: IsSpecial | None) -> bytes:
     """A serialized GenerationResponse."""
     if _is_small(output):
-        return _small_message(output, is_special)
+        return _without_tokens(output) + _tokens(_GENERATION["tokens"], output.tokens, is_special)
     return await _joined(await _generation_response(output, slicer, is_special), slicer)
 
 
@@ -137,36 +142,24 @@ def _is_small(output: RequestOutput) -> bool:
     return not output.input_tokens and len(output.tokens) <= 1 and len(output.text) <= _BYTES_PER_SLICE_UNIT
 
 
-def _small_message(output: RequestOutput, is_special: IsSpecial | None) -> bytes:
-    response = _without_tokens(output)
-    if output.tokens:
-        response.tokens.extend(_token_infos(output.tokens, is_special))
-    return response.SerializeToString()
-
-
 async def _generation_response(output: RequestOutput, slicer: Slicer, is_special: IsSpecial | None) -> list[bytes]:
     """Its parts: concatenated messages are one with the fields of all."""
-    if _is_small(output):
-        return [_small_message(output, is_special)]
-    parts = [_without_tokens(output).SerializeToString()]
-    async for tokens in slicer.slices(output.tokens, cost=output.details_per_token):
-        parts += [pb.GenerationResponse(tokens=_token_infos(tokens, is_special)).SerializeToString()]
-    async for tokens in slicer.slices(output.input_tokens, cost=output.details_per_token):
-        parts += [pb.GenerationResponse(input_tokens=_token_infos(tokens, is_special)).SerializeToString()]
+    parts = [_without_tokens(output)]
+    for name, infos in ("tokens", output.tokens), ("input_tokens", output.input_tokens):
+        async for some in slicer.slices(infos, cost=output.details_per_token):
+            parts += [_tokens(_GENERATION[name], some, is_special)]
     return parts
 
 
-def _without_tokens(output: RequestOutput) -> pb.GenerationResponse:
+def _without_tokens(output: RequestOutput) -> bytes:
+    data = wire.integer(_GENERATION["generated_token_count"], output.generated_token_count)
+    data += wire.string(_GENERATION["text"], output.text)
     if not (output.input_token_count or output.stop_reason or output.seed):  # within a stream
-        return pb.GenerationResponse(text=output.text, generated_token_count=output.generated_token_count)
-    return pb.GenerationResponse(
-        text=output.text,
-        input_token_count=output.input_token_count,
-        generated_token_count=output.generated_token_count,
-        stop_reason=pb.StopReason.Name(output.stop_reason),
-        stop_sequence=output.stop_sequence,
-        seed=output.seed,
-    )
+        return data
+    data += wire.integer(_GENERATION["input_token_count"], output.input_token_count)
+    data += wire.integer(_GENERATION["stop_reason"], output.stop_reason)
+    data += wire.integer(_GENERATION["seed"], output.seed)
+    return data + wire.string(_GENERATION["stop_sequence"], output.stop_sequence)
 
 
 async def _joined(parts: list[bytes], slicer: Slicer) -> bytes:
@@ -197,18 +190,22 @@ async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer) -> byt
     parts = []
     async for some in slicer.slices(tokenized):
         for one in some:
-            parts += wire.length_delimited(_RESPONSES, await _tokenize_response(one, slicer))
+            response = await _tokenize_response(one, slicer)
+            parts += [wire.message_header(_RESPONSES, response), *response]
     return await _joined(parts, slicer)
 
 
 async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> list[bytes]:
-    parts = [pb.TokenizeResponse(token_count=result.token_count).SerializeToString()]
+    parts = [wire.integer(_TOKENIZATION["token_count"], result.token_count)]
     async for tokens in slicer.slices(result.tokens):
-        parts += [pb.TokenizeResponse(tokens=tokens).SerializeToString()]
+        parts += [wire.length_delimited(_TOKENIZATION["tokens"], token.encode()) for token in tokens]
     async for spans in slicer.slices(result.offsets):
-        offsets = [pb.TokenizeResponse.Offset(start=start, end=end) for start, end in spans]
-        parts += [pb.TokenizeResponse(offsets=offsets).SerializeToString()]
+        parts += [wire.length_delimited(_TOKENIZATION["offsets"], _offset(*span)) for span in spans]
     return parts
+
+
+def _offset(start: int, end: int) -> bytes:
+    return wire.integer(_OFFSET["start"], start) + wire.integer(_OFFSET["end"], end)
 
 
 def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
@@ -249,23 +246,21 @@ def _grammar(decoding: pb.DecodingParameters) -> GrammarSpec | None:
     return None
 
 
-def _token_infos(infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> list[pb.TokenInfo]:
-    return [
-        pb.TokenInfo(
-            text=info.text,
-            logprob=info.logprob,
-            rank=info.rank,
-            id=info.id if is_special else None,
-            special=is_special is not None and is_special(info.id),
-            top_tokens=[
-                pb.TokenInfo.TopToken(
-                    text=text,
-                    logprob=logprob,
-                    id=id_ if is_special else None,
-                    special=is_special is not None and is_special(id_),
-                )
-                for id_, text, logprob in info.top_tokens
-            ],
-        )
-        for info in infos
-    ]
+def _tokens(tag: bytes, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> bytes:
+    return b"".join([wire.length_delimited(tag, _token_info(info, is_special)) for info in infos])
+
+
+def _token_info(info: TokenInfo, is_special: IsSpecial | None) -> bytes:
+    data = wire.string(_TOKEN["text"], info.text) + wire.float32(_TOKEN["logprob"], info.logprob)
+    data += wire.integer(_TOKEN["rank"], info.rank)
+    for id_, text, logprob in info.top_tokens:
+        top = wire.string(_TOKEN["text"], text) + wire.float32(_TOKEN["logprob"], logprob)
+        data += wire.length_delimited(_TOKEN["top_tokens"], top + _token_id(id_, is_special))
+    return data + _token_id(info.id, is_special)
+
+
+def _token_id(id_: int, is_special: IsSpecial | None) -> bytes:
+    """Only if asked for; 0 is an id, too."""
+    if is_special is None:
+        return b""
+    return _TOKEN["id"] + wire.varint(id_) + wire.integer(_TOKEN["special"], is_special(id_))

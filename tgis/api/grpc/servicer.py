@@ -109,4 +109,6 @@ def _is_special(params: pb.Parameters, generator: Generator) -> convert.IsSpecia
 async def _parse(data: bytes, message_type: type[wire.M], generator: Generator, max_inputs: int) -> wire.M:
     """An iteration of the event loop parses one large message."""
     await generator.slicer.turn(len(data) // _BYTES_PER_SLICE_UNIT)
-    return wire.parse(data, message_type, max_inputs)
+    for _ in wire.check_fields(data, message_type, max_inputs):
+        await generator.slicer.turn(wire.FIELDS_PER_SLICE)
+    return wire.decode(data, message_type)

@@ -3,12 +3,11 @@
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from tgis.api.grpc import convert
@@ -78,11 +77,14 @@ async def abort(context: Context, error: RequestError) -> None:
     """End the call with the status of an error and the trailing metadata set before; raises AbortError."""
     code = _STATUS_CODES[type(error)]
     message = _limited(str(error))
-    status = status_pb2.Status(code=code.value[0], message=message)
-    for detail in _error_details(error):
-        status.details.add().Pack(detail)
-    rich = (("grpc-status-details-bin", status.SerializeToString()),) if status.details else ()
-    await abort_with(context, code, message, (*context.trailing_metadata(), *rich))
+    rich = b""
+    match error:
+        case InvalidRequest(field=field):
+            rich = _rich_status(code, message, _limited(error.detail), field=convert.field_path(field))
+        case Overloaded(retry_after=seconds):
+            rich = _rich_status(code, message, _limited(error.detail), retry_after=seconds)
+    metadata = (("grpc-status-details-bin", rich),) if rich else ()
+    await abort_with(context, code, message, (*context.trailing_metadata(), *metadata))
 
 
 async def abort_with(context: Context, code: grpc.StatusCode, text: str, metadata: Any = ()) -> None:
@@ -106,17 +108,22 @@ def _limited(text: str) -> str:
     return text if len(data) <= _MAX_TEXT_BYTES else data[:_MAX_TEXT_BYTES].decode(errors="ignore") + " ..."
 
 
-def _error_details(error: RequestError) -> Iterator[Message]:
-    """The machine-readable details of the error; values that TGIS's message leaves out are only here."""
-    match error:
-        case InvalidRequest(field=field):
-            bad = error_details_pb2.BadRequest()
-            bad.field_violations.add(field=convert.field_path(field), description=_limited(error.detail))
-            yield bad
-        case Overloaded(retry_after=seconds):
-            retry = error_details_pb2.RetryInfo()
-            retry.retry_delay.FromMilliseconds(int(seconds * 1000))
-            yield retry
-            quota = error_details_pb2.QuotaFailure()
-            quota.violations.add(description=_limited(error.detail))
-            yield quota
+@functools.lru_cache(maxsize=256)  # floods of bad calls have few; see wire.py on the making of messages
+def _rich_status(
+    code: grpc.StatusCode, message: str, detail: str, *, field: str | None = None, retry_after: float = 0
+) -> bytes:
+    """The machine-readable status; values that TGIS's message leaves out are only in its details."""
+    status = status_pb2.Status(code=code.value[0], message=message)
+    if field is not None:
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field=field, description=detail)
+        status.details.add().Pack(bad)
+    else:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(retry_after * 1000))
+        status.details.add().Pack(retry)
+        quota = error_details_pb2.QuotaFailure()
+        quota.violations.add(description=detail)
+        status.details.add().Pack(quota)
+    data: bytes = status.SerializeToString()
+    return data

@@ -1,9 +1,15 @@
-"""Between bytes and messages. Fields are counted in the bytes, before protobuf makes objects of them."""
+"""Between bytes and messages. Fields are counted in the bytes, before protobuf makes objects of them.
+
+Large and frequent messages are written without objects: each of these has a block of memory, and after every 10,000
+blocks protobuf has the C library return all free memory to the system, which takes up to 100 ms (malloc_trim).
+"""
 
 import functools
+import struct
+from collections.abc import Iterator
 from typing import TypeAlias, TypeVar
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from tgis.errors import InvalidRequest
@@ -13,57 +19,115 @@ Schema: TypeAlias = "dict[int, Schema]"  # the fields of a message that are mess
 
 _MAX_OTHER_FIELDS = 1024  # parameters, stop sequences and ids: a valid message has some 40 of them at most
 _FIELDS_PER_INPUT = 2  # itself and its text
+FIELDS_PER_SLICE = 1024  # half a millisecond
+_VARINT, _LENGTH_DELIMITED, _FIXED32 = 0, 2, 5
+_WIRE_TYPES = {
+    FieldDescriptor.TYPE_STRING: _LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_MESSAGE: _LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_FLOAT: _FIXED32,
+}
+_FLOAT32 = struct.Struct("<f")
+_ZERO = bytes(4)
+_ONE_BYTE = [bytes((value,)) for value in range(0x80)]
 
 
 def parse(data: bytes, message_type: type[M], max_inputs: int = 0) -> M:
     """The message; InvalidRequest if it is none, or has more fields than so many inputs and all else can have."""
-    max_fields = _MAX_OTHER_FIELDS + _FIELDS_PER_INPUT * max_inputs
+    for _ in check_fields(data, message_type, max_inputs):
+        pass
+    return decode(data, message_type)
+
+
+def decode(data: bytes, message_type: type[M]) -> M:
+    """The message, whose fields have been counted; InvalidRequest if it is none."""
     try:
-        if len(data) > max_fields:  # a field takes a byte at least
-            _count_fields(data, 0, len(data), _schema(message_type.DESCRIPTOR), max_fields)
         return message_type.FromString(data)
-    except (DecodeError, IndexError):
-        raise InvalidRequest("", "the message cannot be decoded") from None
-    except _TooManyFields:
-        text = f"the message has more than {max_fields} fields, which is enough for {max_inputs} inputs"
-        raise InvalidRequest("requests" if max_inputs else "", text) from None
+    except DecodeError:
+        raise _undecodable() from None
 
 
-def length_delimited(number: int, parts: list[bytes]) -> list[bytes]:
-    """A field whose content, a message for example, is serialized already; to be concatenated once, at the end."""
-    return [_to_varint(number << 3 | 2) + _to_varint(sum(map(len, parts))), *parts]
+def check_fields(data: bytes, message_type: type[Message], max_inputs: int) -> Iterator[None]:
+    """InvalidRequest if a message has more fields than so many inputs and all else can have.
 
-
-class _TooManyFields(Exception):
-    pass
-
-
-def _count_fields(data: bytes, at: int, end: int, schema: Schema, limit: int) -> int:
-    """How many are left of `limit`; IndexError if the bytes end too early.
-
-    What this takes depends on the limit, not on the message. Groups, which no message here has, count as empty fields.
+    What this takes depends on the limit, not on the message; it pauses after every FIELDS_PER_SLICE.
     """
-    while at < end:
-        limit -= 1
-        if limit < 0:
-            raise _TooManyFields
-        tag, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+    max_fields = _MAX_OTHER_FIELDS + _FIELDS_PER_INPUT * max_inputs
+    if len(data) <= max_fields:  # a field takes a byte at least
+        return
+    try:
+        for num_fields in _count_fields(data, _schema(message_type.DESCRIPTOR)):
+            if num_fields > max_fields:
+                text = f"the message has more than {max_fields} fields, which is enough for {max_inputs} inputs"
+                raise InvalidRequest("requests" if max_inputs else "", text)
+            if num_fields % FIELDS_PER_SLICE == 0:
+                yield
+    except IndexError:
+        raise _undecodable() from None
+
+
+def tags(message_type: type[Message]) -> dict[str, bytes]:
+    """What precedes the value of each field, by its name."""
+    fields = message_type.DESCRIPTOR.fields
+    return {field.name: varint(field.number << 3 | _WIRE_TYPES.get(field.type, _VARINT)) for field in fields}
+
+
+def string(tag: bytes, text: str) -> bytes:
+    """A field, unless it has its default, as the next two."""
+    return length_delimited(tag, text.encode()) if text else b""
+
+
+def integer(tag: bytes, value: int) -> bytes:
+    return tag + varint(value) if value else b""
+
+
+def float32(tag: bytes, value: float) -> bytes:
+    data = _FLOAT32.pack(value)
+    return tag + data if data != _ZERO else b""
+
+
+def length_delimited(tag: bytes, data: bytes) -> bytes:
+    """A field whose content, a message for example, is serialized already."""
+    return tag + varint(len(data)) + data
+
+
+def message_header(tag: bytes, parts: list[bytes]) -> bytes:
+    """What precedes a field whose content is concatenated later."""
+    return tag + varint(sum(map(len, parts)))
+
+
+def _undecodable() -> InvalidRequest:
+    return InvalidRequest("", "the message cannot be decoded")
+
+
+def _count_fields(data: bytes, schema: Schema) -> Iterator[int]:
+    """1, 2 and so on; IndexError if the bytes end too early. Groups, which no message has, count as empty fields."""
+    at, num_fields = 0, 0
+    unfinished = [(len(data), schema)]  # the message and those in it, each with its end
+    while unfinished:
+        end, schema = unfinished[-1]
+        if at >= end:
+            at = end
+            unfinished.pop()
+            continue
+        num_fields += 1
+        yield num_fields
+        tag, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
         match tag & 7:
             case 0:
-                _, at = _varint(data, at)
+                _, at = _read_varint(data, at)
             case 1:
                 at += 8
             case 2:
-                length, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+                length, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
                 if tag >> 3 in schema:
-                    limit = _count_fields(data, at, at + length, schema[tag >> 3], limit)
-                at += length
+                    unfinished.append((at + length, schema[tag >> 3]))
+                else:
+                    at += length
             case 5:
                 at += 4
-    return limit
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """A number, and where it ends."""
     value = 0
     for index in range(10):
@@ -73,7 +137,9 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-def _to_varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    if value < 0x80:
+        return _ONE_BYTE[value]
     data = bytearray()
     while value >= 0x80:
         data.append(value & 0x7F | 0x80)
