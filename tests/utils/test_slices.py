@@ -1,12 +1,13 @@
 """Long work on the event loop: one slice in an iteration of the loop, whoever has work."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
 from harness import run_async
 
-from tgis.utils.slices import SLICE, Slicer
+from tgis.utils.slices import LITTLE, SLICE, SLICE_SECONDS, Slicer
 
 
 class Work:
@@ -96,3 +97,18 @@ async def test_who_is_cancelled_leaves_the_turn_to_others() -> None:
     first.cancel()
     second.cancel()
     assert await third == list(range(5000))
+
+
+@run_async
+async def test_work_that_takes_longer_than_it_should_is_alone_in_its_iteration() -> None:
+    slicer, work = Slicer(), Work()
+
+    async def slow() -> list[int]:
+        await slicer.turn(LITTLE + 1)
+        until = time.monotonic() + SLICE_SECONDS
+        while time.monotonic() <= until:
+            pass
+        return list(work.items(1, LITTLE + 1))
+
+    units = await _iterations(work, [asyncio.create_task(slow()) for _ in range(5)])
+    assert (max(units), sum(units)) == (LITTLE + 1, 5 * (LITTLE + 1))

@@ -168,8 +168,8 @@ class Generator:
     def _tokenize_result(self, encoding: Encoding, call: TokenizeCall) -> TokenizeResult:
         return TokenizeResult(
             token_count=encoding.num_tokens,
-            ids=encoding.id_array,
-            tokens=map(self._tokenizer.token_text, encoding.id_array if call.return_tokens else ()),
+            ids=encoding.packed_ids,
+            tokens=map(self._tokenizer.token_text, encoding.packed_ids if call.return_tokens else ()),
             offsets=encoding.offsets,
         )
 

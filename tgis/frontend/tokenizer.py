@@ -9,12 +9,12 @@ request that truncates the text needs only its end. Other long texts have a thre
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
@@ -32,40 +32,40 @@ PART = 1 << 14  # likewise, for some milliseconds of a thread
 LONG = 4 * PART
 _CUT_TRIES = 256
 
-_U32 = "I"
+_U32: Final = "I"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """One tokenized text, added special tokens included.
 
-    In arrays, since there may be millions of tokens: as objects, these would keep the garbage collector busy.
+    As numbers of 32 bits, since there may be millions of tokens: objects would keep the garbage collector busy.
     """
 
-    id_array: "array[int]"  # the last ones, if not all were wanted
-    offset_array: "array[int]"  # begin and end of each of these tokens; empty unless requested
+    packed_ids: "memoryview[int]"  # the last ones, if not all were wanted
+    packed_offsets: "memoryview[int]"  # begin and end of each of these tokens; empty unless requested
     num_tokens: int  # of the whole text, or more than enough
 
     @classmethod
     def of_ids(cls, ids: list[int], keep: int) -> "Encoding":
         """Of a text that comes tokenized."""
-        return cls(array(_U32, ids[-keep:]), array(_U32), len(ids))
+        return cls(_packed(ids[-keep:]), _packed(()), len(ids))
 
     @property
     def ids(self) -> list[int]:
-        return self.id_array.tolist()
+        return self.packed_ids.tolist()
 
     @property
     def offsets(self) -> Iterator[tuple[int, int]]:
         """In UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens."""
-        numbers = iter(self.offset_array)
+        numbers = iter(self.packed_offsets)
         return zip(numbers, numbers, strict=True)
 
     def keep_last(self, limit: int) -> "Encoding":
         """Truncate by plain slicing, as the Tokenize RPC does; 0 keeps all."""
         if not limit:
             return self
-        return Encoding(self.id_array[-limit:], self.offset_array[-2 * limit :], min(self.num_tokens, limit))
+        return Encoding(self.packed_ids[-limit:], self.packed_offsets[-2 * limit :], min(self.num_tokens, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +161,16 @@ class Tokenizer:
         else:
             parts.append(_unplaced(before))
             num_tokens += len(before)
-        ids, offsets = array(_U32), array(_U32)
-        for part in reversed(parts):
-            ids += part.id_array
-            offsets += part.offset_array if wanted.offsets else array(_U32)
-        return _keep(ids, offsets, num_tokens, wanted.keep)
+        return await self._pool.run(size, partial(_joined, parts[::-1], num_tokens, wanted))
 
     def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> Encoding:
         part = text[start + (rule.drops_space and start > 0) : end]
         (encoding,) = self._encode([part], wanted, add_special_tokens=False)
-        if not start or not encoding.offset_array:
+        if not start or not encoding.packed_offsets:
             return encoding
         base = start if text.isascii() else len(text[:start].encode())
-        offsets = array(_U32, [offset + base for offset in encoding.offset_array])
-        return Encoding(encoding.id_array, offsets, encoding.num_tokens)
+        offsets = _packed([offset + base for offset in encoding.packed_offsets])
+        return Encoding(encoding.packed_ids, offsets, encoding.num_tokens)
 
     def _encode(
         self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool | None = None
@@ -188,8 +184,8 @@ class Tokenizer:
             raise InvalidRequest("text", f"tokenizer error {error}") from error
         made = []
         for text, encoding in zip(texts, encodings, strict=True):
-            ids = array(_U32, encoding.ids if wanted.keep != 0 else ())
-            offsets = array(_U32, _byte_offsets(text, encoding) if wanted.offsets and wanted.keep != 0 else ())
+            ids = _packed(encoding.ids if wanted.keep != 0 else ())
+            offsets = _packed(_byte_offsets(text, encoding) if wanted.offsets and wanted.keep != 0 else ())
             made.append(_keep(ids, offsets, len(encoding), wanted.keep))
         return made
 
@@ -280,10 +276,21 @@ def _is_ascii_alnum(char: str) -> bool:
 
 
 def _unplaced(ids: list[int]) -> Encoding:
-    return Encoding(array(_U32, ids), array(_U32, [0, 0] * len(ids)), len(ids))
+    return Encoding(_packed(ids), _packed([0, 0] * len(ids)), len(ids))
 
 
-def _keep(ids: "array[int]", offsets: "array[int]", num_tokens: int, keep: int | None) -> Encoding:
+def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
+    """Of millions of tokens: to be called in a thread."""
+    ids = b"".join([part.packed_ids.tobytes() for part in parts])
+    offsets = b"".join([part.packed_offsets.tobytes() for part in parts if wanted.offsets])
+    return _keep(memoryview(ids).cast(_U32), memoryview(offsets).cast(_U32), num_tokens, wanted.keep)
+
+
+def _packed(numbers: Iterable[int]) -> "memoryview[int]":
+    return memoryview(array(_U32, numbers).tobytes()).cast(_U32)
+
+
+def _keep(ids: "memoryview[int]", offsets: "memoryview[int]", num_tokens: int, keep: int | None) -> Encoding:
     if keep is None or keep >= len(ids):
         return Encoding(ids, offsets, num_tokens)
     first = len(ids) - keep

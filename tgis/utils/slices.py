@@ -1,6 +1,8 @@
 """Long work on the event loop in slices, so that nothing else waits for the whole of it."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Iterable
 from itertools import islice
 from typing import TypeVar
@@ -9,6 +11,7 @@ T = TypeVar("T")
 
 SLICE = 640  # units of work, of some microseconds each
 LITTLE = 32  # units, enough for the new tokens of a stream
+SLICE_SECONDS = 0.002  # and the rest of its item: units take longer on a busy machine
 _LONG_SLICE = 128  # what is not little has the smaller part, so that the loop goes round quickly
 
 
@@ -19,7 +22,7 @@ class Slicer:
     """
 
     def __init__(self) -> None:
-        self._little, self._long = _Turns(SLICE - _LONG_SLICE - LITTLE), _Turns(_LONG_SLICE)
+        self._little, self._long = _Turns(SLICE - _LONG_SLICE - LITTLE), _Turns(_LONG_SLICE, SLICE_SECONDS)
 
     async def slices(self, items: Iterable[T], cost: int = 1) -> AsyncIterator[list[T]]:
         """The items in lists; each item takes `cost` units of work, by the iterator or by the caller."""
@@ -46,31 +49,36 @@ class Slicer:
 
 
 class _Turns:
-    """An iteration of the loop does so many units, and the rest of the item with which it exceeds them."""
+    """An iteration of the loop does so many units, or so many seconds, and the rest of the item that exceeds them."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, seconds: float = math.inf) -> None:
+        self._limit, self._seconds = limit, seconds
         self._turn = asyncio.Lock()  # first come, first served
         self._done = 0  # units in this iteration of the loop
+        self._began = 0.0  # the first of them
 
     @property
     def units_left(self) -> int:
         return self._limit - self._done
 
     async def turn(self, units: int) -> None:
-        if self._done >= self._limit:
+        if self._is_over():
             await self._next_turn()
         self.count(units)
 
     async def _next_turn(self) -> None:
         async with self._turn:
-            while self._done >= self._limit:
+            while self._is_over():
                 await asyncio.sleep(0)
 
     def count(self, units: int) -> None:
         if units and not self._done:
+            self._began = time.monotonic()
             asyncio.get_running_loop().call_soon(self._reset)
         self._done += units
+
+    def _is_over(self) -> bool:
+        return self._done >= self._limit or (self._done > 0 and time.monotonic() - self._began > self._seconds)
 
     def _reset(self) -> None:
         self._done = 0
