@@ -1,6 +1,6 @@
 """gRPC server reflection under both of its names: grpcio-reflection has only v1alpha; v1 has the same messages."""
 
-from collections.abc import AsyncIterator
+import functools
 from typing import Any
 
 import grpc
@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tgis.api.grpc import wire
 from tgis.api.grpc.health import HEALTH_SERVICE
-from tgis.api.grpc.open_calls import OpenCall, OpenCalls
+from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.servicer import GENERATION_SERVICE
 from tgis.api.grpc.status import Context, error_boundary
 from tgis.pb import generation_pb2
@@ -24,21 +24,23 @@ MAX_REQUEST_BYTES = 1024
 
 def reflection_handlers(calls: OpenCalls) -> "list[grpc.GenericRpcHandler[Any, Any]]":
     """Reflection for all services of this server."""
-    servicer = reflection.aio.ReflectionServicer(SERVICES, _descriptor_pool())  # type: ignore[attr-defined]  # stubs
+    reflect_all: Any = reflection.ReflectionServicer(SERVICES, _descriptor_pool()).ServerReflectionInfo
+
+    @functools.lru_cache(maxsize=64)  # all clients ask the same; see wire.py on the making of messages
+    def answer(data: bytes) -> bytes:
+        requests = iter([wire.parse(data, reflection_pb2.ServerReflectionRequest)])
+        (response,) = reflect_all(requests, None)
+        serialized: bytes = response.SerializeToString()
+        return serialized
 
     async def reflect(_requests: object, context: Context) -> None:
         async with error_boundary(context):
             with calls.open(context) as call:
-                async for response in servicer.ServerReflectionInfo(_requests_of(call), context):
-                    await call.write(response.SerializeToString())
+                while (data := await call.next_message(MAX_REQUEST_BYTES)) is not None:
+                    await call.write(answer(data))
 
     methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(reflect)}
     return [grpc.method_handlers_generic_handler(name, methods) for name in (REFLECTION_V1, REFLECTION_V1ALPHA)]
-
-
-async def _requests_of(call: OpenCall) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
-    while (data := await call.next_message(MAX_REQUEST_BYTES)) is not None:
-        yield wire.parse(data, reflection_pb2.ServerReflectionRequest)
 
 
 def _descriptor_pool() -> descriptor_pool.DescriptorPool:
