@@ -4,6 +4,7 @@ TARGET is the JSON of a `Target`. A process of its own, so that its work is not 
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -24,7 +25,10 @@ def start_attacker(
     values = json.dumps(asdict(target), default=str)
     command = ["nice", "-n", str(niceness), sys.executable, "-m", "benchmarks.chaos.attacker"]
     command += [values, str(seconds), str(seed), *attacks]
-    return subprocess.Popen(command)
+    process = subprocess.Popen(command, start_new_session=True)
+    with contextlib.suppress(OSError):  # with autogroups, sessions share the CPUs, whatever the niceness of processes
+        Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))
+    return process
 
 
 async def _attack(target: Target, seconds: float, seed: int, attacks: Sequence[str]) -> None:

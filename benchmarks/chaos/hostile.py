@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -53,7 +54,7 @@ class Figures:
     failed: dict[str, int] = field(default_factory=dict)  # honest streams, by reason
     wrong: int = 0  # answers
     slowest_health: float = 0.0
-    unhealthy: int = 0  # probes
+    unhealthy: dict[str, int] = field(default_factory=dict)  # probes, by reason
     waited: float = 0.0  # share of the time in which the front end's event loop was ready to run and no CPU was free
 
 
@@ -109,7 +110,8 @@ async def _watch(server: Server, figures: Figures, until: float) -> None:
 async def _probe(server: Server, figures: Figures, until: float) -> None:
     while time.monotonic() < until:
         started = time.monotonic()
-        figures.unhealthy += not await asyncio.to_thread(_is_healthy, server.http_port)
+        if reason := await asyncio.to_thread(_why_unhealthy, server.http_port):
+            figures.unhealthy[reason] = figures.unhealthy.get(reason, 0) + 1
         figures.slowest_health = max(figures.slowest_health, round(1000 * (time.monotonic() - started), 1))
         await asyncio.sleep(_SAMPLE_SECONDS)
 
@@ -119,12 +121,14 @@ def _seconds_without_cpu(pid: int) -> float:
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
-def _is_healthy(port: int) -> bool:
+def _why_unhealthy(port: int) -> str | None:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=_HEALTH_SECONDS) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=_HEALTH_SECONDS):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"{error.code}: {error.read().decode()}"
+    except OSError as error:
+        return repr(error)
 
 
 def _lag_quantile(before: MetricValues, after: MetricValues, share: float) -> float:
