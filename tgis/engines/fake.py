@@ -6,7 +6,9 @@ breaks them, is configured in the model's config.json under the key "fake".
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Collection
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -55,7 +57,8 @@ class FakeEngine:
         config = json.loads((Path(options.model_path) / "config.json").read_bytes())
         self._model = msgspec.convert(config.get("fake", {}), StepModel)
         self._num_computed_tokens: dict[int, int] = {}  # request id -> computed tokens
-        self._kv_slots: dict[int, int] = {}  # of KV blocks -> the token there
+        # The tokens in each block.
+        self._kv_blocks = defaultdict[int, list[int]](lambda: [-1] * self._model.block_size)
         self.info = EngineInfo(  # without memory limits, unless the model's config has some
             engine="fake",
             model_class="FakeEngine",
@@ -123,9 +126,10 @@ class FakeEngine:
     def _write_kv(self, seq: Sequence, count: int) -> None:
         """Write tokens to the sequence's blocks, and check that all it has there is its own."""
         size, end = self._model.block_size, seq.num_computed_tokens + count
-        slots = [seq.block_table[at // size] * size + at % size for at in range(end)]
-        self._kv_slots.update(zip(slots[end - count :], seq.tokens[end - count : end], strict=True))
-        assert [self._kv_slots[slot] for slot in slots] == seq.tokens[:end], "a block holds tokens of another sequence"
+        for at in range(seq.num_computed_tokens, end):
+            self._kv_blocks[seq.block_table[at // size]][at % size] = seq.tokens[at]
+        held = chain.from_iterable(self._kv_blocks[block] for block in seq.block_table)
+        assert [*islice(held, end)] == seq.tokens[:end], "a block holds tokens of another sequence"
 
     def _prompt_logprobs(self, seqs: list[Sequence]) -> dict[int, list[TokenLogprobs]]:
         return {
