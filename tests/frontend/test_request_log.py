@@ -116,6 +116,19 @@ def test_a_failed_call_is_an_error(server: Server) -> None:
     assert found[1]["message"] == "single request: 0 tokens, ERROR"
 
 
+def test_a_grammar_that_cannot_be_followed_is_no_error_of_the_server(server: Server) -> None:
+    request = unary_request("ab", 500)
+    pairs = " | ".join(f"{a} {b}" for a in "vwxyz" for b in "vwxyz")
+    rules = [f"{name} ::= {pairs} | [ab]" for name in "vwxyz"]
+    request.params.decoding.grammar = "\n".join(["root ::= x", *rules])  # more ambiguous with each token
+    with server.stub() as stub, pytest.raises(grpc.RpcError, match="the grammar cannot be followed"):
+        stub.Generate(request, metadata=metadata("ambiguous-id"))
+    failed, ended = lines(server, "ambiguous-id", 2)
+    assert (failed["level"], failed["message"]) == ("INFO", "single call failed: the grammar cannot be followed")
+    assert ended["level"] == "INFO"
+    assert ended["message"].endswith("tokens, ERROR")
+
+
 def test_a_refused_call_is_no_error_of_the_server(server: Server) -> None:
     too_many = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * 513)
     with server.stub() as stub, pytest.raises(grpc.RpcError):

@@ -54,7 +54,7 @@ class OutputQueue:
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
         self.num_tokens = 0  # that the engine has generated
         self.ended = False  # the engine is done with the request
-        self.failed = False
+        self.failed: type[RequestError] | None = None  # in the engine
         self.on_end: Callable[[], None] | None = None  # called when the engine is done with the request
         self._eager = eager
         self._new = NewTokens()
@@ -74,7 +74,7 @@ class OutputQueue:
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
-        self._error, self.failed = error, True
+        self._error, self.failed = error, type(error)
         self._ready = True
         self.wake_up()
         self._end()

@@ -46,8 +46,8 @@ class RequestLog:
     ) -> None:
         if isinstance(error, RequestError):
             self._metrics.request_failed(_failure_reason(error))
-            refused = self._num_unsubmitted > 0
-            log.log(logging.INFO if refused else logging.ERROR, "%s call failed: %s", self._call.kind, error.logged)
+            level = logging.INFO if self._num_unsubmitted else _level(type(error))
+            log.log(level, "%s call failed: %s", self._call.kind, error.logged)
         elif error is not None and self._num_unsubmitted:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._num_unsubmitted)
         for output in list(self._open):
@@ -100,7 +100,7 @@ class RequestLog:
         cut_short = output.stop_reason is StopReason.TOKEN_LIMIT and not output.params.fill_context
         as_asked = output.stop_reason is not StopReason.NOT_FINISHED and not cut_short
         log.log(
-            logging.ERROR if output.queue.failed else logging.INFO if as_asked else logging.WARNING,
+            _level(output.queue.failed) if output.queue.failed else logging.INFO if as_asked else logging.WARNING,
             "%s request%s: %d tokens, %s",
             self._call.kind,
             f" {self._outputs.index(output) + 1} of {len(self._outputs)}" if self._call.kind is CallKind.BATCH else "",
@@ -154,6 +154,11 @@ def _describe_params(output: OutputBuilder) -> str:
         "grammar": output.params.given.grammar and output.params.given.grammar.kind,
     }
     return " ".join(f"{name}={value}" for name, value in values.items() if value != _DEFAULTS.get(name))
+
+
+def _level(error_type: type[RequestError]) -> int:
+    """Of an error of the engine: a grammar that cannot be followed is the client's."""
+    return logging.INFO if issubclass(error_type, InvalidRequest) else logging.ERROR
 
 
 def _failure_reason(error: RequestError) -> FailureReason:

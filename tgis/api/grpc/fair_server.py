@@ -77,6 +77,8 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
         except cygrpc._RequestCallError:  # the server stops
             self._turns.clear()
             self._changed.set()
+        except Exception:
+            log.exception("one call fewer at a time is taken from C-core")
 
     def _accepted(self, call: Any) -> None:
         connection = cygrpc._ServicerContext(call, None, None, self._running_loop).peer()
