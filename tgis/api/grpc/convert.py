@@ -198,9 +198,9 @@ async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer) -> byt
 async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> list[bytes]:
     parts = [wire.integer(_TOKENIZATION["token_count"], result.token_count)]
     async for tokens in slicer.slices(result.tokens):
-        parts += [wire.length_delimited(_TOKENIZATION["tokens"], token.encode()) for token in tokens]
+        parts += [_fields(_TOKENIZATION["tokens"], [token.encode() for token in tokens])]
     async for spans in slicer.slices(result.offsets):
-        parts += [wire.length_delimited(_TOKENIZATION["offsets"], _offset(*span)) for span in spans]
+        parts += [_fields(_TOKENIZATION["offsets"], [_offset(*span) for span in spans])]
     return parts
 
 
@@ -247,7 +247,12 @@ def _grammar(decoding: pb.DecodingParameters) -> GrammarSpec | None:
 
 
 def _tokens(tag: bytes, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> bytes:
-    return b"".join([wire.length_delimited(tag, _token_info(info, is_special)) for info in infos])
+    return _fields(tag, [_token_info(info, is_special) for info in infos])
+
+
+def _fields(tag: bytes, values: list[bytes]) -> bytes:
+    """Joined slice by slice: a million at once would take the event loop some 40 ms."""
+    return b"".join([wire.length_delimited(tag, value) for value in values])
 
 
 def _token_info(info: TokenInfo, is_special: IsSpecial | None) -> bytes:
