@@ -1,6 +1,7 @@
 """Converts between proto messages and the values of the front end."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from tgis.api.grpc import wire
 from tgis.frontend.budget import Account
@@ -86,31 +87,26 @@ def generate_stream_call(
 
 
 def raw_params(params: pb.Parameters) -> RawParams:
-    sampling, stopping, decoding = params.sampling, params.stopping, params.decoding
-    penalty = decoding.length_penalty
+    fields = wire.set_fields(params)
+    sampling, stopping, response, decoding = (
+        wire.set_fields(fields[name]) if name in fields else {}
+        for name in ("sampling", "stopping", "response", "decoding")
+    )
+    penalty = decoding.get("length_penalty")
     return RawParams(
-        do_sample=params.method == pb.SAMPLE,
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        typical_p=sampling.typical_p,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        max_new_tokens=stopping.max_new_tokens,
-        min_new_tokens=stopping.min_new_tokens,
-        time_limit_millis=stopping.time_limit_millis,
-        stop_sequences=tuple(stopping.stop_sequences),
-        include_stop_sequence=(stopping.include_stop_sequence if stopping.HasField("include_stop_sequence") else None),
-        input_text=params.response.input_text,
-        logprob_options=_logprob_options(params.response),
-        token_ids=params.response.token_ids,
-        repetition_penalty=decoding.repetition_penalty,
-        length_penalty=((penalty.start_index, penalty.decay_factor) if decoding.HasField("length_penalty") else None),
-        frequency_penalty=decoding.frequency_penalty,
-        presence_penalty=decoding.presence_penalty,
-        logit_bias=dict(decoding.logit_bias),
-        watermark=decoding.watermark,
-        ignore_eos=stopping.ignore_eos,
-        truncate_input_tokens=params.truncate_input_tokens,
+        do_sample=fields.get("method") == pb.SAMPLE,
+        truncate_input_tokens=fields.get("truncate_input_tokens", 0),
+        **sampling,  # same names
+        **stopping | {"stop_sequences": tuple(stopping.get("stop_sequences", ()))},
+        input_text=response.get("input_text", False),
+        token_ids=response.get("token_ids", False),
+        logprob_options=_logprob_options(response),
+        repetition_penalty=decoding.get("repetition_penalty", 0.0),
+        length_penalty=(penalty.start_index, penalty.decay_factor) if penalty is not None else None,
+        frequency_penalty=decoding.get("frequency_penalty", 0.0),
+        presence_penalty=decoding.get("presence_penalty", 0.0),
+        logit_bias=dict(decoding.get("logit_bias", {})),
+        watermark=decoding.get("watermark", False),
         grammar=_grammar(decoding),
     )
 
@@ -217,13 +213,13 @@ def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
     )
 
 
-def _logprob_options(options: pb.ResponseOptions) -> LogprobOptions:
+def _logprob_options(response: dict[str, Any]) -> LogprobOptions:
     return LogprobOptions(
-        generated_tokens=options.generated_tokens,
-        input_tokens=options.input_tokens,
-        logprobs=options.token_logprobs,
-        ranks=options.token_ranks,
-        top_n_tokens=options.top_n_tokens,
+        generated_tokens=response.get("generated_tokens", False),
+        input_tokens=response.get("input_tokens", False),
+        logprobs=response.get("token_logprobs", False),
+        ranks=response.get("token_ranks", False),
+        top_n_tokens=response.get("top_n_tokens", 0),
     )
 
 
@@ -234,15 +230,16 @@ def _adapter(message: HasAdapter) -> tuple[str, str] | None:
     return ("prefix_id", message.prefix_id) if message.HasField("prefix_id") else None
 
 
-def _grammar(decoding: pb.DecodingParameters) -> GrammarSpec | None:
+def _grammar(decoding: dict[str, Any]) -> GrammarSpec | None:
     """Format TEXT is no constraint, and neither is one that is unknown here."""
-    match decoding.WhichOneof("guided"):
-        case "format" if decoding.format == pb.DecodingParameters.JSON:
+    match decoding:
+        case {"format": pb.DecodingParameters.JSON}:
             return GrammarSpec(GrammarKind.JSON_OBJECT)
-        case "choice":
-            return GrammarSpec(GrammarKind.CHOICE, choices=tuple(decoding.choice.choices))
-        case "json_schema" | "regex" | "grammar" as case:
-            return GrammarSpec(GrammarKind(case), getattr(decoding, case))
+        case {"choice": choice}:
+            return GrammarSpec(GrammarKind.CHOICE, choices=tuple(choice.choices))
+    for name in ("json_schema", "regex", "grammar"):
+        if name in decoding:
+            return GrammarSpec(GrammarKind(name), decoding[name])
     return None
 
 

@@ -13,6 +13,7 @@ from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 from tgis.api.grpc.status import Context, client_address
 from tgis.errors import Unavailable
 from tgis.frontend.budget import MESSAGE_BYTE, Account
+from tgis.frontend.calls import GenerateCall
 from tgis.frontend.generation import Generator
 from tgis.pb import generation_pb2 as pb
 from tgis.security.bearer import caller_identity
@@ -55,14 +56,14 @@ class GenerationServicer:
             message = await _parse(data, pb.BatchedGenerationRequest, generator, max_inputs)
             identity, deadline = self._identity(context), self._answer_deadline(context)
             call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline)
-            is_special = _is_special(message.params, generator)
+            is_special = _is_special(call, generator)
             return await convert.generate_reply(await generator.generate(call), generator.slicer, is_special)
 
     async def _generate_stream(self, data: bytes, stream: OpenCall) -> None:
         with self._admitted(data, stream.context) as (generator, account):
             message = await _parse(data, pb.SingleGenerationRequest, generator, max_inputs=1)
             call = convert.generate_stream_call(message, account, self._identity(stream.context), logs.correlation_id())
-            is_special = _is_special(message.params, generator)
+            is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:
                     await stream.write(await convert.generation_response(output, generator.slicer, is_special))
@@ -102,8 +103,8 @@ class GenerationServicer:
         return self.generator
 
 
-def _is_special(params: pb.Parameters, generator: Generator) -> convert.IsSpecial | None:
-    return generator.token_decoder.tokenizer.is_special if params.response.token_ids else None
+def _is_special(call: GenerateCall, generator: Generator) -> convert.IsSpecial | None:
+    return generator.token_decoder.tokenizer.is_special if call.params.token_ids else None
 
 
 async def _parse(data: bytes, message_type: type[wire.M], generator: Generator, max_inputs: int) -> wire.M:

@@ -7,7 +7,7 @@ blocks protobuf has the C library return all free memory to the system, which ta
 import functools
 import struct
 from collections.abc import Iterator
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -44,6 +44,11 @@ def decode(data: bytes, message_type: type[M]) -> M:
         return message_type.FromString(data)
     except DecodeError:
         raise _undecodable() from None
+
+
+def set_fields(message: Message) -> dict[str, Any]:
+    """By name. To read a message or list that is not set would make one: a block of memory each."""
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def check_fields(data: bytes, message_type: type[Message], max_inputs: int) -> Iterator[None]:
