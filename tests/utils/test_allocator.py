@@ -31,3 +31,32 @@ def test_large_blocks_are_used_again() -> None:
         return int(done.stdout)
 
     assert 10 * page_faults("reuse") < page_faults("default")
+
+
+THREADS = """
+import ctypes
+import threading
+from tgis.utils.allocator import reuse_large_blocks
+
+reuse_large_blocks()
+barrier = threading.Barrier(4)
+
+def receive():
+    message = bytes(4 << 20)
+    barrier.wait()
+
+threads = [threading.Thread(target=receive) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
+"""
+
+
+def test_all_threads_share_one_heap() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], check=True, capture_output=True, text=True)
+    assert done.stdout.count("<heap ") == 1, done.stdout
