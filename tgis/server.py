@@ -22,6 +22,7 @@ from tgis import __version__
 from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
+from tgis.api.grpc.threads import let_event_loop_go_first
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
 from tgis.api.http.pages.routes import Pages
@@ -170,6 +171,7 @@ class Server:
         try:
             ports = grpc_server.bind(), *await http_ports.start()
             await grpc_server.start()
+            let_event_loop_go_first()
             self._service_metrics.engine_started(await client.start(self._engine_options()))
             if info := await self._wait_until_ready(client, stop):
                 self._start_serving(grpc_server, client, info, ports)
