@@ -10,9 +10,14 @@ import json
 import os
 from pathlib import Path
 
+from tgis.config import prepare_command
+
+prepare_command()
+
 import grpc
 
 from tgis.api.grpc.threads import let_event_loop_go_first
+from tgis.utils import event_loop
 
 
 def niceness():
@@ -27,6 +32,7 @@ async def main():
     await server.start()
     before = niceness()
     let_event_loop_go_first()
+    await (await asyncio.create_subprocess_exec("true")).wait()
     for _ in range(50):  # wake those that sleep, and let gRPC start more
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             await channel.channel_ready()
@@ -35,7 +41,7 @@ async def main():
     await server.stop(0)
 
 
-asyncio.run(main())
+event_loop.run(main())
 """
 
 
