@@ -3,14 +3,19 @@
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
 
 from tgis.api.grpc import wire
+from tgis.api.grpc.convert import raw_params
 from tgis.errors import InvalidRequest
+from tgis.frontend.sampling_params import RawParams
 from tgis.pb import generation_pb2 as pb
+
+T = TypeVar("T")
 
 KINDS = [pb.BatchedGenerationRequest, pb.SingleGenerationRequest, pb.BatchedTokenizeRequest, pb.ModelInfoRequest]
 HALF_A_MESSAGE = 2 << 20  # two-byte fields of the largest message
@@ -26,7 +31,7 @@ class CountedBytes(bytes):
         return super().__getitem__(at)  # type: ignore[call-overload,no-any-return]
 
 
-def parsed(parse: Callable[[], Message]) -> Message | None:
+def parsed(parse: Callable[[], T]) -> T | None:
     try:
         return parse()
     except (DecodeError, InvalidRequest):
@@ -104,3 +109,26 @@ def test_serialized_messages_become_fields(size: int) -> None:
     field = [wire.message_header(tag, [data, data]), data, data]
     one.tokens.append(one.tokens[0])
     assert pb.BatchedTokenizeResponse.FromString(b"".join(field * 2)).responses[:] == [one, one]
+
+
+def raw_request(message: pb.BatchedGenerationRequest) -> tuple[list[str], RawParams]:
+    return [request.text for request in message.requests], raw_params(message.params)
+
+
+def test_messages_that_share_an_object_have_nothing_of_each_other() -> None:
+    """Ten times as many bytes as one object reads; some messages are too large for it, some are no message."""
+    kind, draw = pb.BatchedGenerationRequest, random.Random(0)
+    reader, found, expected = wire.Reader(kind), [], []
+    num_bytes = 0
+    while num_bytes < 10 * wire._MAX_SHARED_BYTES:
+        message: Any = random_message(kind, draw)
+        if draw.random() < 0.01:
+            message.requests.add(text="x" * draw.choice((wire._SMALL_BYTES - 100, wire._SMALL_BYTES + 1)))
+        data = message.SerializeToString()
+        if draw.random() < 0.2:
+            data = mutated(data, draw)
+        num_bytes += len(data)
+        found.append(parsed(lambda data=data: reader.read(data, raw_request)))  # type: ignore[misc]
+        expected.append(parsed(lambda data=data: raw_request(kind.FromString(data))))  # type: ignore[misc]
+    assert None in expected
+    assert repr(found) == repr(expected)  # NaN equals NaN

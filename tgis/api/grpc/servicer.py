@@ -6,6 +6,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from tgis.api.grpc import convert, wire
 from tgis.api.grpc.handlers import stream_handler, unary_handler
@@ -35,6 +36,9 @@ class GenerationServicer:
         deadline_partial: bool = False,
     ) -> None:
         self.generator: Generator | None = None
+        self._generate_requests = wire.Reader(pb.BatchedGenerationRequest)
+        self._stream_requests = wire.Reader(pb.SingleGenerationRequest)
+        self._tokenize_requests = wire.Reader(pb.BatchedTokenizeRequest)
         self._calls = calls
         self._bearer_auth = bearer_auth
         self._limit_by_address = limit_by_address
@@ -53,16 +57,21 @@ class GenerationServicer:
     async def _generate(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
             max_inputs = generator.server_info.max_concurrent_inputs
-            message = await _parse(data, pb.BatchedGenerationRequest, generator, max_inputs)
+            await _check(data, pb.BatchedGenerationRequest, generator, max_inputs)
             identity, deadline = self._identity(context), self._answer_deadline(context)
-            call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline)
+            call = self._generate_requests.read(
+                data, lambda read: convert.generate_call(read, account, identity, logs.correlation_id(), deadline)
+            )
             is_special = _is_special(call, generator)
             return await convert.generate_reply(await generator.generate(call), generator.slicer, is_special)
 
     async def _generate_stream(self, data: bytes, stream: OpenCall) -> None:
         with self._admitted(data, stream.context) as (generator, account):
-            message = await _parse(data, pb.SingleGenerationRequest, generator, max_inputs=1)
-            call = convert.generate_stream_call(message, account, self._identity(stream.context), logs.correlation_id())
+            await _check(data, pb.SingleGenerationRequest, generator, max_inputs=1)
+            identity = self._identity(stream.context)
+            call = self._stream_requests.read(
+                data, lambda read: convert.generate_stream_call(read, account, identity, logs.correlation_id())
+            )
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:
@@ -71,8 +80,8 @@ class GenerationServicer:
     async def _tokenize(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
             max_inputs = generator.server_info.max_tokenize_inputs
-            message = await _parse(data, pb.BatchedTokenizeRequest, generator, max_inputs)
-            call = convert.tokenize_call(message, len(data), account)
+            await _check(data, pb.BatchedTokenizeRequest, generator, max_inputs)
+            call = self._tokenize_requests.read(data, lambda read: convert.tokenize_call(read, len(data), account))
             return await convert.tokenize_reply(await generator.tokenize(call), generator.slicer)
 
     async def _model_info(self, data: bytes, _context: Context) -> bytes:
@@ -107,9 +116,8 @@ def _is_special(call: GenerateCall, generator: Generator) -> convert.IsSpecial |
     return generator.token_decoder.tokenizer.is_special if call.params.token_ids else None
 
 
-async def _parse(data: bytes, message_type: type[wire.M], generator: Generator, max_inputs: int) -> wire.M:
-    """An iteration of the event loop parses one large message."""
+async def _check(data: bytes, message_type: type[Message], generator: Generator, max_inputs: int) -> None:
+    """Then an iteration of the event loop reads one large message."""
     await generator.slicer.turn(len(data) // _BYTES_PER_SLICE_UNIT)
     for _ in wire.check_fields(data, message_type, max_inputs):
         await generator.slicer.turn(wire.FIELDS_PER_SLICE)
-    return wire.decode(data, message_type)

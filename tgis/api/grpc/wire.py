@@ -1,13 +1,14 @@
 """Between bytes and messages. Fields are counted in the bytes, before protobuf makes objects of them.
 
-Large and frequent messages are written without objects: each of these has a block of memory, and after every 10,000
-blocks protobuf has the C library return all free memory to the system, which takes up to 100 ms (malloc_trim).
+Large and frequent messages are written without objects, and small ones read into the same object: each has a block of
+memory, and after every 10,000 blocks protobuf has the C library return all free memory to the system, which takes up to
+100 ms (malloc_trim).
 """
 
 import functools
 import struct
-from collections.abc import Iterator
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -15,8 +16,11 @@ from google.protobuf.message import DecodeError, Message
 from tgis.errors import InvalidRequest
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 Schema: TypeAlias = "dict[int, Schema]"  # the fields of a message that are messages, too
 
+_SMALL_BYTES = 16 << 10  # of a message
+_MAX_SHARED_BYTES = 256 << 10  # of messages read into one object, which may be 30 times as large in memory
 _MAX_OTHER_FIELDS = 1024  # parameters, stop sequences and ids: a valid message has some 40 of them at most
 _FIELDS_PER_INPUT = 2  # itself and its text
 FIELDS_PER_SLICE = 1024  # half a millisecond
@@ -36,6 +40,28 @@ def parse(data: bytes, message_type: type[M], max_inputs: int = 0) -> M:
     for _ in check_fields(data, message_type, max_inputs):
         pass
     return decode(data, message_type)
+
+
+class Reader(Generic[M]):
+    """Reads messages of a type, small ones into one object."""
+
+    def __init__(self, message_type: type[M]) -> None:
+        self.message_type = message_type
+        self._message = message_type()
+        self._num_bytes = 0  # that it has read: it is cleared before the next one, but keeps its memory
+
+    def read(self, data: bytes, convert: Callable[[M], T]) -> T:
+        """What `convert`, which must keep no part of it, makes of the message; InvalidRequest if it is none."""
+        if len(data) > _SMALL_BYTES:
+            return convert(decode(data, self.message_type))
+        self._num_bytes += len(data)
+        if self._num_bytes > _MAX_SHARED_BYTES:
+            self._message, self._num_bytes = self.message_type(), len(data)
+        try:
+            self._message.ParseFromString(data)
+        except DecodeError:
+            raise _undecodable() from None
+        return convert(self._message)
 
 
 def decode(data: bytes, message_type: type[M]) -> M:
