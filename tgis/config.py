@@ -428,12 +428,9 @@ def cache_config() -> Config:
 
 def prepare_command() -> None:
     """Set environment variables that every command needs, before it imports a library or starts a child."""
-    # The C++ core logs to stderr what our errors and log lines say already.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Our children run other programs at once; it would start its threads anew whenever we start one.
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    # Children must not import modules from the working directory: it may be that of a model.
-    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs what our errors and log lines say already
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # with it, gRPC's threads start anew whenever we start a process
+    os.environ["PYTHONSAFEPATH"] = "1"  # no modules of the working directory: it may be that of a model
 
 
 def prepare_environment(config: Config) -> None:
