@@ -33,9 +33,9 @@ class EventLoop(uvloop.Loop):
 def _handle_all(wake_ups: socket.socket, handle: Callable[[], None]) -> None:
     with contextlib.suppress(BlockingIOError):  # it has been woken for what it has handled already
         num_unread = len(wake_ups.recv(_MAX_WAKE_UPS, socket.MSG_PEEK))
+        handle()  # reads one; if that raises, the others wake the loop for the events that are left
         if num_unread > 1:
             wake_ups.recv(num_unread - 1)
-    handle()  # reads the last one
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
