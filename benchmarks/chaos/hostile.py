@@ -12,13 +12,12 @@ import random
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 
+import aiohttp
 import grpc.aio
 
 from benchmarks.chaos.attacker import start_attacker
@@ -38,7 +37,7 @@ _STEP_SECONDS = 0.01
 _MAX_INPUTS_PER_CLIENT = 32  # four times what the honest client has, and enough for every attack
 _LAG = "tgi_event_loop_lag_duration_bucket"
 _SAMPLE_SECONDS = 0.1
-_HEALTH_SECONDS = 5.0
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(5.0)
 
 
 @dataclass(slots=True)
@@ -108,12 +107,13 @@ async def _watch(server: Server, figures: Figures, until: float) -> None:
 
 
 async def _probe(server: Server, figures: Figures, until: float) -> None:
-    while time.monotonic() < until:
-        started = time.monotonic()
-        if reason := await asyncio.to_thread(_why_unhealthy, server.http_port):
-            figures.unhealthy[reason] = figures.unhealthy.get(reason, 0) + 1
-        figures.slowest_health = max(figures.slowest_health, round(1000 * (time.monotonic() - started), 1))
-        await asyncio.sleep(_SAMPLE_SECONDS)
+    async with aiohttp.ClientSession(timeout=_HEALTH_TIMEOUT, connector=aiohttp.TCPConnector(force_close=True)) as http:
+        while time.monotonic() < until:
+            started = time.monotonic()
+            if reason := await _why_unhealthy(http, server.http_port):
+                figures.unhealthy[reason] = figures.unhealthy.get(reason, 0) + 1
+            figures.slowest_health = max(figures.slowest_health, round(1000 * (time.monotonic() - started), 1))
+            await asyncio.sleep(_SAMPLE_SECONDS)
 
 
 def _seconds_without_cpu(pid: int) -> float:
@@ -121,13 +121,11 @@ def _seconds_without_cpu(pid: int) -> float:
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
-def _why_unhealthy(port: int) -> str | None:
+async def _why_unhealthy(http: aiohttp.ClientSession, port: int) -> str | None:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=_HEALTH_SECONDS):
-            return None
-    except urllib.error.HTTPError as error:
-        return f"{error.code}: {error.read().decode()}"
-    except OSError as error:
+        async with http.get(f"http://127.0.0.1:{port}/health") as answer:
+            return None if answer.ok else f"{answer.status}: {await answer.text()}"
+    except (aiohttp.ClientError, TimeoutError) as error:
         return repr(error)
 
 
