@@ -33,7 +33,7 @@ class Server:
         calls: list[Awaitable[bytes]] = [
             channel.unary_unary("/test.Service/Wait", bytes, bytes)(b"x") for _ in range(CALLS)
         ]
-        await asyncio.to_thread(lambda: [self.begun.acquire(timeout=20) for _ in calls])
+        assert await asyncio.to_thread(lambda: all(self.begun.acquire(timeout=20) for _ in calls))
         return calls
 
 

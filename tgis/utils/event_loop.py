@@ -1,7 +1,6 @@
 """The event loop of processes with many gRPC calls."""
 
 import asyncio
-import contextlib
 import functools
 import socket
 from collections.abc import Callable, Coroutine
@@ -31,11 +30,13 @@ class EventLoop(uvloop.Loop):
 
 
 def _handle_all(wake_ups: socket.socket, handle: Callable[[], None]) -> None:
-    with contextlib.suppress(BlockingIOError):  # it has been woken for what it has handled already
+    try:
         num_unread = len(wake_ups.recv(_MAX_WAKE_UPS, socket.MSG_PEEK))
-        handle()  # reads one; if that raises, the others wake the loop for the events that are left
-        if num_unread > 1:
-            wake_ups.recv(num_unread - 1)
+    except BlockingIOError:  # it has been woken for what it has handled already
+        return
+    handle()  # reads one; if that raises, the others wake the loop for the events that are left
+    if num_unread > 1:
+        wake_ups.recv(num_unread - 1)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
