@@ -6,7 +6,8 @@ Only the module of the command is imported, so that no command pays for the depe
 import importlib
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import tgis
 from tgis.errors import OptionError, StartError
@@ -51,6 +52,21 @@ def grpc_healthcheck() -> int:
     return run_command("grpc_healthcheck", sys.argv[1:], "grpc_healthcheck")
 
 
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Ends the command with exit code 1 and without a traceback when the reader of stdout, e.g. `head`, has exited."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout:  # None where the shell closed it
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids a second error on exit
+        sys.exit(1)
+
+
+@_reader_may_leave()
 def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMANDS) -> int:
     """Run the command that `argv` starts with; it must be one of `commands`."""
     match argv:
@@ -75,6 +91,7 @@ def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMAND
     raise AssertionError
 
 
+@_reader_may_leave()
 def run_command(command: str, argv: list[str], prog: str) -> int:
     """Run a command and return its exit code; expected errors are one line on stderr."""
     if command in SERVERS:
@@ -85,16 +102,12 @@ def run_command(command: str, argv: list[str], prog: str) -> int:
         prepare_command()
         module = importlib.import_module(f"tgis.cli.{command.replace('-', '_')}")
         code: int = module.main(argv, prog)
-        sys.stdout.flush()
         return code
     except StartError as error:
         print(f"tgis: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has exited, e.g. `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids a second error on exit
-        return 1
 
 
 def _usage(prog: str, commands: Collection[str]) -> str:

@@ -182,6 +182,18 @@ def test_a_closed_stdout_is_no_traceback(served: Served) -> None:
     assert (done.stdout, done.stderr) == (b"x", b"")
 
 
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["prompts", "--help"]])
+def test_a_reader_that_has_left_is_no_traceback(argv: list[str], *, buffered: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    command = [sys.executable, "-m", "tgis", *argv]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=env, check=False)
+    os.close(writer)
+    assert done.stderr == b""
+
+
 def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) -> None:
     served.service.texts = ["a\x1b[31mb\n", "\x9b\u00e9"]
     command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]
