@@ -19,15 +19,15 @@ from benchmarks.chaos.http2 import Target
 
 
 def start_attacker(
-    target: Target, seconds: float, seed: int, attacks: Sequence[str], niceness: int = 0
+    target: Target, seconds: float, seed: int, attacks: Sequence[str], *, yields: bool = False
 ) -> "subprocess.Popen[bytes]":
-    """A client for each of these attacks, in one process that ends by itself."""
+    """A client for each of these attacks, in one process that ends by itself; on request it gets idle CPUs only."""
     values = json.dumps(asdict(target), default=str)
-    command = ["nice", "-n", str(niceness), sys.executable, "-m", "benchmarks.chaos.attacker"]
-    command += [values, str(seconds), str(seed), *attacks]
-    process = subprocess.Popen(command, start_new_session=True)
-    with contextlib.suppress(OSError):  # with autogroups, sessions share the CPUs, whatever the niceness of processes
-        Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))
+    command = [sys.executable, "-m", "benchmarks.chaos.attacker", values, str(seconds), str(seed), *attacks]
+    process = subprocess.Popen([*(["chrt", "--idle", "0"] if yields else []), *command], start_new_session=True)
+    if yields:
+        with contextlib.suppress(OSError):  # with autogroups, processes of sessions share the CPUs, idle class or not
+            Path(f"/proc/{process.pid}/autogroup").write_text("19")
     return process
 
 

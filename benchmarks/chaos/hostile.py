@@ -141,7 +141,7 @@ def attacks_on(server: Server, seconds: float, names: list[str]) -> Iterator[Non
     """64 hostile clients in a few processes, which yield to everything else: they stand for other machines."""
     target = Target(int(server.target.rpartition(":")[2]), server.http_port, token="hostile")  # noqa: S106 - no secret
     clients = list(islice(cycle(names), CLIENTS))
-    processes = [start_attacker(target, seconds, n, clients[n::PROCESSES], niceness=19) for n in range(PROCESSES)]
+    processes = [start_attacker(target, seconds, n, clients[n::PROCESSES], yields=True) for n in range(PROCESSES)]
     try:
         yield
     finally:

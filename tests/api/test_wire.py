@@ -1,5 +1,6 @@
 """A message with too many fields is refused before protobuf builds it; any other is parsed as protobuf does."""
 
+import asyncio
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -8,12 +9,14 @@ from typing import Any, TypeVar
 import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
+from harness import run_async
 
 from tgis.api.grpc import wire
 from tgis.api.grpc.convert import raw_params
 from tgis.errors import InvalidRequest
 from tgis.frontend.sampling_params import RawParams
 from tgis.pb import generation_pb2 as pb
+from tgis.utils.slices import Slicer
 
 T = TypeVar("T")
 
@@ -115,10 +118,11 @@ def raw_request(message: pb.BatchedGenerationRequest) -> tuple[list[str], RawPar
     return [request.text for request in message.requests], raw_params(message.params)
 
 
-def test_messages_that_share_an_object_have_nothing_of_each_other() -> None:
+@run_async
+async def test_messages_that_share_an_object_have_nothing_of_each_other() -> None:
     """Ten times as many bytes as one object reads; some messages are too large for it, some are no message."""
     kind, draw = pb.BatchedGenerationRequest, random.Random(0)
-    reader, found, expected = wire.Reader(kind), [], []
+    reader, slicer, found, expected = wire.Reader(kind), Slicer(), list[Any](), list[Any]()
     num_bytes = 0
     while num_bytes < 10 * wire._MAX_SHARED_BYTES:
         message: Any = random_message(kind, draw)
@@ -128,7 +132,35 @@ def test_messages_that_share_an_object_have_nothing_of_each_other() -> None:
         if draw.random() < 0.2:
             data = mutated(data, draw)
         num_bytes += len(data)
-        found.append(parsed(lambda data=data: reader.read(data, raw_request)))  # type: ignore[misc]
+        try:
+            found.append(await reader.read(data, slicer, raw_request, max_inputs=64))
+        except InvalidRequest:
+            found.append(None)
         expected.append(parsed(lambda data=data: raw_request(kind.FromString(data))))  # type: ignore[misc]
     assert None in expected
     assert repr(found) == repr(expected)  # NaN equals NaN
+
+
+@run_async
+async def test_large_messages_are_decoded_and_converted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the system has to find makes either take 14 ms for 4 MiB."""
+    iteration, work, decode = 0, [], wire.decode
+
+    def convert(message: pb.BatchedTokenizeRequest) -> str:
+        work.append(("convert", iteration))
+        return message.requests[0].text[:1]
+
+    def counted_decode(data: bytes, kind: type[pb.BatchedTokenizeRequest]) -> pb.BatchedTokenizeRequest:
+        work.append(("decode", iteration))
+        return decode(data, kind)
+
+    monkeypatch.setattr(wire, "decode", counted_decode)
+    reader, slicer = wire.Reader(pb.BatchedTokenizeRequest), Slicer()
+    messages = [pb.BatchedTokenizeRequest(requests=[{"text": name * HALF_A_MESSAGE}]) for name in "abc"]
+    reads = [asyncio.create_task(reader.read(m.SerializeToString(), slicer, convert, max_inputs=1)) for m in messages]
+    while not all(read.done() for read in reads):
+        await asyncio.sleep(0)
+        iteration += 1
+    assert [read.result() for read in reads] == ["a", "b", "c"]
+    assert sorted(name for name, _ in work) == ["convert"] * 3 + ["decode"] * 3
+    assert len({at for _, at in work}) == 6

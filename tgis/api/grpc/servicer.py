@@ -6,7 +6,6 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from tgis.api.grpc import convert, wire
 from tgis.api.grpc.handlers import stream_handler, unary_handler
@@ -21,7 +20,6 @@ from tgis.security.bearer import caller_identity
 from tgis.utils import logs
 
 GENERATION_SERVICE = "fmaas.GenerationService"
-_BYTES_PER_SLICE_UNIT = 256  # of a message
 
 
 class GenerationServicer:
@@ -56,21 +54,24 @@ class GenerationServicer:
 
     async def _generate(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
-            max_inputs = generator.server_info.max_concurrent_inputs
-            await _check(data, pb.BatchedGenerationRequest, generator, max_inputs)
             identity, deadline = self._identity(context), self._answer_deadline(context)
-            call = self._generate_requests.read(
-                data, lambda read: convert.generate_call(read, account, identity, logs.correlation_id(), deadline)
+            call = await self._generate_requests.read(
+                data,
+                generator.slicer,
+                lambda read: convert.generate_call(read, account, identity, logs.correlation_id(), deadline),
+                generator.server_info.max_concurrent_inputs,
             )
             is_special = _is_special(call, generator)
             return await convert.generate_reply(await generator.generate(call), generator.slicer, is_special)
 
     async def _generate_stream(self, data: bytes, stream: OpenCall) -> None:
         with self._admitted(data, stream.context) as (generator, account):
-            await _check(data, pb.SingleGenerationRequest, generator, max_inputs=1)
             identity = self._identity(stream.context)
-            call = self._stream_requests.read(
-                data, lambda read: convert.generate_stream_call(read, account, identity, logs.correlation_id())
+            call = await self._stream_requests.read(
+                data,
+                generator.slicer,
+                lambda read: convert.generate_stream_call(read, account, identity, logs.correlation_id()),
+                max_inputs=1,
             )
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
@@ -79,9 +80,12 @@ class GenerationServicer:
 
     async def _tokenize(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
-            max_inputs = generator.server_info.max_tokenize_inputs
-            await _check(data, pb.BatchedTokenizeRequest, generator, max_inputs)
-            call = self._tokenize_requests.read(data, lambda read: convert.tokenize_call(read, len(data), account))
+            call = await self._tokenize_requests.read(
+                data,
+                generator.slicer,
+                lambda read: convert.tokenize_call(read, len(data), account),
+                generator.server_info.max_tokenize_inputs,
+            )
             return await convert.tokenize_reply(await generator.tokenize(call), generator.slicer)
 
     async def _model_info(self, data: bytes, _context: Context) -> bytes:
@@ -114,10 +118,3 @@ class GenerationServicer:
 
 def _is_special(call: GenerateCall, generator: Generator) -> convert.IsSpecial | None:
     return generator.token_decoder.tokenizer.is_special if call.params.token_ids else None
-
-
-async def _check(data: bytes, message_type: type[Message], generator: Generator, max_inputs: int) -> None:
-    """Then an iteration of the event loop reads one large message."""
-    await generator.slicer.turn(len(data) // _BYTES_PER_SLICE_UNIT)
-    for _ in wire.check_fields(data, message_type, max_inputs):
-        await generator.slicer.turn(wire.FIELDS_PER_SLICE)
