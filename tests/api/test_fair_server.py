@@ -17,7 +17,7 @@ from harness import run_async
 from raw_http2 import HELLO, call_frames
 
 from benchmarks.chaos.http2 import ACK, PING, frame
-from tgis.api.grpc.fair_server import MAX_WAIT_SECONDS, NUM_ACCEPTS, ConnectionTurns, FairServer
+from tgis.api.grpc.fair_server import MAX_STARTS, MAX_WAIT_SECONDS, NUM_ACCEPTS, ConnectionTurns, FairServer
 from tgis.api.grpc.open_calls import LARGE_BYTES, OpenCalls
 from tgis.config import Config
 from tgis.utils import event_loop
@@ -29,10 +29,16 @@ FLOOD = b"".join(call_frames(ECHO, b"flood", stream) for stream in range(1, 2 * 
 
 
 class Calls:
-    """Handles calls; remembers their messages in the order in which it did."""
+    """A `grpc.GenericRpcHandler`; remembers the messages in the order in which it has handled them."""
 
     def __init__(self) -> None:
+        self.num_started = 0
         self.messages: list[bytes] = []
+
+    def service(self, _handler_call_details: object) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        """What gRPC asks for before it receives the message."""
+        self.num_started += 1
+        return grpc.unary_unary_rpc_method_handler(self.echo)
 
     async def echo(self, message: bytes, _context: object) -> bytes:
         self.messages.append(message)
@@ -40,8 +46,8 @@ class Calls:
 
     async def start_server(self, num_calls: int = 0) -> tuple[FairServer, int]:
         """With its port; it handles none before so many have arrived."""
-        handlers = {"Echo": grpc.unary_unary_rpc_method_handler(self.echo)}
-        server = FairServer([grpc.method_handlers_generic_handler("test.Service", handlers)], (), [], OpenCalls(CONFIG))
+        handlers: list[Any] = [self]
+        server = FairServer(handlers, (), [], OpenCalls(CONFIG))
         server._turns = GatedTurns(num_calls)
         port = server.add_insecure_port(b"127.0.0.1:0")
         await server.start()
@@ -64,8 +70,8 @@ class GatedTurns(ConnectionTurns[Any]):
         super().add(connection, call, now)
         self.missing -= 1
 
-    def take(self, now: float, busy: Container[str] = ()) -> Any:
-        return None if self.missing > 0 else super().take(now, busy)
+    def take(self, now: float, busy: Container[str] = (), *, only_new: bool = False) -> Any:
+        return None if self.missing > 0 else super().take(now, busy, only_new=only_new)
 
 
 @contextlib.contextmanager
@@ -148,6 +154,56 @@ def test_an_iteration_of_the_event_loop_takes_all_wake_ups_of_grpc(monkeypatch: 
 
 
 @run_async
+async def test_an_iteration_of_the_event_loop_starts_some_calls_of_connections_that_have_none_waiting() -> None:
+    server = FairServer([], (), [], OpenCalls(CONFIG))
+    for number in range(2 * MAX_STARTS):
+        server._turns.add(f"new{number}", number, time.monotonic())
+    assert [server._take() for _ in range(MAX_STARTS + 1)] == [*range(MAX_STARTS), None]
+    await asyncio.sleep(0)
+    assert server._take() == MAX_STARTS
+
+
+@run_async
+async def test_an_iteration_of_the_event_loop_starts_one_call_of_connections_that_have_others_waiting() -> None:
+    server = FairServer([], (), [], OpenCalls(CONFIG))
+    for call in range(3):
+        server._turns.add("flood", call, time.monotonic())
+    assert [server._take(), server._take()] == [0, None]
+    server._turns.add("new", "one", time.monotonic())
+    assert [server._take(), server._take()] == ["one", None]
+    await asyncio.sleep(0)
+    assert [server._take(), server._take()] == [1, None]
+
+
+@run_async
+async def test_calls_that_start_may_have_large_messages() -> None:
+    calls = OpenCalls(CONFIG)
+    server = FairServer([], (), [], calls)
+    for connection in ("large0", "large1"):
+        server._turns.add(connection, connection, time.monotonic())
+        calls.note_size(connection, LARGE_BYTES)
+    assert [server._take(), server._take()] == ["large0", None]
+    await asyncio.sleep(0)
+    assert server._take() is None  # its handler does not run yet
+    await asyncio.sleep(0)
+    assert server._take() == "large1"
+
+
+@run_async
+async def test_calls_of_many_connections_start_together() -> None:
+    calls = Calls()
+    server, port = await calls.start_server(MAX_STARTS)
+    with contextlib.ExitStack() as clients:
+        for _ in range(MAX_STARTS):
+            clients.enter_context(client(port, call_frames(ECHO, b"one")))
+        while not calls.num_started:
+            await asyncio.sleep(0)
+        num_started = calls.num_started
+    await server.shutdown(None)
+    assert num_started == MAX_STARTS
+
+
+@run_async
 async def test_a_connection_is_not_busy_with_what_arrives_slowly() -> None:
     calls, now = OpenCalls(CONFIG), time.monotonic() + 60
     since = {"slow": now - 120} | {f"fast{number}": now for number in range(4)}
@@ -181,8 +237,14 @@ def test_few_large_senders_are_remembered() -> None:
     assert "9999" in calls.large_senders
 
 
+def take(turns: ConnectionTurns[Any], busy: Container[str] = (), *, now: float = 0.0) -> Any:
+    connection, call = turns.take(now, busy) or ("", None)
+    assert call is None or call.startswith(connection)
+    return call
+
+
 def drain(turns: ConnectionTurns[Any], now: float = 0.0) -> list[Any]:
-    return list(iter(lambda: turns.take(now), None))
+    return list(iter(lambda: take(turns, now=now), None))
 
 
 def test_connections_take_turns() -> None:
@@ -196,7 +258,7 @@ def test_a_connection_without_waiting_calls_goes_first() -> None:
     turns = ConnectionTurns[str]()
     for call in ("a1", "a2", "b1", "b2"):
         turns.add(call[0], call, 0.0)
-    assert [turns.take(0.0), turns.take(0.0)] == ["a1", "b1"]
+    assert [take(turns), take(turns)] == ["a1", "b1"]
     turns.add("c", "c1", 0.0)
     assert drain(turns) == ["c1", "a2", "b2"]
 
@@ -205,9 +267,9 @@ def test_a_connection_whose_calls_never_wait_for_long_has_no_advantage_over_one_
     turns = ConnectionTurns[str]()
     for call in ("a1", "a2", "a3", "b1"):
         turns.add(call[0], call, 0.0)
-    assert [turns.take(0.0), turns.take(0.0)] == ["a1", "b1"]
+    assert [take(turns), take(turns)] == ["a1", "b1"]
     turns.add("b", "b2", 0.0)
-    assert [turns.take(0.0), turns.take(0.0)] == ["a2", "b2"]
+    assert [take(turns), take(turns)] == ["a2", "b2"]
     turns.add("b", "b3", 0.0)
     assert drain(turns) == ["a3", "b3"]
 
@@ -216,16 +278,16 @@ def test_busy_connections_wait() -> None:
     turns = ConnectionTurns[str]()
     for call in ("a1", "a2", "b1", "c1"):
         turns.add(call[0], call, 0.0)
-    assert [turns.take(0.0, "a"), turns.take(0.0, "ac"), turns.take(0.0, "ac")] == ["b1", None, None]
+    assert [take(turns, "a"), take(turns, "ac"), take(turns, "ac")] == ["b1", None, None]
     assert drain(turns) == ["c1", "a1", "a2"]
 
 
 def test_connections_without_calls_keep_no_other_from_its_turn() -> None:
     turns = ConnectionTurns[str]()
     for connection in range(200):
-        turns.add(str(connection), "first", 0.0)
-    turns.add("199", "second", 0.0)
-    assert drain(turns) == ["first"] * 200 + ["second"]
+        turns.add(str(connection), f"{connection} first", 0.0)
+    turns.add("199", "199 second", 0.0)
+    assert drain(turns) == [f"{connection} first" for connection in range(200)] + ["199 second"]
     assert not turns
 
 

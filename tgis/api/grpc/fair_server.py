@@ -7,11 +7,10 @@ connection by itself.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
@@ -26,13 +25,18 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 NUM_ACCEPTS = 64  # calls that an iteration of the event loop takes from C-core
+MAX_STARTS = 8  # of calls that it starts
 MAX_ARRIVING_TOGETHER = 4  # messages; beyond, only one of a connection
 MAX_WAIT_SECONDS = 10.0  # for the turn of a call: only those of a connection that floods the server wait for long
 _MAX_SKIPPED = 64  # connections
 
 
 class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
-    """What `grpc.aio.server` wraps; grpc.aio asks it for the next call by `_request_call`."""
+    """What `grpc.aio.server` wraps; grpc.aio asks it for one call after the other.
+
+    Calls of connections that have none waiting start at once, several in an iteration of the event loop; of the others,
+    one in some iterations.
+    """
 
     def __init__(
         self,
@@ -45,30 +49,80 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
         super().__init__(self._running_loop, None, handlers, interceptors, options, None)
         self._turns = ConnectionTurns[Any]()
         self._open_calls = calls
-        self._changed = calls.changed
+        calls.on_arrived = self._offer
         self._accepts: list[asyncio.Task[None]] = []
+        self._next: asyncio.Future[Any] | None = None  # call, while grpc.aio waits for it
+        self._retry: asyncio.TimerHandle | None = None
+        self._started: list[str] = []  # connections whose calls have started in this iteration of the event loop
+        self._starting: list[str] = []  # and in the one before: their handlers do not run yet
+
+    def _make_request_call_future(self, _method: bytes | None) -> "asyncio.Future[Any]":
+        """In grpc.aio 1.80 and later."""
+        return self._next_call()
 
     async def _request_call(self) -> Any:
+        """In earlier ones."""
+        return await self._next_call()
+
+    def _next_call(self) -> "asyncio.Future[Any]":
         if not self._accepts:
             self._accepts = [self._running_loop.create_task(self._accept_calls()) for _ in range(NUM_ACCEPTS)]
-        while (call := self._take()) is None:
-            if self._accepts[0].done():
-                return await super()._request_call()  # raises what grpc.aio expects when a server stops
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ARRIVING_SECONDS if self._turns else None):
-                    await self._changed.wait()
-        return call
+        if (call := self._take()) is not None:
+            ready = _Ready(loop=self._running_loop)
+            ready.set_result(call)
+            return ready
+        self._next = self._running_loop.create_future()
+        if self._accepts[0].done():
+            self._stop()
+        return self._next
+
+    def _offer(self) -> None:
+        """Try again to give grpc.aio the call that it waits for."""
+        if self._next is not None and not self._next.done() and (call := self._take()) is not None:
+            self._next.set_result(call)
+            self._next = None  # who holds a call keeps it open
 
     def _take(self) -> Any:
-        """The next call, None if none may start: what it sends may be large."""
-        connections, large = self._open_calls.arriving_from(), self._open_calls.large_senders
+        """The next call, None if none may start."""
+        if not self._turns:
+            return None
+        taken = None
+        if len(self._started) < MAX_STARTS and (busy := self._busy()) is not None:
+            taken = self._turns.take(time.monotonic(), busy, only_new=bool(self._started))
+        if taken is None:
+            self._retry_later()
+            return None
+        connection, call = taken
+        if not (self._started or self._starting):
+            self._running_loop.call_soon(self._next_iteration)
+        self._started.append(connection)
+        return call
+
+    def _busy(self) -> Container[str] | None:
+        """Connections that have to wait, None for all: what a call sends may be large."""
+        connections = [*self._open_calls.arriving_from(), *self._started, *self._starting]
+        large = self._open_calls.large_senders
         if len(connections) >= MAX_ARRIVING:
             return None
         busy = set(connections) if len(connections) >= MAX_ARRIVING_TOGETHER else set()
         if not large.keys().isdisjoint(connections):  # one large message at a time, as far as that is known
             busy |= large.keys()
-        return self._turns.take(time.monotonic(), busy)
+        return busy
+
+    def _next_iteration(self) -> None:
+        self._starting, self._started = self._started, []
+        if self._starting:
+            self._running_loop.call_soon(self._next_iteration)
+        self._offer()
+
+    def _retry_later(self) -> None:
+        """When messages that arrive may have become slow ones."""
+        if self._retry is None:
+            self._retry = self._running_loop.call_later(ARRIVING_SECONDS, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        self._offer()
 
     async def _accept_calls(self) -> None:
         try:
@@ -76,14 +130,26 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
                 self._accepted(await super()._request_call())  # in no variable: who holds a call keeps it open
         except cygrpc._RequestCallError:  # the server stops
             self._turns.clear()
-            self._changed.set()
+            self._stop()
         except Exception:
             log.exception("one call fewer at a time is taken from C-core")
 
     def _accepted(self, call: Any) -> None:
         connection = cygrpc._ServicerContext(call, None, None, self._running_loop).peer()
         self._turns.add(connection, call, time.monotonic())
-        self._changed.set()
+        self._offer()
+
+    def _stop(self) -> None:
+        """Raise what grpc.aio expects then."""
+        if self._next is not None and not self._next.done():
+            self._next.set_exception(cygrpc._RequestCallError())
+
+
+class _Ready(asyncio.Future[Any]):
+    """A result that `asyncio.wait` finds at once: of other futures it hears two iterations of the event loop later."""
+
+    def add_done_callback(self, callback: Callable[["_Ready"], object], **_context: object) -> None:
+        callback(self)
 
 
 class ConnectionTurns(Generic[T]):
@@ -109,9 +175,9 @@ class ConnectionTurns(Generic[T]):
             self._new.append(connection)
         self._waiting[connection].append((now, call))
 
-    def take(self, now: float, busy: Container[str] = ()) -> T | None:
+    def take(self, now: float, busy: Container[str] = (), *, only_new: bool = False) -> tuple[str, T] | None:
         """The next one of a connection that is not busy; another time looks further than at the first of them."""
-        for turns in (self._new, self._old):
+        for turns in (self._new,) if only_new else (self._new, self._old):
             skipped: list[str] = []
             while turns and len(skipped) < _MAX_SKIPPED:
                 connection = turns.popleft()
@@ -124,7 +190,7 @@ class ConnectionTurns(Generic[T]):
                 else:
                     turns.extend(skipped)
                     self._old.append(connection)  # without calls too: it is new again only after its turn
-                    return calls.popleft()[1]
+                    return connection, calls.popleft()[1]
             turns.extend(skipped)
         return None
 

@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import islice, takewhile
@@ -120,7 +120,7 @@ class OpenCalls:
         self.idle: dict[OpenCall, float] = {}
         self.served: set[OpenCall] = set()  # the end of the server waits for them
         self.large_senders: dict[str, None] = {}  # connections whose last message was large, the latest at the end
-        self.changed = asyncio.Event()  # a message has arrived
+        self.on_arrived: Callable[[], None] = lambda: None  # called when a message has
         self._last_end = 0.0
         self._refusals: set[asyncio.Task[None]] = set()
 
@@ -131,7 +131,7 @@ class OpenCalls:
             with _entered(self.receiving, call):
                 yield
         finally:
-            self.changed.set()
+            self.on_arrived()
 
     def arriving_from(self) -> list[str]:
         """The connections of messages on their way, at most MAX_ARRIVING; those that arrive slowly do not count."""
