@@ -19,7 +19,7 @@ from tgis.errors import Unavailable
 from tgis.ipc.snapshot import Snapshot
 
 SCRAPE_INTERVAL_SECONDS = 0.1  # a scrape takes the event loop about 10 ms, in parts
-SCRAPE_PAUSE = 4  # times as long as the scrape before: on a busy loop one takes longer
+SCRAPE_PAUSE = 19  # times as long as the scrape before: on a busy loop one takes longer
 
 
 class Probes:
