@@ -51,7 +51,7 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
         self._open_calls = calls
         calls.on_arrived = self._offer
         self._accepts: list[asyncio.Task[None]] = []
-        self._next: asyncio.Future[Any] | None = None  # call, while grpc.aio waits for it
+        self._next: _NextCall | None = None  # while grpc.aio waits for it
         self._retry: asyncio.TimerHandle | None = None
         self._started: list[str] = []  # connections whose calls have started in this iteration of the event loop
         self._starting: list[str] = []  # and in the one before: their handlers do not run yet
@@ -62,25 +62,24 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
 
     async def _request_call(self) -> Any:
         """In earlier ones."""
-        return await self._next_call()
+        done, _ = await asyncio.wait([self._next_call()])
+        return done.pop().result()
 
-    def _next_call(self) -> "asyncio.Future[Any]":
+    def _next_call(self) -> "_NextCall":
         if not self._accepts:
             self._accepts = [self._running_loop.create_task(self._accept_calls()) for _ in range(NUM_ACCEPTS)]
-        if (call := self._take()) is not None:
-            ready = _Ready(loop=self._running_loop)
-            ready.set_result(call)
-            return ready
-        self._next = self._running_loop.create_future()
+        next_call = self._next = _NextCall(loop=self._running_loop)
         if self._accepts[0].done():
             self._stop()
-        return self._next
+        else:
+            self._offer()
+        return next_call
 
     def _offer(self) -> None:
-        """Try again to give grpc.aio the call that it waits for."""
-        if self._next is not None and not self._next.done() and (call := self._take()) is not None:
-            self._next.set_result(call)
-            self._next = None  # who holds a call keeps it open
+        """Give grpc.aio the call that it waits for, if one may start."""
+        if self._next is not None and (call := self._take()) is not None:
+            waiting, self._next = self._next, None  # who holds a call keeps it open
+            waiting.finish(call)
 
     def _take(self) -> Any:
         """The next call, None if none may start."""
@@ -141,15 +140,30 @@ class FairServer(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
 
     def _stop(self) -> None:
         """Raise what grpc.aio expects then."""
-        if self._next is not None and not self._next.done():
-            self._next.set_exception(cygrpc._RequestCallError())
+        if self._next is not None:
+            waiting, self._next = self._next, None
+            waiting.finish(error=cygrpc._RequestCallError())
 
 
-class _Ready(asyncio.Future[Any]):
-    """A result that `asyncio.wait` finds at once: of other futures it hears two iterations of the event loop later."""
+class _NextCall(asyncio.Future[Any]):
+    """For `asyncio.wait`, which hears of the call at once: of other futures an iteration of the event loop later."""
 
-    def add_done_callback(self, callback: Callable[["_Ready"], object], **_context: object) -> None:
-        callback(self)
+    _callback: Callable[["_NextCall"], object] | None = None
+
+    def add_done_callback(self, callback: Callable[["_NextCall"], object], **_context: object) -> None:
+        self._callback = callback
+        if self.done():
+            callback(self)
+
+    def finish(self, call: Any = None, error: Exception | None = None) -> None:
+        if self.done():  # cancelled
+            return
+        if error is None:
+            self.set_result(call)
+        else:
+            self.set_exception(error)
+        if self._callback is not None:
+            self._callback(self)
 
 
 class ConnectionTurns(Generic[T]):
