@@ -7,6 +7,7 @@ import pytest
 from harness import run_async
 
 from tgis.api.grpc import convert
+from tgis.errors import InvalidRequest
 from tgis.frontend.generation import TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.ipc.request import StopReason
@@ -91,6 +92,14 @@ async def test_tokenized_texts() -> None:
         results.append(TokenizeResult(count, [], tokens, offsets))
         placed = [{"start": start, "end": end} for start, end in offsets]
         expected.append(pb.TokenizeResponse(token_count=count, tokens=tokens, offsets=placed))
-    data = await convert.tokenize_reply(results, Slicer())
+    data = await convert.tokenize_reply(results, Slicer(), 1 << 20)
     whole = pb.BatchedTokenizeResponse(responses=expected)
     assert canonical(pb.BatchedTokenizeResponse, data) == whole.SerializeToString()
+
+
+@run_async
+async def test_a_reply_about_too_much_text_is_refused_before_the_rest_of_it_is_made() -> None:
+    tokens = iter(["12345678"] * 10_000)  # each has ten bytes on the wire
+    with pytest.raises(InvalidRequest, match="the reply has more than 20000 bytes"):
+        await convert.tokenize_reply([TokenizeResult(10_000, [], tokens, [])], Slicer(), 20_000)
+    assert len(list(tokens)) > 7000

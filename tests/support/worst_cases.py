@@ -99,7 +99,12 @@ def _combinations(max_length: int) -> Iterator[WorstCase]:
     single = pb.SingleGenerationRequest(request=longest, params=params)
     yield WorstCase(stream, "all details", single.SerializeToString())
     plain = pb.Parameters(truncate_input_tokens=8)
-    for name, size, count in (("one text", _BYTES, 1), ("many texts", 4000, 1000), ("empty texts", 0, 1000)):
+    for name, size, count in (
+        ("one text", _BYTES, 1),
+        ("a quarter of that", _BYTES // 4, 1),
+        ("many texts", 4000, 1000),
+        ("empty texts", 0, 1000),
+    ):
         texts = ["a " * (size // 2)] * count
         batch = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts], params=plain)
         yield WorstCase(generate, f"{name}, truncated", batch.SerializeToString(), is_slow=True)

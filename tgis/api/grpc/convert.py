@@ -1,9 +1,10 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from tgis.api.grpc import wire
+from tgis.errors import InvalidRequest
 from tgis.frontend.budget import Account
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo, TokenizeResult
@@ -181,23 +182,29 @@ def tokenize_call(message: pb.BatchedTokenizeRequest, num_bytes: int, account: A
     )
 
 
-async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer) -> bytes:
-    """A serialized BatchedTokenizeResponse."""
-    parts = []
+async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer, max_bytes: int) -> bytes:
+    """A serialized BatchedTokenizeResponse; InvalidRequest if it has more bytes, before it is made of its parts."""
+    parts, num_bytes = list[bytes](), 0
     async for some in slicer.slices(tokenized):
         for one in some:
-            response = await _tokenize_response(one, slicer)
+            response = []
+            async for part in _tokenize_response(one, slicer):
+                response.append(part)
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    text = f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it"
+                    raise InvalidRequest("requests", text)
             parts += [wire.message_header(_RESPONSES, response), *response]
     return await _joined(parts, slicer)
 
 
-async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> list[bytes]:
-    parts = [wire.integer(_TOKENIZATION["token_count"], result.token_count)]
+async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> AsyncIterator[bytes]:
+    """Its parts."""
+    yield wire.integer(_TOKENIZATION["token_count"], result.token_count)
     async for tokens in slicer.slices(result.tokens):
-        parts += [_fields(_TOKENIZATION["tokens"], [token.encode() for token in tokens])]
+        yield _fields(_TOKENIZATION["tokens"], [token.encode() for token in tokens])
     async for spans in slicer.slices(result.offsets):
-        parts += [_fields(_TOKENIZATION["offsets"], [_offset(*span) for span in spans])]
-    return parts
+        yield _fields(_TOKENIZATION["offsets"], [_offset(*span) for span in spans])
 
 
 def _offset(start: int, end: int) -> bytes:

@@ -21,6 +21,8 @@ from tgis.utils import logs
 
 GENERATION_SERVICE = "fmaas.GenerationService"
 
+_REPLY_BYTES = 4  # of Tokenize, for each that a message may have: gRPC copies a reply in one piece on the event loop
+
 
 class GenerationServicer:
     """The four RPCs; UNAVAILABLE while `generator` is None."""
@@ -86,7 +88,8 @@ class GenerationServicer:
                 lambda read: convert.tokenize_call(read, len(data), account),
                 generator.server_info.max_tokenize_inputs,
             )
-            return await convert.tokenize_reply(await generator.tokenize(call), generator.slicer)
+            max_bytes = _REPLY_BYTES * self._calls.max_message_bytes
+            return await convert.tokenize_reply(await generator.tokenize(call), generator.slicer, max_bytes)
 
     async def _model_info(self, data: bytes, _context: Context) -> bytes:
         wire.parse(data, pb.ModelInfoRequest)
