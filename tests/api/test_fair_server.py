@@ -17,7 +17,16 @@ from harness import run_async
 from raw_http2 import HELLO, call_frames
 
 from benchmarks.chaos.http2 import ACK, PING, frame
-from tgis.api.grpc.fair_server import MAX_STARTS, MAX_WAIT_SECONDS, NUM_ACCEPTS, ConnectionTurns, FairServer
+from tgis.api.grpc.fair_server import (
+    MAX_ARRIVING_SLOWLY,
+    MAX_STARTS,
+    MAX_WAIT_SECONDS,
+    NUM_ACCEPTS,
+    PAUSE,
+    ConnectionTurns,
+    FairServer,
+    Turn,
+)
 from tgis.api.grpc.open_calls import LARGE_BYTES, OpenCalls
 from tgis.config import Config
 from tgis.utils import event_loop
@@ -25,6 +34,7 @@ from tgis.utils import event_loop
 ECHO = "/test.Service/Echo"
 CONFIG = Config(model_name="m")
 NUM_CALLS = 300  # of a connection
+MAX_CALLS = 100  # likewise, where that matters
 FLOOD = b"".join(call_frames(ECHO, b"flood", stream) for stream in range(1, 2 * NUM_CALLS, 2))
 
 
@@ -63,15 +73,17 @@ class Arriving:
 
 class GatedTurns(ConnectionTurns[Any]):
     def __init__(self, num_calls: int) -> None:
-        super().__init__()
+        super().__init__(max_calls=NUM_CALLS)
         self.missing = num_calls
 
     def add(self, connection: str, call: Any, now: float) -> None:
         super().add(connection, call, now)
         self.missing -= 1
 
-    def take(self, now: float, busy: Container[str] = (), *, only_new: bool = False) -> Any:
-        return None if self.missing > 0 else super().take(now, busy, only_new=only_new)
+    def take(
+        self, now: float, busy: Container[str] = (), *, only_new: bool = False, backlog: bool = True
+    ) -> Turn[Any] | None:
+        return None if self.missing > 0 else super().take(now, busy, only_new=only_new, backlog=backlog)
 
 
 @contextlib.contextmanager
@@ -164,15 +176,37 @@ async def test_an_iteration_of_the_event_loop_starts_some_calls_of_connections_t
 
 
 @run_async
-async def test_an_iteration_of_the_event_loop_starts_one_call_of_connections_that_have_others_waiting() -> None:
+async def test_calls_of_a_connection_with_a_backlog_start_in_one_of_some_iterations() -> None:
     server = FairServer([], (), [], OpenCalls(CONFIG))
-    for call in range(3):
+    for call in range(4):
         server._turns.add("flood", call, time.monotonic())
     assert [server._take(), server._take()] == [0, None]
-    server._turns.add("new", "one", time.monotonic())
-    assert [server._take(), server._take()] == ["one", None]
     await asyncio.sleep(0)
     assert [server._take(), server._take()] == [1, None]
+    for iteration in range(1, PAUSE):
+        await asyncio.sleep(0)
+        connection = f"new{iteration}"
+        server._turns.add(connection, connection, time.monotonic())
+        assert [server._take(), server._take()] == [connection, None]
+    await asyncio.sleep(0)
+    assert [server._take(), server._take()] == [2, None]
+
+
+@run_async
+async def test_connections_with_a_backlog_keep_others_waiting_for_one_iteration() -> None:
+    server = FairServer([], (), [], OpenCalls(CONFIG))
+    for number in range(20):
+        for call in range(3):
+            server._turns.add(f"flood{number}", f"flood{call}", time.monotonic())
+    server._turns.add("other", "first", time.monotonic())
+    while server._take() != "first":
+        await asyncio.sleep(0)
+    server._turns.add("other", "second", time.monotonic())
+    calls = []
+    for _ in range(3):
+        await asyncio.sleep(0)
+        calls.append(server._take())
+    assert "second" in calls
 
 
 @run_async
@@ -229,6 +263,27 @@ async def test_one_large_message_arrives_at_a_time() -> None:
     assert server._take() == "large1"
 
 
+@run_async
+async def test_connections_whose_messages_do_not_arrive_with_their_calls_leave_room_for_others() -> None:
+    calls = OpenCalls(CONFIG)
+    server = FairServer([], (), [], calls)
+    with contextlib.ExitStack() as arriving:
+        for number in (*range(MAX_ARRIVING_SLOWLY), "late"):
+            for _ in range(2):
+                call: Any = Arriving(f"slow {number}")
+                arriving.enter_context(calls.arriving(call))
+        messages = list(calls.receiving)
+        calls.receiving.update(
+            dict.fromkeys([*messages[::2], messages[-1]], 0.0)
+        )  # one of each is late, all of the last
+        for connection in ("slow late", "other"):
+            server._turns.add(connection, connection, time.monotonic())
+        assert [server._take(), server._take()] == ["other", None]
+    assert not calls.slow_senders
+    await asyncio.sleep(0)
+    assert server._take() == "slow late"
+
+
 def test_few_large_senders_are_remembered() -> None:
     calls = OpenCalls(CONFIG)
     for connection in map(str, range(10_000)):
@@ -238,9 +293,9 @@ def test_few_large_senders_are_remembered() -> None:
 
 
 def take(turns: ConnectionTurns[Any], busy: Container[str] = (), *, now: float = 0.0) -> Any:
-    connection, call = turns.take(now, busy) or ("", None)
-    assert call is None or call.startswith(connection)
-    return call
+    turn = turns.take(now, busy)
+    assert turn is None or turn.call.startswith(turn.connection)
+    return turn and turn.call
 
 
 def drain(turns: ConnectionTurns[Any], now: float = 0.0) -> list[Any]:
@@ -248,14 +303,14 @@ def drain(turns: ConnectionTurns[Any], now: float = 0.0) -> list[Any]:
 
 
 def test_connections_take_turns() -> None:
-    turns = ConnectionTurns[str]()
+    turns = ConnectionTurns[str](MAX_CALLS)
     for call in ("a1", "a2", "a3", "b1", "b2", "c1"):
         turns.add(call[0], call, 0.0)
     assert drain(turns) == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
 def test_a_connection_without_waiting_calls_goes_first() -> None:
-    turns = ConnectionTurns[str]()
+    turns = ConnectionTurns[str](MAX_CALLS)
     for call in ("a1", "a2", "b1", "b2"):
         turns.add(call[0], call, 0.0)
     assert [take(turns), take(turns)] == ["a1", "b1"]
@@ -263,19 +318,36 @@ def test_a_connection_without_waiting_calls_goes_first() -> None:
     assert drain(turns) == ["c1", "a2", "b2"]
 
 
-def test_a_connection_whose_calls_never_wait_for_long_has_no_advantage_over_one_whose_calls_do() -> None:
-    turns = ConnectionTurns[str]()
+def test_a_connection_without_a_backlog_is_new_again_only_after_its_turn() -> None:
+    turns = ConnectionTurns[str](MAX_CALLS)
     for call in ("a1", "a2", "a3", "b1"):
         turns.add(call[0], call, 0.0)
     assert [take(turns), take(turns)] == ["a1", "b1"]
     turns.add("b", "b2", 0.0)
-    assert [take(turns), take(turns)] == ["a2", "b2"]
-    turns.add("b", "b3", 0.0)
-    assert drain(turns) == ["a3", "b3"]
+    turns.add("c", "c1", 0.0)
+    assert drain(turns) == ["c1", "a2", "a3", "b2"]
+
+
+def test_connections_with_a_backlog_may_have_to_wait() -> None:
+    turns = ConnectionTurns[str](MAX_CALLS)
+    for call in ("a1", "a2", "b1"):
+        turns.add(call[0], call, 0.0)
+    assert [take(turns), take(turns)] == ["a1", "b1"]
+    turns.add("b", "b2", 0.0)
+    assert turns.take(0.0, backlog=False) == Turn("b", "b2", backlog=False)
+    assert turns.take(0.0, backlog=False) is None
+    assert turns.take(0.0) == Turn("a", "a2", backlog=True)
+
+
+def test_the_oldest_calls_of_a_connection_with_more_than_it_may_have_open_are_dropped() -> None:
+    turns = ConnectionTurns[str](MAX_CALLS)
+    for number in range(MAX_CALLS + 2):
+        turns.add("a", f"a{number}", 0.0)
+    assert drain(turns) == [f"a{number}" for number in range(2, MAX_CALLS + 2)]
 
 
 def test_busy_connections_wait() -> None:
-    turns = ConnectionTurns[str]()
+    turns = ConnectionTurns[str](MAX_CALLS)
     for call in ("a1", "a2", "b1", "c1"):
         turns.add(call[0], call, 0.0)
     assert [take(turns, "a"), take(turns, "ac"), take(turns, "ac")] == ["b1", None, None]
@@ -283,7 +355,7 @@ def test_busy_connections_wait() -> None:
 
 
 def test_connections_without_calls_keep_no_other_from_its_turn() -> None:
-    turns = ConnectionTurns[str]()
+    turns = ConnectionTurns[str](MAX_CALLS)
     for connection in range(200):
         turns.add(str(connection), f"{connection} first", 0.0)
     turns.add("199", "199 second", 0.0)
@@ -292,7 +364,7 @@ def test_connections_without_calls_keep_no_other_from_its_turn() -> None:
 
 
 def test_calls_that_have_waited_for_too_long_are_dropped() -> None:
-    turns = ConnectionTurns[str]()
+    turns = ConnectionTurns[str](MAX_CALLS)
     for call, since in (("a1", 0.0), ("a2", 1.0), ("a3", 2.0), ("b1", 0.0)):
         turns.add(call[0], call, since)
     assert drain(turns, MAX_WAIT_SECONDS + 1.5) == ["a3"]

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MAX_RECEIVING_BYTES = 256 << 20  # of messages that arrive slowly
 MAX_ARRIVING = 16  # messages at the same time: they are in memory, and have no price before they are there
 ARRIVING_SECONDS = 0.1  # one that takes longer arrives slowly, and keeps no other from its turn
+SLOW_MESSAGES = 2  # of a connection at the same time: they do not arrive with their calls
 LARGE_BYTES = 256 << 10  # to copy such a message takes up to 5 ms of the event loop
 MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothing to say
 SLOW_SECONDS = 0.5
@@ -37,6 +38,7 @@ _SWEEP_SECONDS = 0.1
 _PAUSE_SECONDS = 1.0  # a sweep that is later than this one follows a pause
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
 _MAX_LARGE_SENDERS = 256
+_SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 
 _creator: "ContextVar[weakref.ref[asyncio.Task[Any]] | None]" = ContextVar("creator", default=None)
@@ -113,12 +115,15 @@ class OpenCalls:
         self._message_seconds = config.grpc_message_timeout_seconds
         self._write_seconds = config.stream_write_timeout_seconds
         self.max_message_bytes = config.grpc_max_message_bytes
+        self.max_of_connection = config.grpc_max_concurrent_streams or config.max_concurrent_requests + _SPARE_CALLS
         self._max_receiving = max(MAX_RECEIVING_BYTES // self.max_message_bytes, 1)
         # since when they have waited, the oldest first
         self.receiving: dict[OpenCall, float] = {}
         self.reading: dict[OpenCall, float] = {}
         self.idle: dict[OpenCall, float] = {}
         self.served: set[OpenCall] = set()  # the end of the server waits for them
+        self._num_receiving: Counter[str] = Counter()  # by connection
+        self.slow_senders: set[str] = set()  # connections of which several messages are on their way
         self.large_senders: dict[str, None] = {}  # connections whose last message was large, the latest at the end
         self.on_arrived: Callable[[], None] = lambda: None  # called when a message has
         self._last_end = 0.0
@@ -127,11 +132,23 @@ class OpenCalls:
     @contextmanager
     def arriving(self, call: OpenCall) -> Iterator[None]:
         """While a message of this call is on its way."""
+        self._count_receiving(call.connection, 1)
         try:
             with _entered(self.receiving, call):
                 yield
         finally:
+            self._count_receiving(call.connection, -1)
             self.on_arrived()
+
+    def _count_receiving(self, connection: str, change: int) -> None:
+        """Messages that are there when their calls are do not meet others of their connection here."""
+        self._num_receiving[connection] += change
+        if self._num_receiving[connection] >= SLOW_MESSAGES:
+            self.slow_senders.add(connection)
+        else:
+            self.slow_senders.discard(connection)
+        if not self._num_receiving[connection]:
+            del self._num_receiving[connection]
 
     def arriving_from(self) -> list[str]:
         """The connections of messages on their way, at most MAX_ARRIVING; those that arrive slowly do not count."""

@@ -36,7 +36,7 @@ class GrpcServer:
         self._certificates = certificates
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
-        self._server = FairServer(handlers, interceptors, _channel_arguments(config), calls)
+        self._server = FairServer(handlers, interceptors, _channel_arguments(config, calls), calls)
         self._calls = calls
         self._sweep: asyncio.Task[None] | None = None
 
@@ -69,7 +69,7 @@ class GrpcServer:
             self._sweep.cancel()
 
 
-def _channel_arguments(config: Config) -> list[tuple[str, int]]:
+def _channel_arguments(config: Config, calls: OpenCalls) -> list[tuple[str, int]]:
     ages = {
         "grpc.max_connection_age_ms": config.grpc_max_connection_age_seconds,
         "grpc.max_connection_age_grace_ms": config.grpc_max_connection_age_grace_seconds,
@@ -79,7 +79,7 @@ def _channel_arguments(config: Config) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.per_message_decompression", 0),  # see compression.py
-        ("grpc.max_concurrent_streams", config.grpc_max_concurrent_streams or config.max_concurrent_requests + 128),
+        ("grpc.max_concurrent_streams", calls.max_of_connection),
         ("grpc.max_allowed_incoming_connections", config.grpc_max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", int(config.grpc_keepalive_seconds * 1000)),
