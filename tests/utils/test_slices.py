@@ -1,13 +1,14 @@
 """Long work on the event loop: one slice in an iteration of the loop, whoever has work."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
 
 import pytest
 from harness import run_async
 
-from tgis.utils.slices import LITTLE, SLICE, SLICE_SECONDS, Slicer
+from tgis.utils.slices import LITTLE, LONG_ITERATIONS, SLICE, SLICE_SECONDS, Slicer
 
 
 class Work:
@@ -61,6 +62,19 @@ async def test_work_in_one_piece_is_alone_in_its_iteration() -> None:
 
     units = await _iterations(work, [asyncio.create_task(one()) for _ in range(5)])
     assert (max(units), sum(units)) == (10 * SLICE, 50 * SLICE)
+
+
+@run_async
+async def test_long_work_leaves_iterations_of_the_loop_to_others() -> None:
+    slicer, work = Slicer(), Work()
+
+    async def one() -> list[int]:
+        await slicer.turn(SLICE)
+        return list(work.items(1, SLICE))
+
+    units = await _iterations(work, [asyncio.create_task(one()) for _ in range(5)])
+    at = [iteration for iteration, done in enumerate(units) if done]
+    assert min(later - earlier for earlier, later in itertools.pairwise(at)) >= LONG_ITERATIONS
 
 
 @run_async

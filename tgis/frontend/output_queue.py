@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tgis.ipc.messages import PromptLogprobs
 
-_WOKEN_AT_ONCE = 64  # each takes a tenth of a millisecond to write its next message
+_WOKEN_AT_ONCE = 16  # each takes a tenth of a millisecond to write its next message
 
 
 @dataclass(slots=True)

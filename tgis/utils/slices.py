@@ -13,16 +13,18 @@ SLICE = 640  # units of work, of some microseconds each
 LITTLE = 32  # units, enough for the new tokens of a stream
 SLICE_SECONDS = 0.002  # and the rest of its item: units take longer on a busy machine
 _LONG_SLICE = 128  # what is not little has the smaller part, so that the loop goes round quickly
+LONG_ITERATIONS = 8  # of the loop for each slice of it: the more else there is to do, the longer they take
 
 
 class Slicer:
     """Shared by all long work of a loop: an iteration of the loop does one slice, whoever waits for one.
 
-    Little work does not wait for long work: each has a part of the slice.
+    Little work does not wait for long work: each has a part of the slice, long work in one of some iterations.
     """
 
     def __init__(self) -> None:
-        self._little, self._long = _Turns(SLICE - _LONG_SLICE - LITTLE), _Turns(_LONG_SLICE, SLICE_SECONDS)
+        self._little = _Turns(SLICE - _LONG_SLICE - LITTLE)
+        self._long = _Turns(_LONG_SLICE, SLICE_SECONDS, LONG_ITERATIONS)
 
     async def slices(self, items: Iterable[T], cost: int = 1) -> AsyncIterator[list[T]]:
         """The items in lists; each item takes `cost` units of work, by the iterator or by the caller."""
@@ -49,13 +51,15 @@ class Slicer:
 
 
 class _Turns:
-    """An iteration of the loop does so many units, or so many seconds, and the rest of the item that exceeds them."""
+    """So many units, or so many seconds and the rest of the item that exceeds them, in some iterations of the loop."""
 
-    def __init__(self, limit: int, seconds: float = math.inf) -> None:
-        self._limit, self._seconds = limit, seconds
+    def __init__(self, limit: int, seconds: float = math.inf, iterations: int = 1) -> None:
+        self._limit, self._seconds, self._iterations = limit, seconds, iterations
         self._turn = asyncio.Lock()  # first come, first served
-        self._done = 0  # units in this iteration of the loop
+        self._next: asyncio.Future[None] | None = None  # who has it waits for this
+        self._done = 0  # units in these iterations
         self._began = 0.0  # the first of them
+        self._iterations_left = 0
 
     @property
     def units_left(self) -> int:
@@ -69,16 +73,24 @@ class _Turns:
     async def _next_turn(self) -> None:
         async with self._turn:
             while self._is_over():
-                await asyncio.sleep(0)
+                self._next = asyncio.get_running_loop().create_future()
+                await self._next
 
     def count(self, units: int) -> None:
         if units and not self._done:
             self._began = time.monotonic()
-            asyncio.get_running_loop().call_soon(self._reset)
+            self._iterations_left = self._iterations
+            asyncio.get_running_loop().call_soon(self._next_iteration)
         self._done += units
 
     def _is_over(self) -> bool:
         return self._done >= self._limit or (self._done > 0 and time.monotonic() - self._began > self._seconds)
 
-    def _reset(self) -> None:
+    def _next_iteration(self) -> None:
+        self._iterations_left -= 1
+        if self._iterations_left:
+            asyncio.get_running_loop().call_soon(self._next_iteration)
+            return
         self._done = 0
+        if self._next is not None and not self._next.done():
+            self._next.set_result(None)
