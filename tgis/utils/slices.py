@@ -13,7 +13,7 @@ SLICE = 640  # units of work, of some microseconds each
 LITTLE = 32  # units, enough for the new tokens of a stream
 SLICE_SECONDS = 0.002  # and the rest of its item: units take longer on a busy machine
 _LONG_SLICE = 128  # what is not little has the smaller part, so that the loop goes round quickly
-LONG_ITERATIONS = 8  # of the loop for each slice of it: the more else there is to do, the longer they take
+LONG_ITERATIONS = 8  # of the loop for one of its slices: the more else there is to do, the longer that takes
 
 
 class Slicer:
