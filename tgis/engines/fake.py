@@ -4,6 +4,7 @@ For tests of everything but models, and for measuring the front end alone. How l
 breaks them, is configured in the model's config.json under the key "fake".
 """
 
+import functools
 import json
 import time
 from collections import defaultdict
@@ -144,6 +145,11 @@ class FakeEngine:
         return [self._make_logprobs(options, token) for token in tokens] if wanted else []
 
     def _make_logprobs(self, options: LogprobOptions, token: int) -> TokenLogprobs:
-        logprob, step = (-0.5, 1) if options.logprobs else (0.0, 0)
-        top = [((token + i) % self.info.vocab_size, logprob - i * step) for i in range(options.top_n_tokens)]
-        return TokenLogprobs(logprob, int(options.ranks), top)
+        return _make_logprobs(options, token, self.info.vocab_size)
+
+
+@functools.lru_cache(maxsize=4096)  # to make up those of 4,000 input tokens would take two steps of 10 ms
+def _make_logprobs(options: LogprobOptions, token: int, vocab_size: int) -> TokenLogprobs:
+    logprob, step = (-0.5, 1) if options.logprobs else (0.0, 0)
+    top = [((token + i) % vocab_size, logprob - i * step) for i in range(options.top_n_tokens)]
+    return TokenLogprobs(logprob, int(options.ranks), top)
