@@ -8,6 +8,7 @@ from harness import run_async
 
 from tgis.api.grpc import convert
 from tgis.errors import InvalidRequest
+from tgis.frontend.budget import Account, MemoryBudget
 from tgis.frontend.generation import TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.ipc.request import StopReason
@@ -103,3 +104,18 @@ async def test_a_reply_about_too_much_text_is_refused_before_the_rest_of_it_is_m
     with pytest.raises(InvalidRequest, match="the reply has more than 20000 bytes"):
         await convert.tokenize_reply([TokenizeResult(10_000, [], tokens, [])], Slicer(), 20_000)
     assert len(list(tokens)) > 7000
+
+
+@pytest.mark.parametrize(("tokens", "offsets"), [(True, False), (False, True), (True, True)])
+def test_only_what_fits_into_no_reply_is_refused_by_its_number_of_tokens(tokens: bool, offsets: bool) -> None:
+    request = pb.BatchedTokenizeRequest(return_tokens=tokens, return_offsets=offsets)
+    most = convert.tokenize_call(request, 0, Account(MemoryBudget(0, 0), b""), max_reply_bytes=1200).max_returned
+    assert most is not None
+    for count, fits in ((most, True), (most + 1, False)):
+        smallest = pb.TokenizeResponse(tokens=[""] * count * tokens, offsets=[{"end": 1}] * count * offsets)
+        assert (smallest.ByteSize() <= 1200) is fits
+
+
+def test_a_reply_without_tokens_has_no_bound() -> None:
+    request = pb.BatchedTokenizeRequest(truncate_input_tokens=5)
+    assert convert.tokenize_call(request, 0, Account(MemoryBudget(0, 0), b""), 1200).max_returned is None

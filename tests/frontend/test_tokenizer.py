@@ -80,7 +80,7 @@ def test_a_short_text_waits_for_no_thread(families: Families, monkeypatch: pytes
     threads_may_go_on = threading.Event()
     encode_batch = Tokenizer._encode
 
-    def in_thread(self: Tokenizer, texts: Sequence[str], *args: Any, **options: Any) -> list[Encoding]:
+    def in_thread(self: Tokenizer, texts: Sequence[str], *args: Any, **options: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             threads_may_go_on.wait()
         return encode_batch(self, texts, *args, **options)

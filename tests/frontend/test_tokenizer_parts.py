@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from tokenizer_families import Families
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from tgis.errors import InvalidRequest
 from tgis.frontend import tokenizer as module
 from tgis.frontend.tokenizer import Tokenizer, Wanted
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
+from tgis.utils.slices import SLICE, Slicer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -118,6 +120,49 @@ def test_a_text_that_cannot_be_cut_is_tokenized_as_a_whole(made: Any) -> None:
     for text in ("词" * 100_000, "word " * 20_000 + "x" * 100_000, "a." * 60_000):
         (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(keep=9, enough=8)))
         assert encoding.ids[1:] == backend.encode(text).ids[-8:]
+
+
+@pytest.mark.parametrize("texts", [["word and word " * 20_000], ["word and word " * 500] * 40, ["a word"] * 30_000])
+def test_texts_of_too_many_tokens_are_not_tokenized_to_the_end(
+    made: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, _ = made("gpt2")
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=2)  # threads outlive this event loop
+    encode, num_chars = Tokenizer._encode, 0
+
+    def count(self: Tokenizer, some: list[str], *args: Any, **options: Any) -> Any:
+        nonlocal num_chars
+        num_chars += sum(map(len, some))
+        return encode(self, some, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "_encode", count)
+    with pytest.raises(InvalidRequest, match="more than 1000 tokens to return"):
+        asyncio.run(tokenizer.encode(texts, Wanted(max_kept=1000)))
+    assert 0 < num_chars < 70_000
+
+
+def test_a_truncated_text_has_only_the_tokens_that_it_keeps(made: Any) -> None:
+    backend, tokenizer = made("gpt2")
+    text = "word and word " * 20_000
+    (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(keep=5, enough=5, max_kept=5)))
+    assert encoding.ids == backend.encode(text).ids[-5:]
+
+
+@pytest.mark.parametrize("text", ["word and word " * 20_000, "x" * 60_000, "é" * 10_000])
+def test_offsets_are_read_in_slices_of_the_event_loop(made: Any, text: str) -> None:
+    backend, tokenizer = made("gpt2")
+    slices: list[int] = []
+
+    class Recorder(Slicer):
+        async def slices(self, items: Iterable[Any], cost: int = 1) -> AsyncIterator[list[Any]]:
+            async for some in super().slices(items, cost):
+                slices.append(len(some) * cost)
+                yield some
+
+    (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(offsets=True), Recorder()))
+    assert encoding.num_tokens == len(backend.encode(text).ids)
+    assert sum(slices) >= encoding.num_tokens / 16
+    assert max(slices) <= SLICE
 
 
 RULES = {family: CutRule(drops_space=False, keeps_offsets=True) for family in CUT}

@@ -69,7 +69,7 @@ def requests(data: bytes) -> None:
                 _validate(convert.generate_stream_call(single, account, b"", None))
             case b"\1":
                 texts = wire.parse(data[1:], pb.BatchedTokenizeRequest, MAX_INPUTS)
-                convert.tokenize_call(texts, len(data), account)
+                convert.tokenize_call(texts, len(data), account, 1 << 24)
             case _:
                 batch = wire.parse(data[1:], pb.BatchedGenerationRequest, MAX_INPUTS)
                 _validate(convert.generate_call(batch, account, b"", None, None))

@@ -52,3 +52,4 @@ class TokenizeCall:
     return_offsets: bool
     adapter: tuple[str, str] | None = None  # field and id; must exist, changes nothing
     add_special_tokens: bool = True
+    max_returned: int | None = None  # tokens

@@ -155,8 +155,8 @@ class Generator:
         async with self._adapters.acquire(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
-            wanted = Wanted(call.return_offsets, keep, enough=limit, special_tokens=call.add_special_tokens)
-            encodings = await self._tokenizer.encode(call.texts, wanted)
+            wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_returned)
+            encodings = await self._tokenizer.encode(call.texts, wanted, self.slicer)
         results: list[TokenizeResult] = []
         async for some in self.slicer.slices(encodings):
             kept = [encoding.keep_last(call.truncate_input_tokens) for encoding in some]

@@ -10,7 +10,7 @@ request that truncates the text needs only its end. Other long texts have a thre
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from tgis.frontend.tokenizer_pool import TokenizerPool
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
 from tgis.utils.run_together import run_together
+from tgis.utils.slices import Slicer
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
@@ -31,6 +32,8 @@ SHORT = 1 << 8  # characters, for 0.1 ms at most
 PART = 1 << 14  # likewise, for some milliseconds of a thread
 LONG = 4 * PART
 _CUT_TRIES = 256
+_CHARS_PER_TEXT = 32  # as much as those in it: to hand a text to the library and take its tokens takes the GIL
+_OFFSETS_PER_UNIT = 16  # of a slice
 
 _U32: Final = "I"
 
@@ -76,9 +79,42 @@ class Wanted:
     keep: int | None = None  # ids and offsets of the last so many tokens; None: of all
     enough: int | None = None  # whether there are more tokens than this, not how many
     special_tokens: bool = True  # those that the tokenizer adds
+    max_kept: int | None = None  # tokens, of all texts
 
 
 EVERYTHING = Wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """What threads make. Offsets are still to be read, one by one: to read all at once holds the GIL for milliseconds.
+
+    That is for the event loop: threads would take the GIL whenever the loop lets go of it, for half a millisecond.
+    """
+
+    packed_ids: "memoryview[int]"  # the last ones, if not all were wanted
+    num_tokens: int
+    encoding: tokenizers.Encoding | None  # for the offsets, if they are wanted
+    starts: Sequence[int]  # the byte at which each character of the text begins; nothing if it has only ASCII
+    base: int = 0  # the byte at which the text begins
+
+    async def finished(self, slicer: Slicer) -> Encoding:
+        """With the offsets."""
+        offsets = array(_U32)
+        if self.encoding is not None:
+            first = self.num_tokens - len(self.packed_ids)
+            async for some in slicer.slices(range(first, self.num_tokens, _OFFSETS_PER_UNIT)):
+                offsets.extend(self._offsets(some[0], min(some[-1] + _OFFSETS_PER_UNIT, self.num_tokens)))
+        return Encoding(self.packed_ids, memoryview(offsets), self.num_tokens)
+
+    def _offsets(self, first: int, end: int) -> Iterable[int]:
+        """Spans in UTF-8 bytes; those of the Python binding are in characters."""
+        assert self.encoding is not None
+        to_chars, starts, base = self.encoding.token_to_chars, self.starts, self.base
+        chars = chain.from_iterable([to_chars(index) or (0, 0) for index in range(first, end)])
+        if starts:
+            return [starts[char] + base for char in chars]
+        return [char + base for char in chars] if base else chars
 
 
 class Tokenizer:
@@ -120,32 +156,40 @@ class Tokenizer:
         self._pool.close()
         self._long_pool.close()
 
-    async def encode(self, texts: Sequence[str], wanted: Wanted = EVERYTHING) -> list[Encoding]:
-        """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized."""
-        size, groups = sum(map(len, texts)), list(_groups(texts))
+    async def encode(
+        self, texts: Sequence[str], wanted: Wanted = EVERYTHING, slicer: Slicer | None = None
+    ) -> list[Encoding]:
+        """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens.
+
+        `slicer` is that of all long work on the event loop.
+        """
+        call = _Call(wanted, sum(map(len, texts)), slicer or Slicer())
+        groups = list(_groups(texts))
         if len(groups) == 1:
-            return await self._encode_group(groups[0], size, wanted)
+            return await self._encode_group(groups[0], call)
         encodings: list[list[Encoding]] = [[] for _ in groups]
         remaining = iter(enumerate(groups))
 
         async def work() -> None:
             for index, group in remaining:
-                encodings[index] = await self._encode_group(group, size, wanted)
+                encodings[index] = await self._encode_group(group, call)
 
         await run_together([work() for _ in groups[: self._workers]])
         return list(chain.from_iterable(encodings))
 
-    async def _encode_group(self, texts: list[str], size: int, wanted: Wanted) -> list[Encoding]:
-        if len(texts) == 1 and len(texts[0]) <= SHORT:
-            return self._encode(texts, wanted)  # takes less than handing it to a thread
+    async def _encode_group(self, texts: list[str], call: "_Call") -> list[Encoding]:
+        if len(texts) == 1 and len(texts[0]) <= SHORT:  # takes less than handing it to a thread
+            return [await call.finished(one) for one in self._encode(texts, call.wanted)]
         rule = self._cut_rule
-        if len(texts[0]) > LONG and rule and (rule.keeps_offsets or not wanted.offsets):
-            return [await self._encode_in_parts(texts[0], rule, size, wanted)]
+        if len(texts[0]) > LONG and rule and (rule.keeps_offsets or not call.wanted.offsets):
+            return [await self._encode_in_parts(texts[0], rule, call)]
         pool = self._long_pool if len(texts[0]) > LONG else self._pool
-        return await pool.run(size, partial(self._encode, texts, wanted))
+        encoded = await pool.run(call.size, partial(self._encode, texts, call.wanted))
+        return [await call.finished(one) for one in encoded]
 
-    async def _encode_in_parts(self, text: str, rule: CutRule, size: int, wanted: Wanted) -> Encoding:
+    async def _encode_in_parts(self, text: str, rule: CutRule, call: "_Call") -> Encoding:
         """From the last part on: it may be enough."""
+        wanted = call.wanted
         assert self._added
         before, after = self._added if wanted.special_tokens else ([], [])
         parts = [_unplaced(after)]
@@ -153,7 +197,7 @@ class Tokenizer:
         for start, end in _parts_from_end(text):
             pool = self._long_pool if end - start > LONG else self._pool
             job = partial(self._encode_part, text, start, end, rule, Wanted(wanted.offsets, missing))
-            parts.append(await pool.run(size, job))
+            parts.append(await call.finished(await pool.run(call.size, job)))
             num_tokens += parts[-1].num_tokens
             missing = None if missing is None else max(missing - parts[-1].num_tokens, 0)
             if wanted.enough is not None and num_tokens > wanted.enough:
@@ -161,20 +205,18 @@ class Tokenizer:
         else:
             parts.append(_unplaced(before))
             num_tokens += len(before)
-        return await self._pool.run(size, partial(_joined, parts[::-1], num_tokens, wanted))
+        return await self._pool.run(call.size, partial(_joined, parts[::-1], num_tokens, wanted))
 
-    def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> Encoding:
+    def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> _Encoded:
         part = text[start + (rule.drops_space and start > 0) : end]
-        (encoding,) = self._encode([part], wanted, add_special_tokens=False)
-        if not start or not encoding.packed_offsets:
-            return encoding
-        base = start if text.isascii() else len(text[:start].encode())
-        offsets = _packed([offset + base for offset in encoding.packed_offsets])
-        return Encoding(encoding.packed_ids, offsets, encoding.num_tokens)
+        (encoded,) = self._encode([part], wanted, add_special_tokens=False)
+        if encoded.encoding is None:
+            return encoded
+        return replace(encoded, base=start if text.isascii() else len(text[:start].encode()))
 
     def _encode(
         self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool | None = None
-    ) -> list[Encoding]:
+    ) -> list[_Encoded]:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
         encode = self._backend.encode_batch if wanted.offsets else self._backend.encode_batch_fast
         add = self._add_special_tokens and wanted.special_tokens if add_special_tokens is None else add_special_tokens
@@ -184,9 +226,9 @@ class Tokenizer:
             raise InvalidRequest("text", f"tokenizer error {error}") from error
         made = []
         for text, encoding in zip(texts, encodings, strict=True):
-            ids = _packed(encoding.ids if wanted.keep != 0 else ())
-            offsets = _packed(_byte_offsets(text, encoding) if wanted.offsets and wanted.keep != 0 else ())
-            made.append(_keep(ids, offsets, len(encoding), wanted.keep))
+            ids = _kept(_packed(encoding.ids if wanted.keep != 0 else ()), wanted.keep)
+            placed = encoding if wanted.offsets and wanted.keep != 0 else None
+            made.append(_Encoded(ids, len(encoding), placed, () if placed is None else _char_starts(text)))
         return made
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
@@ -238,6 +280,24 @@ class Tokenizer:
         return text
 
 
+@dataclass(slots=True)
+class _Call:
+    """Texts that are tokenized together."""
+
+    wanted: Wanted
+    size: int  # characters
+    slicer: Slicer
+    num_kept: int = 0  # tokens so far
+
+    async def finished(self, encoded: _Encoded) -> Encoding:
+        """Count what is kept; InvalidRequest if that is too much."""
+        self.num_kept += len(encoded.packed_ids)
+        if self.wanted.max_kept is not None and self.num_kept > self.wanted.max_kept:
+            text = f"more than {self.wanted.max_kept} tokens to return: send less text, or ask for less about it"
+            raise InvalidRequest("requests", text)
+        return await encoded.finished(self.slicer)
+
+
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
     """Short texts together, as far as they are one after the other; each long one alone."""
     group: list[str] = []
@@ -247,7 +307,7 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
             yield group
             group, size = [], 0
         group.append(text)
-        size += len(text)
+        size += len(text) + _CHARS_PER_TEXT
     if group:
         yield group
 
@@ -283,30 +343,24 @@ def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
     """Of millions of tokens: to be called in a thread."""
     ids = b"".join([part.packed_ids.tobytes() for part in parts])
     offsets = b"".join([part.packed_offsets.tobytes() for part in parts if wanted.offsets])
-    return _keep(memoryview(ids).cast(_U32), memoryview(offsets).cast(_U32), num_tokens, wanted.keep)
+    kept = _kept(memoryview(ids).cast(_U32), wanted.keep)
+    return Encoding(kept, memoryview(offsets).cast(_U32)[-2 * len(kept) :] if kept else _packed(()), num_tokens)
 
 
 def _packed(numbers: Iterable[int]) -> "memoryview[int]":
     return memoryview(array(_U32, numbers).tobytes()).cast(_U32)
 
 
-def _keep(ids: "memoryview[int]", offsets: "memoryview[int]", num_tokens: int, keep: int | None) -> Encoding:
-    if keep is None or keep >= len(ids):
-        return Encoding(ids, offsets, num_tokens)
-    first = len(ids) - keep
-    return Encoding(ids[first:], offsets[2 * first :], num_tokens)
+def _kept(ids: "memoryview[int]", keep: int | None) -> "memoryview[int]":
+    return ids if keep is None or keep >= len(ids) else ids[len(ids) - keep :]
 
 
-def _byte_offsets(text: str, encoding: tokenizers.Encoding) -> Iterator[int]:
-    """Spans in UTF-8 bytes; those of the Python binding are in characters."""
-    # One by one: `encoding.offsets` holds the GIL while it makes the whole list.
-    spans = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
+def _char_starts(text: str) -> Sequence[int]:
+    """In UTF-8 bytes, that of the end included; nothing if it has only ASCII."""
     if text.isascii():
-        return chain.from_iterable(spans)
+        return ()
     data = text.encode()
-    starts = [index for index, byte in enumerate(data) if byte & 0xC0 != 0x80]  # of each character
-    starts.append(len(data))
-    return (starts[offset] for span in spans for offset in span)
+    return array(_U32, [*(index for index, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data)])
 
 
 def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:

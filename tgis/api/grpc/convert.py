@@ -46,6 +46,8 @@ _TOKEN = wire.tags(pb.TokenInfo)
 assert wire.tags(pb.TokenInfo.TopToken).items() <= _TOKEN.items()
 _OUTPUT_COST = 8  # units of a slice, without tokens
 _BYTES_PER_SLICE_UNIT = 4096  # to copy
+# In a reply of Tokenize: tag and length, and the end of the offset. Only special tokens that were added end at byte 0.
+_MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 2, 4
 
 IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
@@ -170,7 +172,11 @@ async def _joined(parts: list[bytes], slicer: Slicer) -> bytes:
     return message
 
 
-def tokenize_call(message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account) -> TokenizeCall:
+def tokenize_call(
+    message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account, max_reply_bytes: int
+) -> TokenizeCall:
+    """Without more tokens than certainly fit into no reply."""
+    token_bytes = _MIN_TOKEN_BYTES * message.return_tokens + _MIN_OFFSET_BYTES * message.return_offsets
     return TokenizeCall(
         texts=[request.text for request in message.requests],
         num_bytes=num_bytes,
@@ -179,6 +185,7 @@ def tokenize_call(message: pb.BatchedTokenizeRequest, num_bytes: int, account: A
         return_tokens=message.return_tokens,
         return_offsets=message.return_offsets,
         adapter=_adapter(message),
+        max_returned=max_reply_bytes // token_bytes if token_bytes else None,
     )
 
 

@@ -82,13 +82,13 @@ class GenerationServicer:
 
     async def _tokenize(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
+            max_bytes = _REPLY_BYTES * self._calls.max_message_bytes
             call = await self._tokenize_requests.read(
                 data,
                 generator.slicer,
-                lambda read: convert.tokenize_call(read, len(data), account),
+                lambda read: convert.tokenize_call(read, len(data), account, max_bytes),
                 generator.server_info.max_tokenize_inputs,
             )
-            max_bytes = _REPLY_BYTES * self._calls.max_message_bytes
             return await convert.tokenize_reply(await generator.tokenize(call), generator.slicer, max_bytes)
 
     async def _model_info(self, data: bytes, _context: Context) -> bytes:
