@@ -337,11 +337,15 @@ def test_connections_with_a_backlog_may_have_to_wait() -> None:
     assert turns.take(0.0) == Turn("a", "a2", backlog=True)
 
 
-def test_the_oldest_calls_of_a_connection_with_more_than_it_may_have_open_are_dropped() -> None:
+def test_the_oldest_calls_of_a_connection_with_more_than_it_may_have_open_are_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     turns = ConnectionTurns[str](MAX_CALLS)
     for number in range(MAX_CALLS + 2):
         turns.add("a", f"a{number}", 0.0)
     assert drain(turns) == [f"a{number}" for number in range(2, MAX_CALLS + 2)]
+    line = f"dropped the oldest call of a connection: {MAX_CALLS} others of it wait"
+    assert [record.message for record in caplog.records] == [line] * 2
 
 
 def test_busy_connections_wait() -> None:

@@ -210,6 +210,8 @@ class ConnectionTurns(Generic[T]):
         if (calls := self._waiting.get(connection)) is None:
             calls = self._waiting[connection] = deque(maxlen=self._max_calls)
             self._new.append(connection)
+        if len(calls) == self._max_calls:
+            log.warning("dropped the oldest call of a connection: %d others of it wait", self._max_calls)
         calls.append((now, call))
 
     def take(
