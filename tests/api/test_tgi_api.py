@@ -215,6 +215,17 @@ def test_tokenize(client: Client) -> None:
     assert tokens[-1]["id"] == 256
 
 
+@pytest.mark.parametrize(
+    ("length", "bound"),
+    [(7_000, ""), (9_000, "the reply has more than 400000 bytes"), (20_000, "more than 10810 tokens to return")],
+)
+def test_a_text_has_no_more_tokens_than_fit_into_a_reply(client: Client, length: int, bound: str) -> None:
+    status, _, content = client.ask("/tokenize", "a" * length)
+    answer = json.loads(content)
+    assert status == (422 if bound else 200)
+    assert bound in answer["error"] if bound else len(answer) == length
+
+
 def test_chat_tokenize_and_invocations(chat_client: Client) -> None:
     messages = {"messages": [{"role": "user", "content": "hé"}]}
     answer = chat_client.json("/chat_tokenize", messages)

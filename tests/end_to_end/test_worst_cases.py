@@ -1,11 +1,14 @@
 """What the most expensive message in each field costs a real server: event loop, memory and reply."""
 
 import asyncio
+import io
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 from harness import Server, running_module
@@ -20,6 +23,7 @@ PATHS = [str(REPOSITORY), str(REPOSITORY / "tests" / "support")]
 CASES = list(worst_cases(MAX_LENGTH))
 WATCH_SECONDS = 0.2  # a stream without end is left after that
 PROPER = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "NOT_FOUND", "still open"}
+PROPER |= {"200", "400", "422"}  # of HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class MeasuredServer:
         (process / "clear_refs").write_text("5")  # forget the peak
         before = memory(process, "VmRSS")
         self.meter.reset()
-        status, reply = asyncio.run(call(self.server, case))
+        status, reply = asyncio.run((post if case.path else call)(self.server, case))
         callback, lag = self.meter.read()
         return Cost(status, callback, lag, memory(process, "VmHWM") - before, reply)
 
@@ -52,6 +56,8 @@ class MeasuredServer:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeasuredServer]:
     directory = tmp_path_factory.mktemp("worst")
     model = make_fake_model(directory / "model", MAX_LENGTH)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     meter = LoopMeter.create(directory / "meter")
     command = ["measured_server", str(directory / "meter")]
     with running_module(
@@ -82,8 +88,15 @@ async def call(server: Server, case: WorstCase) -> tuple[str, int]:
     return "OK", size
 
 
+async def post(server: Server, case: WorstCase) -> tuple[str, int]:
+    """Likewise."""
+    url, headers = f"http://localhost:{server.http_port}{case.path}", {"content-type": "application/json"}
+    async with aiohttp.ClientSession() as http, http.post(url, data=io.BytesIO(case.data), headers=headers) as answer:
+        return str(answer.status), len(await answer.read())
+
+
 def test_there_is_a_case_for_every_rpc() -> None:
-    assert {case.method for case in CASES} == RPCS.keys()
+    assert {case.method for case in CASES if not case.path} == RPCS.keys()
 
 
 def test_no_field_holds_the_event_loop_or_takes_much_memory(measured: MeasuredServer) -> None:

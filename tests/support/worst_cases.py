@@ -1,5 +1,6 @@
-"""For every field of every RPC the message that makes the most of it, within the limits of the port."""
+"""What makes the most of every field of every RPC, and of the routes of HTTP, within the limits of the ports."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from tgis.pb import generation_pb2 as pb
 
 MESSAGE_BYTES = 4 << 20  # the default of GRPC_MAX_MESSAGE_BYTES
 _BYTES = MESSAGE_BYTES - 4096  # for the field
+_BODY_BYTES = 1_999_000  # nearly the default of PAYLOAD_LIMIT
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 RPCS: dict[str, type[Message]] = {
     "fmaas.GenerationService/Generate": pb.BatchedGenerationRequest,
@@ -27,15 +29,20 @@ RPCS: dict[str, type[Message]] = {
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """A call of one RPC."""
+    """A call of one RPC, or of a route."""
 
-    method: str
+    method: str  # of a route: POST and the path
     field: str  # or what several fields do together
     data: bytes
     is_slow: bool = False  # seconds of the CPU
 
     def __str__(self) -> str:
-        return f"{self.method.partition('/')[2]} {self.field}"
+        return f"{self.method.removeprefix('POST').strip().partition('/')[2]} {self.field}"
+
+    @property
+    def path(self) -> str:
+        """Of the route; empty for an RPC."""
+        return self.method.partition("POST ")[2]
 
 
 def worst_cases(max_length: int) -> Iterator[WorstCase]:
@@ -46,6 +53,30 @@ def worst_cases(max_length: int) -> Iterator[WorstCase]:
         yield WorstCase(method, "an unknown field", b"\xf8\x07\1" * (_BYTES // 3))
         yield WorstCase(method, "no message at all", b"\xff" * _BYTES)
     yield from _combinations(max_length)
+    for path, name, body in _bodies(max_length):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        yield WorstCase(f"POST {path}", name, data, is_slow=path == "/tokenize")
+
+
+def _bodies(max_length: int) -> Iterator[tuple[str, str, Any]]:
+    longest, most = "a" * (max_length - 64), "a " * (_BODY_BYTES // 2 - 200)
+    yield "/tokenize", "a text of 2 MB, which is refused", {"inputs": most}
+    yield "/tokenize", "a text of 0.15 MB", {"inputs": most[:150_000]}
+    yield "/generate", "a text of 2 MB, truncated", {"inputs": most, "parameters": {"truncate": 8}}
+    yield "/generate", "nested arrays", b'{"inputs":' + b"[" * _BODY_BYTES
+    details = {"details": True, "top_n_tokens": 5, "max_new_tokens": 32}
+    unary = details | {"decoder_input_details": True, "best_of": 2, "do_sample": True}
+    yield "/generate", "all details", {"inputs": longest, "parameters": unary}
+    yield "/generate_stream", "all details", {"inputs": longest, "parameters": details}
+    echoed = {"prompt": [longest] * 4, "echo": True, "logprobs": 5, "max_tokens": 32}
+    yield "/v1/completions", "all details of 4 prompts", echoed
+    yield "/v1/completions", "the same in a stream", echoed | {"stream": True}
+    yield "/v1/completions", "many prompts", {"prompt": [""] * (_BODY_BYTES // 4 - 20)}
+    yield "/v1/chat/completions", "a text of 2 MB", {"messages": [{"role": "user", "content": most}]}
+    empty = {"role": "user", "content": ""}
+    count = _BODY_BYTES // len(json.dumps([empty, empty])) * 2
+    yield "/v1/chat/completions", "many messages", {"messages": [empty] * count}
+    yield "/chat_tokenize", "a text of 2 MB, which is refused", {"messages": [{"role": "user", "content": most}]}
 
 
 def _usual(kind: type[Message]) -> bytes:

@@ -112,19 +112,25 @@ def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[Reque
 
 
 async def _logprobs(call: HttpCall, body: CompletionRequest, output: RequestOutput) -> CompletionLogprobs:
-    texts, infos = TokenTexts(call.generator.token_decoder), chain(output.input_tokens, output.tokens)
-    found = texts.completion_logprobs((), with_top=bool(body.logprobs))
-    async for some in call.generator.slicer.slices(infos, cost=output.details_per_token):
-        _extend(found, texts.completion_logprobs(some, with_top=bool(body.logprobs)))
+    found = _no_logprobs(body)
+    await _add_logprobs(found, call, TokenTexts(call.generator.token_decoder), output)
     return found
 
 
-def _extend(found: CompletionLogprobs, more: CompletionLogprobs) -> None:
-    found.text_offset += more.text_offset
-    found.tokens += more.tokens
-    found.token_logprobs += more.token_logprobs
-    if found.top_logprobs is not None:
-        found.top_logprobs += more.top_logprobs or []
+def _no_logprobs(body: CompletionRequest) -> CompletionLogprobs:
+    return CompletionLogprobs([], [], [], [] if body.logprobs else None)
+
+
+async def _add_logprobs(found: CompletionLogprobs, call: HttpCall, texts: TokenTexts, output: RequestOutput) -> None:
+    """Those of the prompt, if there are some, and of what is new."""
+    infos, with_top = chain(output.input_tokens, output.tokens), found.top_logprobs is not None
+    async for some in call.generator.slicer.slices(infos, cost=output.details_per_token):
+        more = texts.completion_logprobs(some, with_top=with_top)
+        found.text_offset += more.text_offset
+        found.tokens += more.tokens
+        found.token_logprobs += more.token_logprobs
+        if found.top_logprobs is not None:
+            found.top_logprobs += more.top_logprobs or []
 
 
 async def _stream(
@@ -135,20 +141,18 @@ async def _stream(
     count = len(generate_call.texts) * n
     to_echo: dict[int, str] | None = None  # by output
     texts = [TokenTexts(call.generator.token_decoder) for _ in range(count)]
-    pending = [CompletionLogprobs([], [], [], [] if body.logprobs else None) for _ in range(count)]
+    pending = [_no_logprobs(body) for _ in range(count)]
     async with aclosing(call.generator.stream(generate_call)) as outputs:
         async for output in outputs:
             if to_echo is None:  # the first message: the prompts are valid
                 to_echo = dict(enumerate(each for each in await _echoed(call, body, generate_call) for _ in range(n)))
             usage.count(output)
             if body.logprobs is not None:
-                infos = chain(output.input_tokens, output.tokens)
-                more = texts[output.index].completion_logprobs(infos, with_top=bool(body.logprobs))
-                _extend(pending[output.index], more)
+                await _add_logprobs(pending[output.index], call, texts[output.index], output)
             if not output.generated_token_count and not output.stop_reason:
                 continue  # before the first token
             logprobs = pending[output.index] if body.logprobs is not None else None
-            pending[output.index] = CompletionLogprobs([], [], [], [] if body.logprobs else None)
+            pending[output.index] = _no_logprobs(body)
             text = to_echo.pop(output.index, "") + output.text
             choice = CompletionChoice(output.index, text, logprobs, finish_reason(output.stop_reason))
             await events.send(_encoded_chunk(answer, [choice], usage, last=False))

@@ -30,6 +30,7 @@ from tgis.utils.slices import Slicer
 
 MAX_STOP_SEQUENCE_BYTES = 1000
 _SLICED_ROOM = 1024  # more new tokens than this need not fit behind the input
+MIN_SIMPLE_TOKEN_BYTES = len(msgspec.json.encode(SimpleToken(0, "", 0, 0)))
 _SINGLE = struct.Struct("f")
 _FINISH_REASONS: dict[StopReason, FinishReason] = {
     StopReason.EOS_TOKEN: "eos_token",
@@ -159,14 +160,14 @@ def stream_details(
     return StreamDetails(reason, output.generated_token_count, output.seed if given.samples else None, num_input_tokens)
 
 
-async def simple_tokens(text: bytes, result: TokenizeResult, slicer: Slicer) -> Sequence[SimpleToken]:
-    """`text` in UTF-8, of which a token may be a part that is no text."""
+async def simple_tokens(text: bytes, result: TokenizeResult, slicer: Slicer, max_bytes: int) -> Sequence[SimpleToken]:
+    """`text` in UTF-8, of which a token may be a part that is no text; InvalidRequest if they have more bytes."""
 
     def convert(token: tuple[int, tuple[int, int]]) -> SimpleToken:
         id_, (start, stop) = token
         return SimpleToken(id_, text[start:stop].decode(errors="replace"), start, stop)
 
-    return await _encoded(zip(result.ids, result.offsets, strict=True), convert, slicer)
+    return await _encoded(zip(result.ids, result.offsets, strict=True), convert, slicer, max_bytes=max_bytes)
 
 
 def json_float(value: float) -> float | None:
@@ -178,7 +179,14 @@ def json_float(value: float) -> float | None:
     return next(short for digits in range(6, 10) if _SINGLE.pack(short := float(f"{value:.{digits}g}")) == single)
 
 
-async def _encoded(items: Iterable[T], convert: Callable[[T], J], slicer: Slicer, cost: int = 1) -> Sequence[J]:
+async def _encoded(
+    items: Iterable[T], convert: Callable[[T], J], slicer: Slicer, cost: int = 1, max_bytes: float = math.inf
+) -> Sequence[J]:
     """A list that is JSON already: there may be many items, and an iteration of the loop does only some."""
-    parts = [msgspec.json.encode([convert(item) for item in some])[1:-1] async for some in slicer.slices(items, cost)]
+    parts, num_bytes = list[bytes](), 0
+    async for some in slicer.slices(items, cost):
+        parts.append(msgspec.json.encode([convert(item) for item in some])[1:-1])
+        num_bytes += len(parts[-1])
+        if num_bytes > max_bytes:
+            raise InvalidRequest("inputs", f"the reply has more than {max_bytes} bytes: send less text")
     return cast("Sequence[J]", msgspec.Raw(b"[" + b",".join(parts) + b"]"))

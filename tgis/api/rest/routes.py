@@ -38,6 +38,8 @@ from tgis.frontend.output import RequestOutput, TokenInfo, best_first
 
 Headers = Mapping[str, str]
 
+_REPLY_BYTES = 4  # of a tokenized text, for each that a body may have: the event loop copies a reply in one piece
+
 
 class TgiApi:
     """The API of a server with this configuration."""
@@ -164,7 +166,7 @@ class TgiApi:
         return json_response(ChatTokenizeResponse(await self._tokens(call, text, add_special_tokens=False), text))
 
     async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> Sequence[SimpleToken]:
-        data = text.encode()
+        data, max_bytes = text.encode(), _REPLY_BYTES * self._config.payload_limit
         tokenize_call = TokenizeCall(
             texts=[text],
             num_bytes=len(data),
@@ -173,9 +175,10 @@ class TgiApi:
             return_tokens=True,
             return_offsets=True,
             add_special_tokens=add_special_tokens,
+            max_returned=max_bytes // convert.MIN_SIMPLE_TOKEN_BYTES,
         )
         (result,) = await call.generator.tokenize(tokenize_call)
-        return await convert.simple_tokens(data, result, call.generator.slicer)
+        return await convert.simple_tokens(data, result, call.generator.slicer, max_bytes)
 
     async def _info(self, call: HttpCall) -> web.StreamResponse:
         server, config = call.generator.server_info, self._config
