@@ -106,16 +106,16 @@ async def test_a_reply_about_too_much_text_is_refused_before_the_rest_of_it_is_m
     assert len(list(tokens)) > 7000
 
 
-@pytest.mark.parametrize(("tokens", "offsets"), [(True, False), (False, True), (True, True)])
-def test_only_what_fits_into_no_reply_is_refused_by_its_number_of_tokens(tokens: bool, offsets: bool) -> None:
+@pytest.mark.parametrize(("tokens", "offsets"), [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("start", [0, 1, 127, 128, 20_000, 3_000_000])
+def test_what_a_token_takes_at_least(tokens: bool, offsets: bool, start: int) -> None:
     request = pb.BatchedTokenizeRequest(return_tokens=tokens, return_offsets=offsets)
-    most = convert.tokenize_call(request, 0, Account(MemoryBudget(0, 0), b""), max_reply_bytes=1200).max_returned
-    assert most is not None
-    for count, fits in ((most, True), (most + 1, False)):
-        smallest = pb.TokenizeResponse(tokens=[""] * count * tokens, offsets=[{"end": 1}] * count * offsets)
-        assert (smallest.ByteSize() <= 1200) is fits
-
-
-def test_a_reply_without_tokens_has_no_bound() -> None:
-    request = pb.BatchedTokenizeRequest(truncate_input_tokens=5)
-    assert convert.tokenize_call(request, 0, Account(MemoryBudget(0, 0), b""), 1200).max_returned is None
+    limit = convert.tokenize_call(request, 0, Account(MemoryBudget(0, 0), b""), max_reply_bytes=1200).reply
+    assert limit is not None
+    spans = [(start, start, ""), (start, start + 1, ""), (start + 200, start + 200, ""), (start, 2**31, "a")]
+    messages = [
+        pb.TokenizeResponse(tokens=[text] * tokens, offsets=[{"start": first, "end": end}] * offsets)
+        for first, end, text in spans
+    ]
+    sizes = [message.ByteSize() for message in messages]
+    assert limit.token_bytes(start) == sizes[0] == min(sizes)

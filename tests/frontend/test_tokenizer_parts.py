@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from tgis.errors import InvalidRequest
 from tgis.frontend import tokenizer as module
-from tgis.frontend.tokenizer import Tokenizer, Wanted
+from tgis.frontend.tokenizer import ReplyLimit, Tokenizer, Wanted
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.utils.slices import SLICE, Slicer
 
@@ -136,15 +136,32 @@ def test_texts_of_too_many_tokens_are_not_tokenized_to_the_end(
         return encode(self, some, *args, **options)
 
     monkeypatch.setattr(Tokenizer, "_encode", count)
-    with pytest.raises(InvalidRequest, match="more than 1000 tokens to return"):
-        asyncio.run(tokenizer.encode(texts, Wanted(max_kept=1000)))
+    with pytest.raises(InvalidRequest, match="the reply has more than 3000 bytes"):
+        asyncio.run(tokenizer.encode(texts, Wanted(offsets=True, reply=ReplyLimit(3000, lambda _start: 3))))
     assert 0 < num_chars < 70_000
+
+
+def test_parts_of_a_text_count_with_where_they_begin(made: Any, tmp_path: Path) -> None:
+    backend, _ = made("gpt2")
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=2)
+    text, starts = "word " * 20_000, list[int]()
+
+    def token_bytes(start: int) -> int:
+        starts.append(start)
+        return 0
+
+    wanted = Wanted(offsets=True, reply=ReplyLimit(0, token_bytes))
+    (encoding,) = asyncio.run(tokenizer.encode([text], wanted))
+    assert encoding.num_tokens == len(backend.encode(text).ids)
+    assert starts == sorted(starts[: len(starts) // 2], reverse=True) * 2
+    assert starts[0] > 0
+    assert starts[-1] == 0
 
 
 def test_a_truncated_text_has_only_the_tokens_that_it_keeps(made: Any) -> None:
     backend, tokenizer = made("gpt2")
     text = "word and word " * 20_000
-    (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(keep=5, enough=5, max_kept=5)))
+    (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(keep=5, enough=5, reply=ReplyLimit(5, lambda _start: 1))))
     assert encoding.ids == backend.encode(text).ids[-5:]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tgis.frontend.budget import Account
 from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.tokenizer import ReplyLimit
 
 
 class CallKind(enum.StrEnum):
@@ -52,4 +53,4 @@ class TokenizeCall:
     return_offsets: bool
     adapter: tuple[str, str] | None = None  # field and id; must exist, changes nothing
     add_special_tokens: bool = True
-    max_returned: int | None = None  # tokens
+    reply: ReplyLimit | None = None

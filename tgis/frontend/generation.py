@@ -155,7 +155,7 @@ class Generator:
         async with self._adapters.acquire(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
-            wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_returned)
+            wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.reply)
             encodings = await self._tokenizer.encode(call.texts, wanted, self.slicer)
         results: list[TokenizeResult] = []
         async for some in self.slicer.slices(encodings):

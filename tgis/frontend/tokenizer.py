@@ -9,7 +9,7 @@ request that truncates the text needs only its end. Other long texts have a thre
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -72,6 +72,14 @@ class Encoding:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyLimit:
+    """What a reply about the tokens may have, to refuse texts before all of them is tokenized."""
+
+    max_bytes: int
+    token_bytes: Callable[[int], int]  # that a token takes at least which begins at this byte, or later
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """What a call needs to know about its texts."""
 
@@ -79,7 +87,7 @@ class Wanted:
     keep: int | None = None  # ids and offsets of the last so many tokens; None: of all
     enough: int | None = None  # whether there are more tokens than this, not how many
     special_tokens: bool = True  # those that the tokenizer adds
-    max_kept: int | None = None  # tokens, of all texts
+    reply: ReplyLimit | None = None  # about the tokens that are kept, of all texts
 
 
 EVERYTHING = Wanted()
@@ -190,6 +198,8 @@ class Tokenizer:
     async def _encode_in_parts(self, text: str, rule: CutRule, call: "_Call") -> Encoding:
         """From the last part on: it may be enough."""
         wanted = call.wanted
+        if wanted.offsets and wanted.reply:  # the event loop need not read those of a reply that is refused
+            await self._encode_in_parts(text, rule, replace(call, wanted=replace(wanted, offsets=False)))
         assert self._added
         before, after = self._added if wanted.special_tokens else ([], [])
         parts = [_unplaced(after)]
@@ -197,7 +207,7 @@ class Tokenizer:
         for start, end in _parts_from_end(text):
             pool = self._long_pool if end - start > LONG else self._pool
             job = partial(self._encode_part, text, start, end, rule, Wanted(wanted.offsets, missing))
-            parts.append(await call.finished(await pool.run(call.size, job)))
+            parts.append(await call.finished(await pool.run(call.size, job), start))
             num_tokens += parts[-1].num_tokens
             missing = None if missing is None else max(missing - parts[-1].num_tokens, 0)
             if wanted.enough is not None and num_tokens > wanted.enough:
@@ -287,15 +297,20 @@ class _Call:
     wanted: Wanted
     size: int  # characters
     slicer: Slicer
-    num_kept: int = 0  # tokens so far
+    reply_bytes: int = 0  # so far, at least
 
-    async def finished(self, encoded: _Encoded) -> Encoding:
-        """Count what is kept; InvalidRequest if that is too much."""
-        self.num_kept += len(encoded.packed_ids)
-        if self.wanted.max_kept is not None and self.num_kept > self.wanted.max_kept:
-            text = f"more than {self.wanted.max_kept} tokens to return: send less text, or ask for less about it"
-            raise InvalidRequest("requests", text)
+    async def finished(self, encoded: _Encoded, start: int = 0) -> Encoding:
+        """Of a text, or of the part that begins at this character; InvalidRequest if the reply becomes too large."""
+        if (reply := self.wanted.reply) is not None:
+            self.reply_bytes += len(encoded.packed_ids) * reply.token_bytes(start)
+            if self.reply_bytes > reply.max_bytes:
+                raise reply_too_large(reply.max_bytes)
         return await encoded.finished(self.slicer)
+
+
+def reply_too_large(max_bytes: int) -> InvalidRequest:
+    """For texts of so many tokens."""
+    return InvalidRequest("", f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it")
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from tgis.api.grpc import wire
-from tgis.errors import InvalidRequest
 from tgis.frontend.budget import Account
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.tokenizer import ReplyLimit, reply_too_large
 from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
@@ -46,8 +46,6 @@ _TOKEN = wire.tags(pb.TokenInfo)
 assert wire.tags(pb.TokenInfo.TopToken).items() <= _TOKEN.items()
 _OUTPUT_COST = 8  # units of a slice, without tokens
 _BYTES_PER_SLICE_UNIT = 4096  # to copy
-# In a reply of Tokenize: tag and length, and the end of the offset. Only special tokens that were added end at byte 0.
-_MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 2, 4
 
 IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
@@ -175,8 +173,11 @@ async def _joined(parts: list[bytes], slicer: Slicer) -> bytes:
 def tokenize_call(
     message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account, max_reply_bytes: int
 ) -> TokenizeCall:
-    """Without more tokens than certainly fit into no reply."""
-    token_bytes = _MIN_TOKEN_BYTES * message.return_tokens + _MIN_OFFSET_BYTES * message.return_offsets
+    def token_bytes(start: int) -> int:
+        token = wire.length_delimited(_TOKENIZATION["tokens"], b"") * message.return_tokens
+        offset = wire.length_delimited(_TOKENIZATION["offsets"], _offset(start, start)) * message.return_offsets
+        return len(token + offset)
+
     return TokenizeCall(
         texts=[request.text for request in message.requests],
         num_bytes=num_bytes,
@@ -185,7 +186,7 @@ def tokenize_call(
         return_tokens=message.return_tokens,
         return_offsets=message.return_offsets,
         adapter=_adapter(message),
-        max_returned=max_reply_bytes // token_bytes if token_bytes else None,
+        reply=ReplyLimit(max_reply_bytes, token_bytes),
     )
 
 
@@ -199,8 +200,7 @@ async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer, max_by
                 response.append(part)
                 num_bytes += len(part)
                 if num_bytes > max_bytes:
-                    text = f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it"
-                    raise InvalidRequest("requests", text)
+                    raise reply_too_large(max_bytes)
             parts += [wire.message_header(_RESPONSES, response), *response]
     return await _joined(parts, slicer)
 

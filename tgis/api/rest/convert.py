@@ -2,6 +2,7 @@
 
 import math
 import struct
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
@@ -23,6 +24,7 @@ from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import FaceRules, RawParams
+from tgis.frontend.tokenizer import reply_too_large
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
@@ -30,7 +32,6 @@ from tgis.utils.slices import Slicer
 
 MAX_STOP_SEQUENCE_BYTES = 1000
 _SLICED_ROOM = 1024  # more new tokens than this need not fit behind the input
-MIN_SIMPLE_TOKEN_BYTES = len(msgspec.json.encode(SimpleToken(0, "", 0, 0)))
 _SINGLE = struct.Struct("f")
 _FINISH_REASONS: dict[StopReason, FinishReason] = {
     StopReason.EOS_TOKEN: "eos_token",
@@ -160,6 +161,11 @@ def stream_details(
     return StreamDetails(reason, output.generated_token_count, output.seed if given.samples else None, num_input_tokens)
 
 
+def min_simple_token_bytes(start: int) -> int:
+    """Of a token that begins at this byte, or later."""
+    return len(msgspec.json.encode(SimpleToken(0, "", start, start)))
+
+
 async def simple_tokens(text: bytes, result: TokenizeResult, slicer: Slicer, max_bytes: int) -> Sequence[SimpleToken]:
     """`text` in UTF-8, of which a token may be a part that is no text; InvalidRequest if they have more bytes."""
 
@@ -180,7 +186,7 @@ def json_float(value: float) -> float | None:
 
 
 async def _encoded(
-    items: Iterable[T], convert: Callable[[T], J], slicer: Slicer, cost: int = 1, max_bytes: float = math.inf
+    items: Iterable[T], convert: Callable[[T], J], slicer: Slicer, cost: int = 1, max_bytes: int = sys.maxsize
 ) -> Sequence[J]:
     """A list that is JSON already: there may be many items, and an iteration of the loop does only some."""
     parts, num_bytes = list[bytes](), 0
@@ -188,5 +194,5 @@ async def _encoded(
         parts.append(msgspec.json.encode([convert(item) for item in some])[1:-1])
         num_bytes += len(parts[-1])
         if num_bytes > max_bytes:
-            raise InvalidRequest("inputs", f"the reply has more than {max_bytes} bytes: send less text")
+            raise reply_too_large(max_bytes)
     return cast("Sequence[J]", msgspec.Raw(b"[" + b",".join(parts) + b"]"))

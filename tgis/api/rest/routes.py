@@ -35,6 +35,7 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import Generator
 from tgis.frontend.output import RequestOutput, TokenInfo, best_first
+from tgis.frontend.tokenizer import ReplyLimit
 
 Headers = Mapping[str, str]
 
@@ -175,7 +176,7 @@ class TgiApi:
             return_tokens=True,
             return_offsets=True,
             add_special_tokens=add_special_tokens,
-            max_returned=max_bytes // convert.MIN_SIMPLE_TOKEN_BYTES,
+            reply=ReplyLimit(max_bytes, convert.min_simple_token_bytes),
         )
         (result,) = await call.generator.tokenize(tokenize_call)
         return await convert.simple_tokens(data, result, call.generator.slicer, max_bytes)
