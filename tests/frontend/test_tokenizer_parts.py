@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ WORDS = [
 WORDS += ["</s>", "<s>", "<|endoftext|>", "▁", "\u0301", "\t", "\u00a0", "<0x41>"]
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PART", 6)
@@ -79,7 +80,6 @@ def made(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return make
 
 
-@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("family", CUT)
 @given(text=st.lists(st.sampled_from(WORDS) | st.text("ab ", max_size=9), max_size=40).map("".join))
 @example("one two three four five six")
@@ -95,7 +95,8 @@ def test_parts_give_the_tokens_of_the_whole(made: Any, family: str, text: str) -
     async def run() -> list[list[module.Encoding]]:
         return [await tokenizer.encode([text, "b"], wanted) for wanted in wants]
 
-    (all_ids, _), (placed, _), (counted, _), (kept, _), (last, _), (plain, _) = asyncio.run(run())
+    with small_parts():
+        (all_ids, _), (placed, _), (counted, _), (kept, _), (last, _), (plain, _) = asyncio.run(run())
     assert (all_ids.ids, all_ids.num_tokens, list(all_ids.offsets)) == (whole.ids, len(whole.ids), [])
     assert (placed.ids, list(placed.offsets)) == (whole.ids, spans)
     assert (counted.ids, counted.num_tokens) == ([], len(whole.ids))
@@ -180,6 +181,40 @@ def test_offsets_are_read_in_slices_of_the_event_loop(made: Any, text: str) -> N
     assert encoding.num_tokens == len(backend.encode(text).ids)
     assert sum(slices) >= encoding.num_tokens / 16
     assert max(slices) <= SLICE
+
+
+def test_few_encodings_wait_for_the_event_loop_to_read_their_offsets(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, _ = made("gpt2")
+    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=2)
+    encode, may_read, num_encoded = Tokenizer._encode, asyncio.Event(), 0
+
+    def count(self: Tokenizer, *args: Any, **options: Any) -> Any:
+        nonlocal num_encoded
+        num_encoded += 1
+        return encode(self, *args, **options)
+
+    class Held(Slicer):
+        async def slices(self, items: Iterable[Any], cost: int = 1) -> AsyncIterator[list[Any]]:
+            await may_read.wait()
+            async for some in super().slices(items, cost):
+                yield some
+
+    async def run() -> list[list[module.Encoding]]:
+        wanted = Wanted(offsets=True)
+        calls = [asyncio.create_task(tokenizer.encode(["word " * 100], wanted, Held())) for _ in range(20)]
+        while num_encoded < 2:
+            await asyncio.sleep(0.001)
+        await tokenizer.encode(["word " * 100])  # the threads are free for others
+        assert num_encoded == 3
+        may_read.set()
+        return await asyncio.gather(*calls)
+
+    monkeypatch.setattr(Tokenizer, "_encode", count)
+    num_tokens = len(backend.encode("word " * 100).ids)
+    assert {len(list(encoding.offsets)) for (encoding,) in asyncio.run(run())} == {num_tokens}
+    assert num_encoded == 21
 
 
 RULES = {family: CutRule(drops_space=False, keeps_offsets=True) for family in CUT}

@@ -44,7 +44,7 @@ async def test_a_call_that_is_cancelled_when_its_turn_comes_hands_it_on() -> Non
     pool, gate = TokenizerPool(1, "test"), threading.Event()
     running, cancelled, last = [asyncio.create_task(pool.run(size, gate.wait)) for size in range(3)]
     await asyncio.sleep(0)
-    pool._waiting[0][2].add_done_callback(lambda _: cancelled.cancel())  # before it can use the thread
+    pool._turns._waiting[0][2].add_done_callback(lambda _: cancelled.cancel())  # before it can use the thread
     gate.set()
     assert await running
     assert await asyncio.wait_for(last, 10)
@@ -61,13 +61,13 @@ async def test_a_thread_that_is_handed_on_is_not_idle() -> None:
     await asyncio.sleep(0)
     waiting.append(asyncio.create_task(pool.run(1, partial(order.append, "first"))))
     await asyncio.sleep(0)
-    turn = pool._waiting[0][2]
+    turn = pool._turns._waiting[0][2]
     turn.add_done_callback(lambda _: waiting.append(asyncio.create_task(pool.run(0, partial(order.append, "late")))))
     gate.set()
     await asyncio.gather(*waiting)
     await asyncio.gather(*waiting)
     assert order == ["first", "late"]
-    assert pool._idle == 1
+    assert pool._turns._idle == 1
     pool.close()
 
 

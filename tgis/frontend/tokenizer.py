@@ -10,6 +10,7 @@ request that truncates the text needs only its end. Other long texts have a thre
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,7 +20,7 @@ from typing import Any, Final
 import tokenizers
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer_pool import TokenizerPool
+from tgis.frontend.tokenizer_pool import SizedTurns, TokenizerPool
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
 from tgis.utils.run_together import run_together
@@ -138,6 +139,7 @@ class Tokenizer:
         self._workers = workers
         self._pool = TokenizerPool(workers, "tokenizer")
         self._long_pool = TokenizerPool(1, "tokenizer-long")
+        self._offset_turns = SizedTurns(workers)  # of encodings whose offsets are to be read: they are large
         self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
         self._added = _added_special_tokens(backend) if add_special_tokens else ([], [])
@@ -192,8 +194,14 @@ class Tokenizer:
         if len(texts[0]) > LONG and rule and (rule.keeps_offsets or not call.wanted.offsets):
             return [await self._encode_in_parts(texts[0], rule, call)]
         pool = self._long_pool if len(texts[0]) > LONG else self._pool
-        encoded = await pool.run(call.size, partial(self._encode, texts, call.wanted))
-        return [await call.finished(one) for one in encoded]
+        return await self._run(pool, partial(self._encode, texts, call.wanted), call)
+
+    async def _run(
+        self, pool: TokenizerPool, job: Callable[[], list[_Encoded]], call: "_Call", start: int = 0
+    ) -> list[Encoding]:
+        """`start` is the character at which the part of a text begins."""
+        async with self._offset_turns.turn(call.size) if call.wanted.offsets else nullcontext():
+            return [await call.finished(one, start) for one in await pool.run(call.size, job)]
 
     async def _encode_in_parts(self, text: str, rule: CutRule, call: "_Call") -> Encoding:
         """From the last part on: it may be enough."""
@@ -207,7 +215,7 @@ class Tokenizer:
         for start, end in _parts_from_end(text):
             pool = self._long_pool if end - start > LONG else self._pool
             job = partial(self._encode_part, text, start, end, rule, Wanted(wanted.offsets, missing))
-            parts.append(await call.finished(await pool.run(call.size, job), start))
+            parts += await self._run(pool, job, call, start)
             num_tokens += parts[-1].num_tokens
             missing = None if missing is None else max(missing - parts[-1].num_tokens, 0)
             if wanted.enough is not None and num_tokens > wanted.enough:
@@ -217,12 +225,12 @@ class Tokenizer:
             num_tokens += len(before)
         return await self._pool.run(call.size, partial(_joined, parts[::-1], num_tokens, wanted))
 
-    def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> _Encoded:
+    def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> list[_Encoded]:
         part = text[start + (rule.drops_space and start > 0) : end]
         (encoded,) = self._encode([part], wanted, add_special_tokens=False)
-        if encoded.encoding is None:
-            return encoded
-        return replace(encoded, base=start if text.isascii() else len(text[:start].encode()))
+        if encoded.encoding is not None:
+            encoded = replace(encoded, base=start if text.isascii() else len(text[:start].encode()))
+        return [encoded]
 
     def _encode(
         self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool | None = None
