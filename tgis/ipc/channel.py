@@ -79,4 +79,7 @@ class Channel:
                     self._handlers.get(type(message), self._received.put)(message)
         except OSError:
             log.debug("the channel broke", exc_info=True)
+        except Exception as error:  # without this thread the process would hang
+            log.exception("the channel cannot be read")
+            self.abort(f"a message could not be handled: {error!r}")
         os._exit(0)  # the parent is gone: nobody is left to serve or to tell
