@@ -4,9 +4,10 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
+
+from tgis.utils.thread_pool import started_pool
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class TokenizerPool:
     """As many jobs at a time as there are threads; the others wait here, where their order can still change."""
 
     def __init__(self, workers: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=name)
+        self._threads = started_pool(workers, name)
         self._turns = SizedTurns(workers)
 
     async def run(self, call_size: int, job: Callable[[], T]) -> T:

@@ -7,12 +7,15 @@ whose length was reported, whatever happens to the cache and the files.
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
+from tgis.utils.thread_pool import started_pool
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ class AdapterResolver:
     def __init__(self, store: Store, send: Callable[[AdapterResolved], None]) -> None:
         self._store = store
         self._send = send
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="adapters")
+        self._pool = started_pool(_THREADS, "adapters")
         self._lock = threading.Lock()
         self._resolved: dict[int, Adapter | None] = {}  # by lookup id; None until found
         self._pending: dict[str, list[int]] = {}  # ids being loaded -> lookups that arrived meanwhile

@@ -7,8 +7,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import llguidance
 
@@ -16,6 +16,10 @@ from tgis.errors import GrammarError
 from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarLimits, GrammarSpec
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
+from tgis.utils.thread_pool import started_pool
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class GrammarCompiler:
         self._table = table
         self._limits = limits
         self._send = send
-        self._pool = ThreadPoolExecutor(_THREADS, "grammars", lower_priority)
+        self._pool = started_pool(_THREADS, "grammars", lower_priority)
         self._lock = threading.Lock()
         self._cache: dict[GrammarSpec, Future[GrammarMatcher]] = {}  # the least recently used first
         self._held: dict[int, Future[GrammarMatcher]] = {}  # by lookup id

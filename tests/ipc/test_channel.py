@@ -1,0 +1,49 @@
+"""A child process's end of the socket: it ends when it cannot read messages, instead of hanging."""
+
+import socket
+import subprocess
+import sys
+
+from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.messages import Fatal, FromEngine, GetSnapshot
+
+CHILD = """
+import socket, sys
+from tgis.ipc.channel import Channel
+from tgis.ipc.messages import GetSnapshot, ToEngine
+
+def handle(_message):
+    raise RuntimeError("can't start new thread")
+
+channel = Channel(socket.socket(fileno=int(sys.argv[1])), ToEngine)
+channel.handle_inline(GetSnapshot, handle)
+channel.receive(wait=True)
+"""
+
+
+def ended_by(sent: bytes) -> tuple[int, list[object]]:
+    """The exit code of such a process, and what it says."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            child = subprocess.Popen([sys.executable, "-c", CHILD, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
+        ours.settimeout(60)
+        ours.sendall(sent)
+        try:
+            said = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+            return child.wait(60), list(FrameReader(FromEngine).feed(said))
+        finally:
+            child.kill()
+            child.wait()
+
+
+def test_a_message_that_cannot_be_handled_ends_the_process() -> None:
+    code, said = ended_by(encode_frame(GetSnapshot()))
+    assert code == 1
+    assert said == [Fatal('a message could not be handled: RuntimeError("can\'t start new thread")')]
+
+
+def test_bytes_that_are_no_message_end_the_process() -> None:
+    code, (said,) = ended_by(encode_frame(Fatal("no message of this direction")))
+    assert code == 1
+    assert isinstance(said, Fatal)

@@ -1,0 +1,102 @@
+"""Pools whose threads all run from the beginning, and what uses them when no other thread can be started."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammar_walks import LIMITS, byte_table
+
+from tgis.frontend.tokenizer import Tokenizer
+from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarSpec
+from tgis.models.fake import make_fake_model
+from tgis.prompts.resolver import AdapterResolver, StoreResult
+from tgis.structured_output.compiler import GrammarCompiler
+from tgis.structured_output.mask_threads import MaskThreads
+from tgis.utils.thread_pool import started_pool
+
+
+class Adapter:
+    length, decoder_length, version, rank = 7, 0, 1, 0
+
+
+class Store:
+    def find(self, _adapter_id: str) -> StoreResult:
+        return StoreResult(Adapter(), loaded=True)
+
+
+def fail(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.fixture
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(threading.Thread, "start", fail)
+
+
+def test_all_threads_run_at_once(no_more_threads: Callable[[], None]) -> None:
+    initialized: list[int] = []
+    with started_pool(3, "test", lambda: initialized.append(threading.get_ident())) as pool:
+        no_more_threads()
+        together = threading.Barrier(3)
+        for each in [pool.submit(together.wait, 10) for _ in range(3)]:
+            each.result()
+    assert len(set(initialized)) == 3
+
+
+def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, count = threading.Thread.start, 0
+
+    def start_one(thread: threading.Thread) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            fail(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        started_pool(3, "test")
+
+
+def test_adapters_are_found_without_another_thread(no_more_threads: Callable[[], None]) -> None:
+    answers: list[AdapterResolved] = []
+    answered = threading.Event()
+
+    def send(answer: AdapterResolved) -> None:
+        answers.append(answer)
+        answered.set()
+
+    resolver = AdapterResolver(Store(), send)
+    no_more_threads()
+    resolver.resolve(ResolveAdapter(1, "a"))
+    assert answered.wait(10)
+    assert [answer.length for answer in answers] == [7]
+
+
+def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:
+    answers = queue.SimpleQueue[GrammarCompiled]()
+    compiler, masks = GrammarCompiler(byte_table(), LIMITS, answers.put), MaskThreads()
+    no_more_threads()
+    compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))
+    assert answers.get(timeout=10).problem == ""
+    matcher, tokens = compiler.matcher(1), [ord("a") + 1]
+    masks.prepare([(matcher, tokens)])
+    assert matcher.allowed_ids(tokens) == [ord("b") + 1]
+    compiler.close()
+    masks.close()
+
+
+def test_texts_are_tokenized_without_another_thread(tmp_path: Path, no_more_threads: Callable[[], None]) -> None:
+    tokenizer = Tokenizer.load(make_fake_model(tmp_path / "model"), workers=2)
+    no_more_threads()
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(tokenizer.encode(["a" * 1000]) for _ in range(5)))
+
+    assert [one.num_tokens for (one,) in asyncio.run(run())] == [1000] * 5
+    tokenizer.close()
