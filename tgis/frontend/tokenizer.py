@@ -107,8 +107,8 @@ class _Encoded:
     starts: Sequence[int]  # the byte at which each character of the text begins; nothing if it has only ASCII
     base: int = 0  # the byte at which the text begins
 
-    async def finished(self, slicer: Slicer) -> Encoding:
-        """With the offsets."""
+    async def with_offsets(self, slicer: Slicer) -> Encoding:
+        """Read them, if they are wanted."""
         offsets = array(_U32)
         if self.encoding is not None:
             first = self.num_tokens - len(self.packed_ids)
@@ -124,6 +124,27 @@ class _Encoded:
         if starts:
             return [starts[char] + base for char in chars]
         return [char + base for char in chars] if base else chars
+
+
+@dataclass(slots=True)
+class _Call:
+    """Texts that are tokenized together."""
+
+    wanted: Wanted
+    size: int  # characters
+    slicer: Slicer
+    reply_bytes: int = 0  # so far, at least
+
+    async def finished(self, encoded: _Encoded, start: int = 0) -> Encoding:
+        """Of a text, or of the part that begins at this character; InvalidRequest if the reply becomes too large.
+
+        That is the byte at which it begins, or an earlier one.
+        """
+        if (reply := self.wanted.reply) is not None:
+            self.reply_bytes += len(encoded.packed_ids) * reply.token_bytes(start)
+            if self.reply_bytes > reply.max_bytes:
+                raise reply_too_large(reply.max_bytes)
+        return await encoded.with_offsets(self.slicer)
 
 
 class Tokenizer:
@@ -187,7 +208,7 @@ class Tokenizer:
         await run_together([work() for _ in groups[: self._workers]])
         return list(chain.from_iterable(encodings))
 
-    async def _encode_group(self, texts: list[str], call: "_Call") -> list[Encoding]:
+    async def _encode_group(self, texts: list[str], call: _Call) -> list[Encoding]:
         if len(texts) == 1 and len(texts[0]) <= SHORT:  # takes less than handing it to a thread
             return [await call.finished(one) for one in self._encode(texts, call.wanted)]
         rule = self._cut_rule
@@ -197,13 +218,13 @@ class Tokenizer:
         return await self._run(pool, partial(self._encode, texts, call.wanted), call)
 
     async def _run(
-        self, pool: TokenizerPool, job: Callable[[], list[_Encoded]], call: "_Call", start: int = 0
+        self, pool: TokenizerPool, job: Callable[[], list[_Encoded]], call: _Call, start: int = 0
     ) -> list[Encoding]:
         """`start` is the character at which the part of a text begins."""
         async with self._offset_turns.turn(call.size) if call.wanted.offsets else nullcontext():
             return [await call.finished(one, start) for one in await pool.run(call.size, job)]
 
-    async def _encode_in_parts(self, text: str, rule: CutRule, call: "_Call") -> Encoding:
+    async def _encode_in_parts(self, text: str, rule: CutRule, call: _Call) -> Encoding:
         """From the last part on: it may be enough."""
         wanted = call.wanted
         if wanted.offsets and wanted.reply:  # the event loop need not read those of a reply that is refused
@@ -296,24 +317,6 @@ class Tokenizer:
         """Decode the ids as one whole text; unknown ids are dropped."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
-
-
-@dataclass(slots=True)
-class _Call:
-    """Texts that are tokenized together."""
-
-    wanted: Wanted
-    size: int  # characters
-    slicer: Slicer
-    reply_bytes: int = 0  # so far, at least
-
-    async def finished(self, encoded: _Encoded, start: int = 0) -> Encoding:
-        """Of a text, or of the part that begins at this character; InvalidRequest if the reply becomes too large."""
-        if (reply := self.wanted.reply) is not None:
-            self.reply_bytes += len(encoded.packed_ids) * reply.token_bytes(start)
-            if self.reply_bytes > reply.max_bytes:
-                raise reply_too_large(reply.max_bytes)
-        return await encoded.finished(self.slicer)
 
 
 def reply_too_large(max_bytes: int) -> InvalidRequest:
