@@ -5,19 +5,20 @@ import subprocess
 import sys
 
 from tgis.ipc.framing import FrameReader, encode_frame
-from tgis.ipc.messages import Fatal, FromEngine, GetSnapshot
+from tgis.ipc.messages import Fatal, FromEngine, GetSnapshot, Heartbeat
 
 CHILD = """
-import socket, sys
+import socket, sys, threading
 from tgis.ipc.channel import Channel
-from tgis.ipc.messages import GetSnapshot, ToEngine
+from tgis.ipc.messages import GetSnapshot, Heartbeat, ToEngine
 
 def handle(_message):
     raise RuntimeError("can't start new thread")
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])), ToEngine)
 channel.handle_inline(GetSnapshot, handle)
-channel.receive(wait=True)
+channel.send(Heartbeat(0, 0))  # nothing is sent to it before
+threading.Event().wait()
 """
 
 
@@ -28,10 +29,12 @@ def ended_by(sent: bytes) -> tuple[int, list[object]]:
         with theirs:
             child = subprocess.Popen([sys.executable, "-c", CHILD, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
         ours.settimeout(60)
-        ours.sendall(sent)
         try:
+            reader = FrameReader(FromEngine)
+            assert list(reader.feed(ours.recv(1 << 16))) == [Heartbeat(0, 0)]
+            ours.sendall(sent)
             said = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-            return child.wait(60), list(FrameReader(FromEngine).feed(said))
+            return child.wait(60), list(reader.feed(said))
         finally:
             child.kill()
             child.wait()

@@ -41,6 +41,7 @@ from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
+from tgis.utils.thread_pool import started_pool
 
 ROWS, REQUESTS, NEW_TOKENS = 6, 40, 14
 SPECIAL = 4  # the first tokens, without a text
@@ -208,7 +209,7 @@ def test_masks_may_be_made_beside_the_steps(llama: Path, kind: str) -> None:
     """Rows that wait for theirs stay out of steps, in whatever order the threads are done."""
     paged = kind == "paged"
     subject = _subject(llama, PagedEngine, PAGED, block_size=4) if paged else _subject(llama, PaddedEngine, PADDED)
-    subject.masks = MaskThreads()
+    subject.masks = MaskThreads(started_pool)
     assert _check_all(subject, random.Random(4)) == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
     assert not subject.forced
 

@@ -21,6 +21,7 @@ from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, Gram
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
+from tgis.utils.thread_pool import started_pool
 
 REGEXES = [
     r"[a-c]{2,4}(x|yz)*",
@@ -253,7 +254,8 @@ def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:
 
 
 def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
-    matcher, masks, blocker = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table()), MaskThreads(), threading.Event()
+    matcher = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table())
+    masks, blocker = MaskThreads(started_pool), threading.Event()
     matcher.quick = False
     for _ in range(2):
         masks._slow.submit(blocker.wait)
@@ -266,7 +268,7 @@ def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
     answers: list[GrammarCompiled] = []
-    compiler, blocker = GrammarCompiler(byte_table(), LIMITS, answers.append), threading.Event()
+    compiler, blocker = GrammarCompiler(byte_table(), LIMITS, answers.append, started_pool), threading.Event()
     for _ in range(2):
         compiler._pool.submit(blocker.wait)
     compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.REGEX, "a")))
@@ -331,13 +333,14 @@ import queue
 from grammar_walks import LIMITS, byte_table
 from tgis.ipc.grammars import CompileGrammar, GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import GrammarCompiler
+from tgis.utils.thread_pool import started_pool
 
 table = byte_table()
 os.nice(10)
 if os.getuid() == 0:
     os.setuid(65534)
 problems = queue.Queue()
-compiler = GrammarCompiler(table, LIMITS, lambda answer: problems.put(answer.problem))
+compiler = GrammarCompiler(table, LIMITS, lambda answer: problems.put(answer.problem), started_pool)
 compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.REGEX, "a")))
 print([problems.get(), compiler._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()])
 """

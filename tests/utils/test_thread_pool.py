@@ -5,18 +5,18 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from grammar_walks import LIMITS, byte_table
 
+from tgis.engine_core.core import EngineCore
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarSpec
 from tgis.models.fake import make_fake_model
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.structured_output.compiler import GrammarCompiler
-from tgis.structured_output.mask_threads import MaskThreads
 from tgis.utils.thread_pool import started_pool
 
 
@@ -80,7 +80,8 @@ def test_adapters_are_found_without_another_thread(no_more_threads: Callable[[],
 
 def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:
     answers = queue.SimpleQueue[GrammarCompiled]()
-    compiler, masks = GrammarCompiler(byte_table(), LIMITS, answers.put), MaskThreads()
+    compiler = GrammarCompiler(byte_table(), LIMITS, answers.put, started_pool)
+    masks = EngineCore(*cast("Any", (None, None, None))).masks
     no_more_threads()
     compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))
     assert answers.get(timeout=10).problem == ""

@@ -26,6 +26,7 @@ from tgis.ipc.request import Request, TokenLogprobs
 from tgis.prompts.resolver import AdapterResolver
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.mask_threads import MaskThreads
+from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class EngineCore:
     batcher: Batcher
     resolver: AdapterResolver | None = None
     grammars: GrammarCompiler | None = None
-    masks: MaskThreads = field(default_factory=MaskThreads)
+    masks: MaskThreads = field(default_factory=lambda: MaskThreads(started_pool))
 
     def run(self) -> None:
         """Serve until Shutdown."""

@@ -24,6 +24,7 @@ from tgis.prompts.resolver import AdapterResolver
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.matcher import TokenTable
 from tgis.utils import logs
+from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens:
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
-        grammars = GrammarCompiler(table, options.grammar_limits, channel.send)
+        grammars = GrammarCompiler(table, options.grammar_limits, channel.send, started_pool)
         channel.handle_inline(CompileGrammar, grammars.compile)
     channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, resolver, grammars).run()

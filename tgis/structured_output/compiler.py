@@ -16,12 +16,13 @@ from tgis.errors import GrammarError
 from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarLimits, GrammarSpec
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
-from tgis.utils.thread_pool import started_pool
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 log = logging.getLogger(__name__)
+
+MakePool = Callable[[int, str, Callable[[], None]], "ThreadPoolExecutor"]  # of so many threads with this initializer
 
 _THREADS = 2  # one expensive grammar does not delay all others
 _NICENESS = 5  # more than the process has: where cores are few, steps get three times as much of them
@@ -53,11 +54,13 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable, limits: GrammarLimits)
 class GrammarCompiler:
     """All lookups that are not released, and the cache."""
 
-    def __init__(self, table: TokenTable, limits: GrammarLimits, send: Callable[[GrammarCompiled], None]) -> None:
+    def __init__(
+        self, table: TokenTable, limits: GrammarLimits, send: Callable[[GrammarCompiled], None], make_pool: MakePool
+    ) -> None:
         self._table = table
         self._limits = limits
         self._send = send
-        self._pool = started_pool(_THREADS, "grammars", lower_priority)
+        self._pool = make_pool(_THREADS, "grammars", lower_priority)
         self._lock = threading.Lock()
         self._cache: dict[GrammarSpec, Future[GrammarMatcher]] = {}  # the least recently used first
         self._held: dict[int, Future[GrammarMatcher]] = {}  # by lookup id
