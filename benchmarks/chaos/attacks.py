@@ -209,8 +209,9 @@ def _details() -> bytes:
     return batch_request(["word " * 400] * 32, params).SerializeToString()
 
 
-def _tokenize_long() -> bytes:
-    request = pb.TokenizeRequest(text="lorem ipsum " * (_MAX_MESSAGE // 12))
+def _tokenize(size: int) -> bytes:
+    """All that can be asked about a text of so many bytes."""
+    request = pb.TokenizeRequest(text="lorem ipsum " * (size // 12))
     batch = pb.BatchedTokenizeRequest(requests=[request], return_tokens=True, return_offsets=True)
     return batch.SerializeToString()
 
@@ -245,7 +246,8 @@ ATTACKS: dict[str, Attack] = {
     "scrapes": scrapes,
     "watch_names": _flood(_WATCH, lambda: _text_field(1, _MAX_MESSAGE), in_flight=16),
     "tokenize_empty": _flood(_TOKENIZE, lambda: _repeated(_NO_TEXTS)),
-    "tokenize_long": _flood(_TOKENIZE, _tokenize_long),
+    "tokenize_long": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE)),
+    "tokenize_fitting": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE // 4)),  # the reply can be sent
     "generate_empty": _flood(_GENERATE, lambda: _repeated(_NO_INPUTS)),
     "long_texts": _flood(_GENERATE, lambda: _long_texts(0)),
     "truncated_texts": _flood(_GENERATE, lambda: _long_texts(10)),
