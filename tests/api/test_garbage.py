@@ -98,7 +98,7 @@ Kind = Callable[[Clients], object]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_fake_model(tmp_path_factory.mktemp("model"), MAX_LENGTH, step_seconds=0.005, poison_token=0)
+    model = make_fake_model(tmp_path_factory.mktemp("model"), MAX_LENGTH, step_seconds=0.02, poison_token=0)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return model
 
