@@ -30,7 +30,7 @@ MAX_LENGTH, MAX_NEW, MAX_INPUTS, MAX_TEXTS = 200, 169, 40, 1000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("service")
-    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.005, poison_token=0)
+    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.03, poison_token=0)
     options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "MAX_TOKENIZE_INPUTS": MAX_TEXTS}
     options["MAX_CALL_MEMORY_MB_PER_CLIENT"] = 64
     with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
