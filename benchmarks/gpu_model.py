@@ -90,6 +90,7 @@ UNFUSED = (1, 4.26e-3), (64, 4.96e-3), (256, 9.26e-3)  # with the activations of
 EAGER = GpuModel(UNFUSED, 47, 28, combines_all_rows=False, pass_seconds=30e-3, captures_prompts=True)
 COMPILED = GpuModel(BYTES, 10, 28, combines_all_rows=False, pass_seconds=9.5e-3, captures_prompts=True)
 C51A0FB: dict[str, Any] = {"step_kernels": 45, "combines_all_rows": True, "captures_prompts": False}  # a revision
+PIECEWISE_PASS = 3e-3  # of a pass whose layers are graphs between one attention and the next
 LORA_KERNELS, LORA_PASS = 28, 7e-3  # four kernels for each of seven linear layers; their launches outside of graphs
 MODELS = {
     "captured, c51a0fb": replace(EAGER, layer_kernels=48, **C51A0FB),
@@ -100,6 +101,9 @@ MODELS = {
     "with LoRA": COMPILED.with_lora(),
     "with top_p, 95664c4": replace(COMPILED, captures_prompts=False, step_kernels=28 + 129),
     "with top_p": replace(COMPILED, step_kernels=28 + 18),
+    "captured, piecewise": replace(EAGER, pass_seconds=PIECEWISE_PASS),
+    "captured and compiled, piecewise": replace(COMPILED, pass_seconds=PIECEWISE_PASS),
+    "with LoRA, piecewise": replace(COMPILED.with_lora(), pass_seconds=PIECEWISE_PASS),
 }
 
 
