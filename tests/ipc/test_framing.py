@@ -1,13 +1,15 @@
 """tgis.ipc.framing: messages survive any split of the byte stream."""
 
 import itertools
+import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgis.ipc.framing import MAX_FRAME_BYTES, FrameReader, encode_frame
+from tgis.ipc.framing import MAX_FRAME_BYTES, FrameReader, encode_frame, receive_messages
 from tgis.ipc.messages import Cancel, Fatal, Shutdown
 
 Message = Cancel | Fatal | Shutdown
@@ -34,3 +36,16 @@ def test_a_message_arrives_with_its_last_byte() -> None:
 def test_a_corrupt_length_is_not_waited_for() -> None:
     with pytest.raises(AssertionError):
         FrameReader(Message).feed(struct.pack("<I", MAX_FRAME_BYTES + 1))
+
+
+def test_messages_of_a_socket_keep_nothing_of_what_is_read_into_next() -> None:
+    sent = [Fatal(letter * size) for letter, size in (("a", 10), ("b", 1 << 20), ("c", 0), ("d", 10))]
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with theirs:
+            theirs.sendall(b"".join(map(encode_frame, sent)))
+
+    with ours, ThreadPoolExecutor() as pool:
+        pool.submit(send)
+        assert list(receive_messages(ours, Message)) == sent

@@ -14,12 +14,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.framing import encode_frame, receive_messages
 from tgis.ipc.messages import Fatal, Heartbeat
 
 log = logging.getLogger(__name__)
 
-_RECV_BYTES = 1 << 18
 _HEARTBEAT_SECONDS = 1.0
 
 
@@ -72,11 +71,9 @@ class Channel:
             time.sleep(_HEARTBEAT_SECONDS)
 
     def _read(self) -> None:
-        reader = FrameReader(self._message_type)
         try:
-            while data := self._socket.recv(_RECV_BYTES):
-                for message in reader.feed(data):
-                    self._handlers.get(type(message), self._received.put)(message)
+            for message in receive_messages(self._socket, self._message_type):
+                self._handlers.get(type(message), self._received.put)(message)
         except OSError:
             log.debug("the channel broke", exc_info=True)
         except Exception as error:  # without this thread the process would hang

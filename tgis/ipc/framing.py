@@ -1,12 +1,15 @@
 """Frames on the socket between two processes: four bytes of length (little endian), then one msgpack message."""
 
+import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 MAX_FRAME_BYTES = 1 << 30  # far above any real message: a corrupt length must not allocate all memory
 _LENGTH = struct.Struct("<I")
+_RECV_BYTES = 1 << 18
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -24,7 +27,7 @@ class FrameReader:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes | memoryview) -> list[Any]:
         """Return the messages that `data` completes, in order."""
         self._buffer += data
         messages, start = [], 0
@@ -39,3 +42,13 @@ class FrameReader:
         if start:
             del self._buffer[:start]
         return messages
+
+
+def receive_messages(sock: socket.socket, message_type: Any) -> Iterator[Any]:
+    """Those of a blocking socket as they arrive, until end-of-file; OSError if it breaks.
+
+    All reads share a buffer: what is kept of a message would break the heap up between buffers of their own.
+    """
+    reader, buffer = FrameReader(message_type), memoryview(bytearray(_RECV_BYTES))
+    while count := sock.recv_into(buffer):
+        yield from reader.feed(buffer[:count])

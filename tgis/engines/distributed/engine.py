@@ -23,12 +23,11 @@ from tgis.engines.distributed import ranks
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
-from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.framing import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
 
 log = logging.getLogger(__name__)
 
-_RECV_BYTES = 1 << 16
 _EXIT_SECONDS = 5.0
 _CRASH_DETECTION_SECONDS = 2.0  # ample for noticing that a process has died
 
@@ -149,15 +148,14 @@ class RankProcess:
 
     def _watch(self) -> None:
         """Read to the end of file: heartbeats, and perhaps why it ends."""
-        reader, last = FrameReader(Heartbeat | Fatal), ""
+        last = ""
         try:
-            while data := self._socket.recv(_RECV_BYTES):
-                for message in reader.feed(data):
-                    match message:
-                        case Heartbeat():
-                            self._forward(message)
-                        case Fatal(text):
-                            last = text
+            for message in receive_messages(self._socket, Heartbeat | Fatal):
+                match message:
+                    case Heartbeat():
+                        self._forward(message)
+                    case Fatal(text):
+                        last = text
         except OSError:
             log.debug("rank %d exited with messages unread", self._rank)
         code = self._process.wait()
