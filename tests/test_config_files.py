@@ -104,6 +104,15 @@ def test_prepare_environment_creates_the_cache_directory(tmp_path: Path, environ
     assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
+def test_compilers_run_in_directories_of_their_own(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare_environment(read(CACHE_DIR="relative"))
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        assert Path(environ[name]).parent == tmp_path / "relative"
+
+
 @pytest.mark.parametrize(("given", "left"), [(" ", None), ("backend:native", "backend:native")])
 def test_prepare_environment_keeps_a_configured_allocator(
     tmp_path: Path, environ: dict[str, str], given: str, left: str | None

@@ -440,8 +440,9 @@ def prepare_environment(config: Config) -> None:
     """
     prepare_cache_dir(config)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(config.hub_cache)}
-    os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_dir / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache_dir / "inductor"))
+    cache = config.cache_dir.absolute()  # compilers run in directories of their own
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     for name, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True").strip():
