@@ -11,6 +11,7 @@ import torch
 from tgis.errors import AdapterError
 from tgis.prompts.files import CONFIG, PICKLE, SAFETENSORS, AdapterDirectory
 from tgis.prompts.torch_file import NotTensorsError, check_description, load_torch_file
+from tgis.utils.device_sync import may_wait
 
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_CONFIG_BYTES = 1 << 20
@@ -93,8 +94,10 @@ def convert_tensor(name: str, tensor: torch.Tensor, target: TargetModel, scale: 
     if not result.isfinite().all():
         text = f"{name} has numbers that are not finite when converted from {tensor.dtype} to {result.dtype}"
         raise AdapterError(text)
-    moved = result.to(target.device)
-    if target.device.type == "cuda":
+    if target.device.type != "cuda":
+        return result.to(target.device)
+    with may_wait:
+        moved = result.to(target.device)
         torch.cuda.current_stream(target.device).synchronize()  # the engine's steps run on another stream
     return moved
 

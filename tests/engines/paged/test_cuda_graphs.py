@@ -19,6 +19,7 @@ from tgis.engines.lora.soft_prompts import PromptSpan
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay, capture_sizes, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
+from tgis.utils.device_sync import may_wait
 
 ROWS, WIDTH, LONG, SCRATCH = 37, 6, 44, 999
 
@@ -170,6 +171,7 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
 
     def run() -> Tensor:
         if modes[-1] == "error":
+            assert may_wait.locked()  # threads that load adapters may wait only later
             raise RuntimeError("called a synchronizing CUDA operation")
         return torch.zeros(1)
 
@@ -177,6 +179,7 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="synchronizing"):
         made.capture(cuda_capture(), torch.device("cpu"))
     assert modes == ["default", "error", "default"]
+    assert not may_wait.locked()
     assert made.run(batch_of(3, random.Random(6))) is None
 
 
@@ -224,3 +227,14 @@ def test_capture_sizes(max_batch_size: int) -> None:
     assert sizes[-1] == max_batch_size
     waste = max(later - earlier for earlier, later in zip([0, *sizes], sizes, strict=False))
     assert waste <= 16
+
+
+@pytest.mark.parametrize(("free", "used"), [(5000, 4992), (4992, 4992), (1023, 1023)])
+def test_compiled_graphs_of_the_last_start_are_for_the_same_number_of_blocks(
+    engine: PagedEngine, monkeypatch: pytest.MonkeyPatch, free: int, used: int
+) -> None:
+    monkeypatch.setattr(engine, "_device", torch.device("cuda"))
+    monkeypatch.setattr(engine, "_max_blocks", 10_000)
+    monkeypatch.setattr(engine, "_available_kv_bytes", lambda: 100 * free + 7)
+    monkeypatch.setattr(engine, "_options", msgspec.structs.replace(engine._options, kv_cache_bytes=None))
+    assert engine._num_available_blocks(100) == used

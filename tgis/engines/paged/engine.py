@@ -53,6 +53,7 @@ _MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not
 _MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # of the bank: on CPUs each column costs time
 _EXACT_MARGIN = 8  # percent of memory for what torch's count of a GPU's memory leaves out
 _WARM_SAMPLER_ROWS = 8, 1  # of batches; the first is the one that kernels are tried with
+_ROUNDED_BLOCKS = 64  # compiled graphs are for one number of blocks: what is free varies a little from start to start
 _CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
 
 
@@ -326,7 +327,10 @@ class PagedEngine:
             return min(useful, self._options.kv_cache_bytes // self._options.num_shards // bytes_per_block)
         if self._options.estimate_memory == "manual":
             return max(self._max_blocks, useful * (100 - safety_margin(self._options)) // 100)
-        return min(useful, self._available_kv_bytes() // bytes_per_block)
+        available = self._available_kv_bytes() // bytes_per_block
+        if self._device.type == "cuda" and available >= 16 * _ROUNDED_BLOCKS:
+            available -= available % _ROUNDED_BLOCKS
+        return min(useful, available)
 
     def _available_kv_bytes(self) -> int:
         """Of this rank: ranks share the machine's memory, but have a GPU each."""
