@@ -8,6 +8,7 @@ import json
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk,
 from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
 
 BLOCK, REPEATS = 16, 20
+_WARM_SECONDS = 0.2  # of replays that do not count: an idle GPU has a low clock
+_MEASURED_SECONDS = 0.1  # at least
 _BEYOND_CACHE = 1 << 29  # bytes
 
 
@@ -65,15 +68,23 @@ def seconds(action: Callable[[int], object], layers: int) -> float:
     with torch.cuda.graph(graph):
         for layer in range(layers):
             action(layer)
+    warm = time.monotonic() + _WARM_SECONDS
+    while time.monotonic() < warm:
+        _replay_seconds(graph)
     times: list[float] = []
-    for _ in range(REPEATS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000 / layers)
-    return statistics.median(times[3:])
+    while len(times) < REPEATS or sum(times) < _MEASURED_SECONDS:
+        times.append(_replay_seconds(graph))
+    return statistics.median(times) / layers
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1000
 
 
 def decode(lengths: list[int], shape: Shape) -> dict[str, float]:

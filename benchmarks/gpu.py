@@ -4,12 +4,14 @@ First a tiny model is served, which shows in a minute whether anything works; if
 attention by itself, the engine alone with static batches and a mixed load, the kernels that decode steps consist of,
 and the server with streams, the last three compiled and not. Times are wall-clock times, prompts are random tokens.
 Needs no network and no files; `--model` keeps the model for the next command. A part that fails does not stop the
-others; the last line is one JSON object, with failures under "error". `--shape tiny` runs all of it on any machine.
+others; the last line is one JSON object, with failures under "error" and what was logged from WARNING up, such as what
+runs eagerly after all, under "warnings". `--shape tiny` runs all of it on any machine.
 """
 
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -91,7 +93,7 @@ SHAPES = {
 SEED = 1
 PARTS = ("smoke", "attention", "alone compiled", "profile compiled", "served compiled", "alone", "profile", "served")
 _ROUNDS = 4  # requests of each stream of a served load
-_PART_SECONDS = 240.0  # then it counts as failed
+_PART_MINUTES = 4.0
 _PROFILED_STEPS = range(40, 50)  # of a run; all prompts are computed before
 _PROFILED_KERNELS = 25  # that take most time
 
@@ -205,7 +207,7 @@ def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) ->
     """The server's start time, and the report for each number of streams."""
     options = ["--max-batch-size", str(max(shape.served)), "--deployment-framework", "tgis_native"]
     options += ["--pt2-compile", str(compiled).lower(), "--max-concurrent-requests", "512"]
-    with running_server(model, cache, *options) as server:
+    with _server_log() as log, running_server(model, cache, *options, log=log) as server:
         print(f"ready after {server.start_seconds:.1f} s", flush=True)
         yield "start_seconds", round(server.start_seconds, 1)
         load_server(server.target, max(shape.served), max(shape.served), *shape.served_tokens)  # does not count
@@ -214,6 +216,23 @@ def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) ->
             speed, first = level["output_tokens_per_s"], level["ttft_ms"]["p50"]
             print(f"{streams:>4} streams   {speed:>10,.0f} tokens/s, TTFT p50 {first:,.0f} ms", flush=True)
             yield str(streams), level
+        yield "warnings", _warnings(log)
+
+
+@contextlib.contextmanager
+def _server_log() -> Iterator[Path]:
+    """A file; what is in it above INFO is shown at the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "server.log"
+        try:
+            yield log
+        finally:
+            print(*_warnings(log), sep="\n", file=sys.stderr, flush=True)
+
+
+def _warnings(log: Path) -> list[str]:
+    """And what is no line of a log."""
+    return [line for line in log.read_text(errors="replace").splitlines() if " INFO " not in line]
 
 
 def smoke(cache: Path) -> Iterator[tuple[str, Any]]:
@@ -224,13 +243,14 @@ def smoke(cache: Path) -> Iterator[tuple[str, Any]]:
 
 
 def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
-    """Print a line of JSON for each case."""
+    """Print a line of JSON for each case, and for the warnings of this process."""
     kind, _, compiled = part.partition(" ")
     if kind == "model":
         if not (model / "tokenizer.json").exists():  # the last file that is written
             make_model(shape, model)
         return
     logs.configure(level="info", json_output=False)
+    logging.getLogger().addHandler(warnings := _WarningList())
     if kind == "smoke":
         cases = smoke(cache)
     elif kind == "alone":
@@ -241,15 +261,28 @@ def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
         cases = measure_server(shape, model, cache, compiled=bool(compiled))
     for name, figures in cases:
         print(json.dumps({name: figures}), flush=True)
+    if kind in ("alone", "profile"):
+        print(json.dumps({"warnings": warnings.texts}), flush=True)
 
 
-def run_part_process(*command: str) -> dict[str, Any]:
-    """The figures that a Python process prints as lines of JSON; under "error" why it failed."""
+class _WarningList(logging.Handler):
+    """The texts of what is logged from WARNING up."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def run_part_process(*command: str, seconds: float) -> dict[str, Any]:
+    """The figures that a Python process prints as lines of JSON; under "error" why it failed, as after so long."""
     figures: dict[str, Any] = {}
     started = time.monotonic()
     command = (sys.executable, *command)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        timer = Timer(_PART_SECONDS, _kill_group, (process,))
+        timer = Timer(seconds, _kill_group, (process,))
         timer.start()
         try:
             for line in process.stdout or ():
@@ -261,11 +294,11 @@ def run_part_process(*command: str) -> dict[str, Any]:
         finally:
             timer.cancel()
             _kill_group(process)
-    seconds = round(time.monotonic() - started, 1)
+    taken = round(time.monotonic() - started, 1)
     if process.returncode:
-        figures["error"] = f"ended with exit code {process.returncode} after {seconds} s"
+        figures["error"] = f"ended with exit code {process.returncode} after {taken} s"
         print(figures["error"], file=sys.stderr, flush=True)
-    return figures | {"seconds": seconds}
+    return figures | {"seconds": taken}
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
@@ -282,18 +315,25 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, after every part")
     parser.add_argument("--model", type=Path, metavar="DIR", help="keep the model there, and use the one that is there")
+    parser.add_argument("--minutes", type=float, metavar="M", help="for all parts, by default 4 for each")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.part:
         run_part(args.part, SHAPES[args.shape], args.model, args.cache)
         return 0
+    for library, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
+        os.environ.setdefault(variable, str(args.cache.absolute() / library))  # where servers with this cache have it
     report: dict[str, Any] = {"shape": asdict(SHAPES[args.shape])}
+    parts = _in_order(args.parts.split(","))
+    end = time.monotonic() + 60 * (args.minutes or _PART_MINUTES * len(parts))
     with tempfile.TemporaryDirectory() as temporary:
-        for part in _in_order(args.parts.split(",")):
+        for number, part in enumerate(parts):
             print(f"== {part}", file=sys.stderr, flush=True)
+            seconds = (end - time.monotonic()) / (len(parts) - number)  # what one leaves is for the others
             shared = ("--shape", args.shape, "--cache", str(args.cache), "--model", str(args.model or temporary))
             itself = ("benchmarks.gpu", *shared, "--part", part)
-            report[part] = run_part_process("-m", *(("benchmarks.attention_time",) if part == "attention" else itself))
+            command = ("benchmarks.attention_time",) if part == "attention" else itself
+            report[part] = run_part_process("-m", *command, seconds=seconds)
             if args.json:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
             if part == "smoke" and "error" in report[part]:
@@ -303,9 +343,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _in_order(parts: list[str]) -> list[str]:
-    """The model is made after the smoke test, for which it would be too large."""
-    first = [part for part in parts if part == "smoke"]
-    return [*first, "model", *(part for part in parts if part != "smoke")]
+    """The model is made for the parts that need it, after the smoke test, for which it would be too large."""
+    first = [part for part in parts if part in ("smoke", "attention")]
+    others = [part for part in parts if part not in first]
+    return [*first, *(["model"] if others else []), *others]
 
 
 if __name__ == "__main__":

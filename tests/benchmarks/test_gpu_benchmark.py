@@ -21,7 +21,7 @@ raise SystemExit(7)
 
 
 def test_a_failed_part_keeps_its_figures(capfd: pytest.CaptureFixture[str]) -> None:
-    figures = run_part_process("-c", PART)
+    figures = run_part_process("-c", PART, seconds=20)
     assert figures["first"] == {"tokens_per_second": 1.5}
     assert figures["second"] == 2
     assert figures["error"].startswith("ended with exit code 7 after ")
@@ -43,17 +43,19 @@ def test_a_failed_part_does_not_stop_the_others_but_a_failed_smoke_test_does(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called: list[str] = []
+    limits: list[float] = []
 
-    def fake(*command: str) -> dict[str, object]:
+    def fake(*command: str, seconds: float) -> dict[str, object]:
+        limits.append(seconds)
         called.append(command[-1])
         return {"error": "broken"} if broken in called[-1] else {"case": 1}
 
     monkeypatch.setattr("benchmarks.gpu.run_part_process", fake)
     report = tmp_path / "report.json"
-    assert main(["--shape", "tiny", "--json", str(report)]) == 1
-    others = ["model", *PARTS[1:]]
-    others[others.index("attention")] = "benchmarks.attention_time"
+    assert main(["--shape", "tiny", "--minutes", "9", "--json", str(report)]) == 1
+    others = ["benchmarks.attention_time", "model", *PARTS[2:]]
     assert called == ["smoke", *(others if broken != "smoke" else [])]
+    assert limits == pytest.approx([540 / left for left in range(9, 9 - len(called), -1)], rel=0.01)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last[broken] == {"error": "broken"}
     assert json.loads(report.read_text()).keys() == last.keys()

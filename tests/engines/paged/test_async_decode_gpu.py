@@ -1,5 +1,6 @@
 """On a real GPU: no step waits for the device except for its tokens, whatever the batch and its requests."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,14 @@ from tgis.ipc.request import Request
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
 ]
 
 
+@pytest.mark.timeout(300)  # compilers run
 @pytest.mark.parametrize("async_decode", [True, False])
-def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool) -> None:
+def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Prompts, decodes, and sequences that end one after the other; twice, since the first run compiles kernels."""
     engine = PagedEngine(engine_options(make_model("Llama", tmp_path), 16, threads=1), async_decode=async_decode)
     engine.warm_up()
@@ -44,3 +48,5 @@ def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool) ->
                 row.tokens += tokens
             engine.release([row for row in rows if not row.num_remaining_tokens])
             rows = [row for row in rows if row.num_remaining_tokens]
+    ours = [record for record in caplog.records if record.name.startswith("tgis")]
+    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []  # nothing runs eagerly
