@@ -328,7 +328,7 @@ class PagedEngine:
         if self._options.estimate_memory == "manual":
             return max(self._max_blocks, useful * (100 - safety_margin(self._options)) // 100)
         available = self._available_kv_bytes() // bytes_per_block
-        if self._device.type == "cuda" and available >= 16 * _ROUNDED_BLOCKS:
+        if self._device.type == "cuda" and available >= 16 * _ROUNDED_BLOCKS:  # costs few of them
             available -= available % _ROUNDED_BLOCKS
         return min(useful, available)
 
