@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tgis import __version__
-from tgis.api.grpc.open_calls import OpenCalls
-from tgis.api.grpc.server import GrpcServer
+from tgis.api.clients import Clients
+from tgis.api.grpc import private
+from tgis.api.grpc.calls import GrpcCalls
+from tgis.api.grpc.fair_queue import FairQueue
+from tgis.api.grpc.server import GrpcServer, max_calls_of_connection
 from tgis.api.grpc.servicer import GenerationServicer
-from tgis.api.grpc.threads import let_event_loop_go_first
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
 from tgis.api.http.pages.routes import Pages
@@ -64,15 +66,12 @@ from tgis.prompts.catalog import AdapterCatalog
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
-from tgis.utils import event_loop, logs, stop_signals
+from tgis.utils import logs, stop_signals
 from tgis.utils.allocator import reuse_large_blocks
 from tgis.utils.scratch_directory import scratch_directory
 
 log = logging.getLogger(__name__)
 
-# Calls leave hardly any garbage, and with thousands of them open a full collection takes a fifth of a second, one of
-# the second generation, which looks at 4000 objects, a few milliseconds.
-GC_THRESHOLDS = (1000, 4, 4000)
 SWITCH_SECONDS = 0.0005  # until threads that tokenize let the event loop run; Python's default is ten times that
 _LATE_SECONDS = 1.0  # worth a line in the log
 
@@ -89,9 +88,8 @@ def run(config: Config) -> int:
         if scratch:  # also of compilers: what they make becomes code, so nobody else may write there
             os.environ["TMPDIR"] = str(scratch)
         gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
-        gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_SECONDS)
-        return event_loop.run(server.serve())
+        return private.run(server.serve())
 
 
 def prepare(config: Config) -> "Server":
@@ -137,7 +135,9 @@ class Server:
         self._limits = _limits(config, model)
         self._adapter_store = _adapter_store_options(config, self._limits)
         self._structured_output = False  # until it is known whether the tokenizer supports it
-        self._calls = OpenCalls(config)
+        self._clients = Clients(config)
+        queue = FairQueue[Any](max_calls_of_connection(config))
+        self._calls = GrpcCalls(self._clients, queue, config.grpc_max_message_bytes)
         self._servicer = GenerationServicer(
             self._calls,
             bearer_auth=self._tokens is not None,
@@ -150,7 +150,7 @@ class Server:
         self._metrics: Metrics | None = None  # created when the engine reports its limits
         api_key = config.api_key.text if config.api_key else None
         self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failed)
-        self._http_api = HttpApi(config, self._http_auth)
+        self._http_api = HttpApi(config, self._http_auth, self._clients)
         self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store))
         self._chat_template: ChatTemplate | None = None
 
@@ -168,10 +168,10 @@ class Server:
         client = EngineClient()
         http_ports = self._make_http_ports(client)
         loop_lag = asyncio.create_task(watch_event_loop(self._service_metrics.event_loop_late))
+        sweep = asyncio.create_task(self._clients.sweep_forever())
         try:
             ports = grpc_server.bind(), *await http_ports.start()
             await grpc_server.start()
-            let_event_loop_go_first()
             self._service_metrics.engine_started(await client.start(self._engine_options()))
             if info := await self._wait_until_ready(client, stop):
                 self._start_serving(grpc_server, client, info, ports)
@@ -183,6 +183,7 @@ class Server:
             await client.stop()
             await http_ports.stop()
             loop_lag.cancel()
+            sweep.cancel()
             self._tokenizer.close()
             if self._chat_template:
                 self._chat_template.close()
@@ -238,10 +239,7 @@ class Server:
                 vocab_size=info.vocab_size,
             ),
             max_concurrent_inputs=config.max_concurrent_requests,
-            max_client_inputs=config.max_concurrent_requests_per_client or config.max_concurrent_requests,
             max_tokenize_inputs=config.max_tokenize_inputs,
-            max_memory=config.max_call_memory_mb << 20,
-            max_client_memory=config.max_call_memory_mb_per_client << 20,
             max_queued_tokens=config.max_queued_tokens,
             random_seed=config.random_seed,
             log_text=config.log_text,
@@ -307,16 +305,13 @@ class Server:
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
-        grpc_ends = [asyncio.create_task(end) for end in (grpc_server.stop(grace), self._calls.wait_until_idle())]
-        await _wait_first([asyncio.create_task(self._all_end(grpc_ends)), hurry], timeout=grace)
-        self._http_api.cancel_calls()
+        stopped = asyncio.create_task(grpc_server.stop(grace))  # from now on it takes no new calls
+        await _wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
+        self._clients.end_calls()
         await grpc_server.stop(0)
+        await stopped
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
-
-    async def _all_end(self, grpc_ends: Sequence[asyncio.Future[None]]) -> None:
-        await _wait_first(grpc_ends)
-        await self._http_api.wait_until_idle()
 
     def _make_http_ports(self, client: EngineClient) -> HttpPorts:
         snapshot = client.snapshot if self._config.debug_batch else None
@@ -326,7 +321,7 @@ class Server:
         operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
         api_routes = [operation.route(self._http_api) for operation in operations]
         pages = Pages(operations, self._http_auth)
-        return HttpPorts(self._config, probes, [*api_routes, *pages.routes()], self._certificates)
+        return HttpPorts(self._config, probes, [*api_routes, *pages.routes()], self._clients, self._certificates)
 
     def _placeholder_id(self, vocab_size: int) -> int:
         """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""

@@ -8,6 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TypeVar
 
+import uvloop
+
 from tgis.bench import grpc_client, http_client
 from tgis.bench.client import CallOptions, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
@@ -19,7 +21,6 @@ from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_j
 from tgis.bench.tgi import TgiRequests
 from tgis.cli import client
 from tgis.errors import OptionError
-from tgis.utils import event_loop
 from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
@@ -43,8 +44,8 @@ def main(argv: list[str], prog: str) -> int:
         raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
     _check_outputs(args)
     try:
-        with client.rpc_errors(settings.target):
-            event_loop.run(_measure(report, args))
+        with client.rpc_errors(settings.target), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_measure(report, args))
     except KeyboardInterrupt:
         report.interrupted = True
     _write(report, args)

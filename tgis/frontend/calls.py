@@ -2,10 +2,9 @@
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
-from tgis.frontend.budget import Account
 from tgis.frontend.sampling_params import RawParams
-from tgis.frontend.tokenizer import ReplyLimit
 
 
 class CallKind(enum.StrEnum):
@@ -14,6 +13,28 @@ class CallKind(enum.StrEnum):
     SINGLE = "single"
     BATCH = "batch"
     STREAM = "stream"
+
+
+class Account(Protocol):
+    """What a call holds of what its client may hold, and all clients together."""
+
+    client: bytes  # empty: nobody knows which
+
+    @property
+    def max_inputs(self) -> int:
+        """How many inputs a call of this client can have at any time."""
+
+    def charge(self, num_bytes: int) -> None:
+        """Hold more memory until the call ends; RequestError if there is not so much."""
+
+    def take_places(self, num_inputs: int) -> None:
+        """Hold places for inputs in flight; Overloaded if there are not so many."""
+
+    def output_complete(self, unread_bytes: int) -> None:
+        """Give the places back although the client has yet to read so much, if that is not too much."""
+
+    def give_back_places(self) -> None:
+        """Hold no places any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +74,4 @@ class TokenizeCall:
     return_offsets: bool
     adapter: tuple[str, str] | None = None  # field and id; must exist, changes nothing
     add_special_tokens: bool = True
-    reply: ReplyLimit | None = None
+    max_tokens: int | None = None  # that a reply has room for

@@ -14,8 +14,8 @@ from typing import Any, Self
 from jinja2 import TemplateError as JinjaError
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer_pool import TokenizerPool
 from tgis.models.files import read_json, read_text
+from tgis.utils.thread_pool import WorkPool
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _OUR_VARIABLES = frozenset(
@@ -23,6 +23,7 @@ _OUR_VARIABLES = frozenset(
 )
 _REWRITING_FRAMES = 3  # the one that takes the place of a template's, and those that have made it
 _BYTES_PER_TOOL = 256  # about; only the order of waiting chats depends on it
+_START_COST = 1000  # microseconds: every chat is rendered in the thread
 # What a template raises on purpose, and what it runs into with messages that it does not expect.
 _ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -41,7 +42,7 @@ class ChatTemplate:
         self._templates = templates
         self._special_tokens = special_tokens
         self._render_jinja = render
-        self._pool = TokenizerPool(1, "chat-template")
+        self._pool = WorkPool(1, "chat-template")
 
     @classmethod
     def load(cls, directory: Path) -> Self | None:
@@ -68,7 +69,7 @@ class ChatTemplate:
         if taken := _OUR_VARIABLES & variables.keys():
             raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs must not have {min(taken)}")
         size = sum(len(str(message.get("content", ""))) for message in messages) + _BYTES_PER_TOOL * len(tools or ())
-        return await self._pool.run(size, functools.partial(self._render, messages, tools, variables))
+        return await self._pool.run(_START_COST + size, functools.partial(self._render, messages, tools, variables))
 
     def close(self) -> None:
         """Stop the thread."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, assert_never
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_queries import Lookups, SnapshotQuery
 from tgis.frontend.engine_watchdog import EngineWatchdog
-from tgis.frontend.output_queue import OutputQueue, RequestTimings, WakeUps
+from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.ipc import messages
 from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.framing import FrameReader, encode_frame
@@ -41,7 +41,6 @@ class EngineClient:
         self.metrics: Metrics | None = None  # needs to know the engine first
         self.fallback_reason = ""  # why it is not the engine asked for
         self._queues: dict[int, OutputQueue] = {}
-        self._wake_ups = WakeUps()
         self._num_queued = 0  # open requests that have never been scheduled
         self._queued_tokens = 0  # of their inputs
         self._next_id = 0
@@ -236,13 +235,11 @@ class EngineClient:
                 if tokens:
                     self._record_tokens(queue.timings, latencies, now)
                 queue.timings.last_token = now
-                if queue.put(tokens, logprobs, stop_reason):
-                    self._wake_ups.append(queue)
+                queue.put(tokens, logprobs, stop_reason)
                 if stop_reason:
                     self._remove(queue)
             else:  # cancelled meanwhile
                 num_discarded += len(tokens)
-        self._wake_ups.start()
         if self.metrics and step.stats:
             self.metrics.inter_token_latencies(latencies)
             self.metrics.tokens_discarded(num_discarded)

@@ -7,21 +7,19 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, Unavailable
 from tgis.frontend.adapters import AdapterClient
-from tgis.frontend.budget import INPUT, OFFSETS_PER_BYTE, TOKENS_PER_BYTE, MemoryBudget, details_price
-from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
+from tgis.frontend.calls import Account, CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.grammars import GrammarClient
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
-from tgis.frontend.permits import Permit, Permits
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Encoding, Wanted
@@ -29,12 +27,14 @@ from tgis.frontend.validation import RequestLimits, check_num_bytes, make_reques
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
-from tgis.utils.run_together import run_together
-from tgis.utils.slices import Slicer
 
-_INPUT_COST = 16  # units of a slice
-_END_COST = 40  # likewise, to record the end of a call
-_TOKENS_PER_UNIT = 128  # of a slice, to send them to the engine
+# What calls hold in the memory of this process, in bytes, as measured.
+_INPUT_BYTES = 2048  # of an input: its message, request, queue and output, without the text
+_DETAIL_BYTES = 32  # of an input token or a candidate for it: as the engine sends it, and in the reply
+_TOKENS_PER_BYTE = 16  # ids and strings for a byte of a text in Tokenize, those in the reply included
+_OFFSETS_PER_BYTE = 24
+_TOKENS_PER_MICROSECOND = 16  # of inputs, to make requests of them
+_MICROSECONDS_PER_TOKEN = 10  # of an output, to make text of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,7 @@ class ServerInfo:
     engine: EngineInfo
     limits: RequestLimits
     max_concurrent_inputs: int
-    max_client_inputs: int  # of the calls of one client
     max_tokenize_inputs: int  # of a call
-    max_memory: int  # bytes that all calls hold
-    max_client_memory: int  # bytes that the calls of one client hold, or one call
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     random_seed: int | None  # None: different seeds in every run
     log_text: bool
@@ -87,10 +84,8 @@ class Generator:
         self._adapters = adapters
         self._grammars = grammars
         self._metrics = metrics
-        self.slicer = Slicer()  # of all long work on the loop
+        self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
-        self.memory = MemoryBudget(server_info.max_memory, server_info.max_client_memory)
-        self._permits = Permits(server_info.max_concurrent_inputs, server_info.max_client_inputs)
         self.num_inputs = 0  # of open calls
         self.num_cancelled = 0  # ever, by clients or by the end of the server
         self._accepting = True
@@ -111,7 +106,7 @@ class Generator:
                 eager = bool(params.given.stop_sequences)
                 with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
-                    await run_together([self._collect(output, log) for output in outputs])
+                    await _gather([self._collect(output, log) for output in outputs])
                     return [output.final() for output in outputs]
 
     def refused(self, kind: CallKind) -> None:
@@ -125,14 +120,14 @@ class Generator:
         Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
         """
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
-        with log, self._admission(call) as permit:
+        with log, self._admission(call):
             params = self._resolve_params(call)
             async with self._lookups(call, params) as (adapter, grammar):
                 requests = await self._prepare(call, params, adapter, grammar, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
                     for output in outputs:
-                        output.queue.on_end = functools.partial(_release, permit, outputs)
+                        output.queue.on_end = functools.partial(_output_ended, call.account, outputs)
                     for output in outputs:
                         yield output.first_chunk()
                     if len(outputs) > 1:
@@ -142,25 +137,25 @@ class Generator:
                         return
                     (output,) = outputs  # nearly always, and without another generator
                     while not output.stop_reason:
-                        for chunk in output.chunks(await output.queue.get()):
+                        await output.queue.ready()
+                        for chunk in output.chunks():
                             yield chunk
 
     async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
-        """Tokenize texts, special tokens included. An adapter must exist, but changes nothing. Takes no permit."""
+        """Tokenize texts, special tokens included. An adapter must exist, but changes nothing. Takes no places."""
         started = time.monotonic()
         self._metrics.tokenize_started(len(call.texts))
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
-        per_byte = TOKENS_PER_BYTE * call.return_tokens + OFFSETS_PER_BYTE * call.return_offsets
-        call.account.charge(INPUT * len(call.texts) + per_byte * call.num_bytes)
+        per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
+        call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
         async with self._adapters.acquire(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
-            wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.reply)
-            encodings = await self._tokenizer.encode(call.texts, wanted, self.slicer)
-        results: list[TokenizeResult] = []
-        async for some in self.slicer.slices(encodings):
-            kept = [encoding.keep_last(call.truncate_input_tokens) for encoding in some]
-            results += [self._tokenize_result(encoding, call) for encoding in kept]
+            wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
+            encodings = await self._tokenizer.encode(call.texts, wanted)
+        results = [
+            self._tokenize_result(encoding.keep_last(call.truncate_input_tokens), call) for encoding in encodings
+        ]
         num_tokens = sum(result.token_count for result in results)
         self._metrics.tokenize_succeeded(num_tokens, time.monotonic() - started)
         return results
@@ -185,31 +180,32 @@ class Generator:
         ]
 
     async def _collect(self, output: OutputBuilder, log: RequestLog) -> None:
-        cost = output.details_per_token
         while not output.stop_reason:
-            async for _ in self.slicer.slices(output.add(await output.queue.get()), cost):
-                pass
+            await output.queue.ready()
+            # Before the end, tokens may come while a thread takes them; until then there are few, if any.
+            cost = _MICROSECONDS_PER_TOKEN * len(output.queue.new_tokens) if output.queue.ended else 0
+            await self.pool.run(cost, output.collect)
         self._client.close(output.queue)
         log.finish(output)
 
     @contextmanager
-    def _admission(self, call: GenerateCall) -> Iterator[Permit]:
+    def _admission(self, call: GenerateCall) -> Iterator[None]:
         """Count the inputs of the call as in flight; reject instead of waiting."""
         num_inputs = call.num_outputs
         if not self._accepting:
             raise Unavailable("the server is shutting down")
-        _check_num_inputs(num_inputs, self._permits.most_of_a_call(call.account.client))
-        call.account.charge(INPUT * num_inputs)
-        permit = self._permits.take(num_inputs, call.account.client)
+        _check_num_inputs(num_inputs, call.account.max_inputs)
+        call.account.charge(_INPUT_BYTES * num_inputs)
+        call.account.take_places(num_inputs)
         self.num_inputs += num_inputs
         try:
-            yield permit
+            yield
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += num_inputs
             raise
         finally:
             self.num_inputs -= num_inputs
-            permit.give_back()
+            call.account.give_back_places()
 
     def _resolve_params(self, call: GenerateCall) -> ResolvedParams:
         """Check what can be checked before anything is looked up."""
@@ -222,15 +218,11 @@ class Generator:
         self, call: GenerateCall, params: ResolvedParams
     ) -> AsyncIterator[tuple[AdapterRef | None, int | None]]:
         """What the engine process keeps for the call until the block is left."""
-        try:
-            async with (
-                self._adapters.acquire(call.adapter) as adapter,
-                self._grammars.acquire(params.given.grammar) as grammar,
-            ):
-                yield adapter, grammar
-        except (asyncio.CancelledError, GeneratorExit):
-            await self.slicer.turn(_END_COST)  # of clients that vanish together, all rows are freed first
-            raise
+        async with (
+            self._adapters.acquire(call.adapter) as adapter,
+            self._grammars.acquire(params.given.grammar) as grammar,
+        ):
+            yield adapter, grammar
 
     async def _prepare(
         self,
@@ -244,27 +236,27 @@ class Generator:
         limits, limit = self.server_info.limits, params.given.truncate_input_tokens
         encodings = await self._encode(call, params.given)
         log.inputs_tokenized([encoding.num_tokens for encoding in encodings for _ in range(call.n)])
-        requests = []
-        async for some in self.slicer.slices(zip(call.fields, encodings, strict=True), cost=_INPUT_COST * call.n):
-            requests += [
-                make_request(
-                    self._client.next_id(),
-                    self._tokenizer.truncate(encoding.ids, limit),
-                    adapter,
-                    length=min(encoding.num_tokens, limit or encoding.num_tokens),
-                    params=params.seeded(self._seeds.getrandbits(32), number),
-                    limits=limits,
-                    field=field,
-                    identity=call.identity,
-                    answer_deadline=call.answer_deadline,
-                    grammar=grammar,
-                    client=call.account.client,
-                )
-                for field, encoding in some
-                for number in range(call.n)
-            ]
-        call.account.charge(details_price(sum(len(one.tokens) for one in requests), params.given.logprob_options))
-        await self.slicer.turn(sum(len(one.tokens) // _TOKENS_PER_UNIT + _INPUT_COST for one in requests))
+        cost = sum(len(encoding.packed_ids) for encoding in encodings) / _TOKENS_PER_MICROSECOND
+        inputs = await self.pool.run(cost, lambda: [self._tokenizer.truncate(one.ids, limit) for one in encodings])
+        requests = [
+            make_request(
+                self._client.next_id(),
+                tokens,
+                adapter,
+                length=min(encoding.num_tokens, limit or encoding.num_tokens),
+                params=params.seeded(self._seeds.getrandbits(32), number),
+                limits=limits,
+                field=field,
+                identity=call.identity,
+                answer_deadline=call.answer_deadline,
+                grammar=grammar,
+                client=call.account.client,
+            )
+            for field, encoding, tokens in zip(call.fields, encodings, inputs, strict=True)
+            for number in range(call.n)
+        ]
+        options, num_tokens = params.given.logprob_options, sum(len(request.tokens) for request in requests)
+        call.account.charge(_DETAIL_BYTES * num_tokens * options.details_per_token if options.input_tokens else 0)
         self._check_queue(requests)  # from here on nobody else can queue until the caller has
         log.validated(requests, params)
         return requests
@@ -292,6 +284,19 @@ def _wanted(max_length: int, params: RawParams) -> Wanted:
     return Wanted(keep=min(limit, max_length) + 1, enough=max(limit, max_length), special_tokens=special_tokens)
 
 
+async def _gather(work: Sequence[Coroutine[None, None, None]]) -> None:
+    """Run coroutines together until all have ended, or one has failed, which cancels the others."""
+    if len(work) == 1:
+        await work[0]
+        return
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        while tasks:  # they keep their errors, whose tracebacks have this frame
+            tasks.pop().cancel()
+
+
 async def _merged_chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[RequestOutput, None]:
     """The messages of several outputs after the first ones."""
     waiting = {asyncio.create_task(output.queue.ready()): output for output in outputs}
@@ -300,7 +305,8 @@ async def _merged_chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[Request
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in [each for each in waiting if each in done]:
                 output = waiting.pop(task)
-                for chunk in output.chunks(await output.queue.get()):
+                task.result()  # raises if the output has failed
+                for chunk in output.chunks():
                     yield chunk
                 if not output.stop_reason:
                     waiting[asyncio.create_task(output.queue.ready())] = output
@@ -309,9 +315,9 @@ async def _merged_chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[Request
             task.cancel()
 
 
-def _release(permit: Permit, outputs: list[OutputBuilder]) -> None:
+def _output_ended(account: Account, outputs: list[OutputBuilder]) -> None:
     if all(output.queue.ended for output in outputs):
-        permit.output_complete(sum(output.unread_bytes for output in outputs))
+        account.output_complete(sum(output.unread_bytes for output in outputs))
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:

@@ -6,17 +6,18 @@ tokens in the same way, so that both say the same.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
-from tgis.frontend.output_queue import NewTokens, OutputQueue, RequestTimings
+from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.frontend.sampling_params import ResolvedParams
 from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.ipc.request import StopReason, TokenLogprobs
 
 BYTES_PER_DETAIL = 128
+MICROSECONDS_PER_DETAIL = 2
 LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
 
 
@@ -45,6 +46,12 @@ class RequestOutput:
     input_tokens: Iterable[TokenInfo] = ()  # to be read once
     details_per_token: int = 1  # of both: the token and its candidates
     timings: RequestTimings | None = None  # of a whole output
+
+    @property
+    def conversion_cost(self) -> int:
+        """About how many microseconds it takes to make a reply of it."""
+        num_tokens = len(self.tokens) + (self.input_token_count if self.input_tokens else 0)
+        return MICROSECONDS_PER_DETAIL * self.details_per_token * num_tokens
 
 
 def best_first(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
@@ -87,7 +94,7 @@ class OutputBuilder:
             hold_last_grapheme=decoder.splits_graphemes,
         )
         self._separator = separator
-        self._texts: list[str] = []
+        self._text: list[str] = []  # in no message yet
         self._tokens: list[TokenInfo] = []
         self._min_new_tokens = queue.request.sampling_params.min_new_tokens
         self._wants_tokens = params.given.logprob_options.generated_tokens
@@ -96,7 +103,7 @@ class OutputBuilder:
 
     @property
     def unread_bytes(self) -> int:
-        """What the output takes that is in no message yet, with its input; about."""
+        """About how much memory the output takes that is in no message yet, with its input."""
         num_tokens = self.queue.num_tokens - self.num_generated + len(self.queue.prompt_logprobs)
         return len(self.input_text) + num_tokens * self.details_per_token * BYTES_PER_DETAIL
 
@@ -107,8 +114,8 @@ class OutputBuilder:
         seed = request.sampling_params.seed
         return RequestOutput(self.index, text=echoed, input_token_count=request.input_length, seed=seed)
 
-    def chunks(self, new: NewTokens) -> Iterator[RequestOutput]:
-        """The next messages of a stream: one per token, but none without text or token before the end.
+    def chunks(self) -> Iterator[RequestOutput]:
+        """The next messages of a stream: one for each new token, but none without text or token before the end.
 
         A reader that is behind and wants no tokens gets one message for all of them.
         """
@@ -120,62 +127,68 @@ class OutputBuilder:
                 input_token_count=self.queue.request.input_length,
                 details_per_token=self.details_per_token,
             )
-        appended = self._append(new)
-        if new.merged and not self._wants_tokens:
-            appended = iter([("".join([text for text, _ in appended]), [])])
-        for text, tokens in appended:
-            if text or tokens or self.stop_reason:
-                yield self._chunk(text, tokens)
+        in_one = self.queue.num_steps > 1 and not self._wants_tokens
+        for num_left in self._take_tokens():
+            if not (in_one and num_left) and (self._text or self._tokens or self.stop_reason):
+                yield self._chunk()
 
-    def add(self, new: NewTokens) -> Iterator[None]:
-        """Collect tokens for `final`, one at a time: there may be many."""
-        for text, tokens in self._append(new):
-            self._texts.append(text)
-            self._tokens += tokens
-            yield
+    def collect(self) -> None:
+        """Add the new tokens to what `final` returns."""
+        for _ in self._take_tokens():
+            pass
 
     def final(self) -> RequestOutput:
         """The response of a unary call."""
         num_input_tokens = self.queue.request.input_length
         if self.expired_in_queue:
             return RequestOutput(self.index, input_token_count=num_input_tokens, stop_reason=self.stop_reason)
-        echoed = self.input_text + self._separator if self.params.given.input_text else ""
-        whole = self._chunk(echoed + "".join(self._texts), self._tokens)
-        timings = self.queue.timings
-        return replace(whole, input_token_count=num_input_tokens, input_tokens=self._input_tokens(), timings=timings)
+        whole = self._chunk()
+        if self.params.given.input_text:
+            whole.text = self.input_text + self._separator + whole.text
+        whole.input_token_count, whole.input_tokens = num_input_tokens, self._input_tokens()
+        whole.timings = self.queue.timings
+        return whole
 
-    def _chunk(self, text: str, tokens: list[TokenInfo]) -> RequestOutput:
-        chunk = RequestOutput(self.index, text, 0, self.num_generated)
-        chunk.tokens, chunk.details_per_token = tokens, self.details_per_token
+    def _chunk(self) -> RequestOutput:
+        """What has been appended since the last chunk."""
+        chunk = RequestOutput(self.index, "".join(self._text), 0, self.num_generated)
+        chunk.tokens, chunk.details_per_token = self._tokens, self.details_per_token
+        self._text, self._tokens = [], []
         if self.stop_reason:
             chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
             chunk.seed = 0 if self.expired_in_queue else self.queue.request.sampling_params.seed
         return chunk
 
-    def _append(self, new: NewTokens) -> Iterator[tuple[str, list[TokenInfo]]]:
-        """Append tokens until the output ends; yield the text that each makes final, and the token if wanted."""
-        if not new.token_ids:
-            self.stop_reason, self.expired_in_queue = new.stop_reason, self.num_generated == 0
-            yield self._log(self._stop_matcher.flush()), []
-        last = len(new.token_ids) - 1
-        for i, token_id in enumerate(new.token_ids):
-            text = self._append_token(token_id, new.stop_reason if i == last else StopReason.NOT_FINISHED)
-            logprobs = new.logprobs[i] if new.logprobs else None
-            yield self._log(text), [self._token_info(token_id, logprobs)] if self._wants_tokens else []
-            if self.stop_reason:
-                return  # the others were in flight when a stop sequence ended the output
+    def _take_tokens(self) -> Iterator[int]:
+        """Append the new tokens, one at a time, until the output ends; yield how many are left to append."""
+        stop_reason = self.queue.stop_reason  # after the last of them
+        token_ids, logprobs = self.queue.take()
+        if not token_ids:
+            self.stop_reason, self.expired_in_queue = stop_reason, self.num_generated == 0
+            self._add_text(self._stop_matcher.flush())
+            yield 0
+        for i, token_id in enumerate(token_ids):
+            num_left = len(token_ids) - 1 - i
+            self._append(token_id, StopReason.NOT_FINISHED if num_left else stop_reason)
+            if self._wants_tokens:
+                self._tokens.append(self._token_info(token_id, logprobs[i] if logprobs else None))
+            if self.stop_reason:  # the tokens left were in flight when a stop sequence ended the output
+                yield 0
+                return
+            yield num_left
 
-    def _append_token(self, token_id: int, stop_reason: StopReason) -> str:
+    def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
         minimum_reached = self.num_generated >= self._min_new_tokens
         text = self._stop_matcher.add(self._detokenizer.add(token_id), may_stop=not stop_reason and minimum_reached)
         self.stop_reason = StopReason.STOP_SEQUENCE if self._stop_matcher.matched is not None else stop_reason
-        return text + self._stop_matcher.flush() if self.stop_reason else text
+        self._add_text(text + self._stop_matcher.flush() if self.stop_reason else text)
 
-    def _log(self, text: str) -> str:
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._text.append(text)
         if len(self.logged_text) < LOGGED_CHARACTERS:
             self.logged_text = (self.logged_text + text)[:LOGGED_CHARACTERS]
-        return text
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""

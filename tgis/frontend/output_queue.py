@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tgis.errors import RequestError
@@ -13,24 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tgis.ipc.messages import PromptLogprobs
-
-_WOKEN_AT_ONCE = 16  # each takes a tenth of a millisecond to write its next message
-
-
-@dataclass(slots=True)
-class NewTokens:
-    """What one or several steps gave a request; no tokens if it ended without another one."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, or none at all
-    stop_reason: StopReason = StopReason.NOT_FINISHED  # after the last token
-    merged: bool = False  # several steps, because the consumer was behind
-
-    def extend(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> None:
-        self.merged = bool(self.token_ids)
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.stop_reason = stop_reason
 
 
 @dataclass(slots=True)
@@ -45,7 +26,7 @@ class RequestTimings:
 
 
 class OutputQueue:
-    """What the engine has generated for one request and the call has not taken yet, merged into one value."""
+    """What the engine has generated for one request and the call has not taken yet."""
 
     def __init__(self, request: Request, *, eager: bool, arrived: float) -> None:
         """An eager consumer wants the tokens of every step at once, any other wants all of them at the end."""
@@ -53,84 +34,58 @@ class OutputQueue:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
         self.num_tokens = 0  # that the engine has generated
-        self.ended = False  # the engine is done with the request
+        self.new_tokens: list[int] = []  # not taken yet
+        self.new_logprobs: list[TokenLogprobs] = []  # one per new token, or none at all
+        self.num_steps = 0  # that the new tokens are from
+        self.stop_reason = StopReason.NOT_FINISHED  # after the last new token
         self.failed: type[RequestError] | None = None  # in the engine
         self.on_end: Callable[[], None] | None = None  # called when the engine is done with the request
         self._eager = eager
-        self._new = NewTokens()
         self._error: RequestError | None = None
-        self._ready = False
         self._waiter: asyncio.Future[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> bool:
-        """Add what a step gave; return whether the consumer has to be woken for it."""
-        self._new.extend(token_ids, logprobs, stop_reason)
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with the request."""
+        return bool(self.stop_reason) or self.failed is not None
+
+    def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> None:
+        """Add what a step gave."""
+        self.new_tokens += token_ids
+        self.new_logprobs += logprobs
         self.num_tokens += len(token_ids)
-        was_ready, self._ready = self._ready, self._ready or self._eager or bool(stop_reason)
-        if stop_reason:
-            self._end()
-        return self._ready and not was_ready
+        self.num_steps += 1
+        self.stop_reason = stop_reason
+        if self._eager or stop_reason:
+            self._wake_up()
+        if stop_reason and self.on_end is not None:
+            self.on_end()
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
         self._error, self.failed = error, type(error)
-        self._ready = True
-        self.wake_up()
-        self._end()
+        self._wake_up()
+        if self.on_end is not None:
+            self.on_end()
 
     async def ready(self) -> None:
-        """Wait until `get` need not wait."""
-        if not self._ready:
-            if self._loop is None:  # to ask for it takes a system call
-                self._loop = asyncio.get_running_loop()
-            self._waiter = self._loop.create_future()
+        """Wait for new tokens, the end of the request or its error, which is raised after the last token."""
+        if not (self.ended or (self._eager and self.num_steps)):
+            self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-
-    async def get(self) -> NewTokens:
-        """Wait for new tokens, the end of the request or its error."""
-        if not self._ready:
-            await self.ready()
-        new, self._new = self._new, NewTokens()
-        if self._error is None:
-            self._ready = False
-        elif not new.token_ids:
+        if self._error is not None and not self.new_tokens:
             raise self._error
-        return new
+
+    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
+        """Take the new tokens and their logprobs."""
+        taken = self.new_tokens, self.new_logprobs
+        self.new_tokens, self.new_logprobs, self.num_steps = [], [], 0
+        return taken
 
     def close(self) -> None:
         """Let go of what leads back here, by a traceback or by the outputs: else all of them are garbage cycles."""
         self._error = self.on_end = None
 
-    def wake_up(self) -> None:
-        """Let the consumer go on, if it waits."""
-        if self._ready and self._waiter is not None and not self._waiter.done():
+    def _wake_up(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _end(self) -> None:
-        self.ended = True
-        if self.on_end is not None:
-            self.on_end()
-
-
-class WakeUps:
-    """Wakes consumers, some in each iteration of the loop: who connects, sends or vanishes need not wait for all."""
-
-    def __init__(self) -> None:
-        self._queues: deque[OutputQueue] = deque()
-        self._scheduled = False
-
-    def append(self, queue: OutputQueue) -> None:
-        self._queues.append(queue)
-
-    def start(self) -> None:
-        """Wake some at once; the others follow."""
-        if not self._scheduled:
-            self._wake_some()
-
-    def _wake_some(self) -> None:
-        for _ in range(min(len(self._queues), _WOKEN_AT_ONCE)):
-            self._queues.popleft().wake_up()
-        self._scheduled = bool(self._queues)
-        if self._scheduled:
-            asyncio.get_running_loop().call_soon(self._wake_some)

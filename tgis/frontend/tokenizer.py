@@ -1,17 +1,14 @@
-"""A model's tokenizer: text to ids in threads, truncation, offsets, and the vocabulary.
+"""A model's tokenizer: text to ids, truncation, offsets, and the vocabulary.
 
 Everything comes from `tokenizer.json` through the `tokenizers` library; truncation and padding configured in
 that file are switched off, since each request decides them. Ids to text is `detokenizer.py`.
-
-A long text is tokenized in parts where that is certain to give the same tokens: no thread is busy for long, and a
-request that truncates the text needs only its end. Other long texts have a thread of their own.
 """
 
+import asyncio
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,21 +17,17 @@ from typing import Any, Final
 import tokenizers
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer_pool import SizedTurns, TokenizerPool
-from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
+from tgis.frontend.tokenizer_properties import cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
-from tgis.utils.run_together import run_together
-from tgis.utils.slices import Slicer
+from tgis.utils.thread_pool import WorkPool
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 
-SHORT = 1 << 8  # characters, for 0.1 ms at most
-PART = 1 << 14  # likewise, for some milliseconds of a thread
-LONG = 4 * PART
+CHARS_PER_MICROSECOND = 2
+_GROUP_CHARS = 1 << 14  # of texts that a thread tokenizes together
+_CHARS_PER_TEXT = 32  # what handing a text to the library and taking its tokens costs, in characters
 _CUT_TRIES = 256
-_CHARS_PER_TEXT = 32  # as much as those in it: to hand a text to the library and take its tokens takes the GIL
-_OFFSETS_PER_UNIT = 16  # of a slice
 
 _U32: Final = "I"
 
@@ -48,11 +41,11 @@ class Encoding:
 
     packed_ids: "memoryview[int]"  # the last ones, if not all were wanted
     packed_offsets: "memoryview[int]"  # begin and end of each of these tokens; empty unless requested
-    num_tokens: int  # of the whole text, or more than enough
+    num_tokens: int  # of the whole text, or of as much of its end as was enough
 
     @classmethod
     def of_ids(cls, ids: list[int], keep: int) -> "Encoding":
-        """Of a text that comes tokenized."""
+        """The encoding of a text that comes tokenized; the last `keep` ids."""
         return cls(_packed(ids[-keep:]), _packed(()), len(ids))
 
     @property
@@ -73,78 +66,17 @@ class Encoding:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyLimit:
-    """What a reply about the tokens may have, to refuse texts before all of them is tokenized."""
-
-    max_bytes: int
-    token_bytes: Callable[[int], int]  # that a token takes at least which begins at this byte, or later
-
-
-@dataclass(frozen=True, slots=True)
 class Wanted:
     """What a call needs to know about its texts."""
 
     offsets: bool = False
     keep: int | None = None  # ids and offsets of the last so many tokens; None: of all
-    enough: int | None = None  # whether there are more tokens than this, not how many
-    special_tokens: bool = True  # those that the tokenizer adds
-    reply: ReplyLimit | None = None  # about the tokens that are kept, of all texts
+    enough: int | None = None  # the end of a text is enough if it has more tokens than this
+    special_tokens: bool = True  # add those that the tokenizer adds
+    max_tokens: int | None = None  # of which ids and offsets are kept, of all texts
 
 
 EVERYTHING = Wanted()
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """What threads make. Offsets are still to be read, one by one: to read all at once holds the GIL for milliseconds.
-
-    That is for the event loop: threads would take the GIL whenever the loop lets go of it, for half a millisecond.
-    """
-
-    packed_ids: "memoryview[int]"  # the last ones, if not all were wanted
-    num_tokens: int
-    encoding: tokenizers.Encoding | None  # for the offsets, if they are wanted
-    starts: Sequence[int]  # the byte at which each character of the text begins; nothing if it has only ASCII
-    base: int = 0  # the byte at which the text begins
-
-    async def with_offsets(self, slicer: Slicer) -> Encoding:
-        """Read them, if they are wanted."""
-        offsets = array(_U32)
-        if self.encoding is not None:
-            first = self.num_tokens - len(self.packed_ids)
-            async for some in slicer.slices(range(first, self.num_tokens, _OFFSETS_PER_UNIT)):
-                offsets.extend(self._offsets(some[0], min(some[-1] + _OFFSETS_PER_UNIT, self.num_tokens)))
-        return Encoding(self.packed_ids, memoryview(offsets), self.num_tokens)
-
-    def _offsets(self, first: int, end: int) -> Iterable[int]:
-        """Spans in UTF-8 bytes; those of the Python binding are in characters."""
-        assert self.encoding is not None
-        to_chars, starts, base = self.encoding.token_to_chars, self.starts, self.base
-        chars = chain.from_iterable([to_chars(index) or (0, 0) for index in range(first, end)])
-        if starts:
-            return [starts[char] + base for char in chars]
-        return [char + base for char in chars] if base else chars
-
-
-@dataclass(slots=True)
-class _Call:
-    """Texts that are tokenized together."""
-
-    wanted: Wanted
-    size: int  # characters
-    slicer: Slicer
-    reply_bytes: int = 0  # so far, at least
-
-    async def finished(self, encoded: _Encoded, start: int = 0) -> Encoding:
-        """Of a text, or of the part that begins at this character; InvalidRequest if the reply becomes too large.
-
-        That is the byte at which it begins, or an earlier one.
-        """
-        if (reply := self.wanted.reply) is not None:
-            self.reply_bytes += len(encoded.packed_ids) * reply.token_bytes(start)
-            if self.reply_bytes > reply.max_bytes:
-                raise reply_too_large(reply.max_bytes)
-        return await encoded.with_offsets(self.slicer)
 
 
 class Tokenizer:
@@ -157,15 +89,12 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._add_special_tokens = add_special_tokens
-        self._workers = workers
-        self._pool = TokenizerPool(workers, "tokenizer")
-        self._long_pool = TokenizerPool(1, "tokenizer-long")
-        self._offset_turns = SizedTurns(workers)  # of encodings whose offsets are to be read: they are large
+        self.pool = WorkPool(workers + 1, "tokenizer")
         self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
-        self._added = _added_special_tokens(backend) if add_special_tokens else ([], [])
-        self.bos_token_id = self._added[0][0] if self._added and self._added[0] else None
-        self._cut_rule = cut_rule(description) if self._added else None
+        added = _added_special_tokens(backend) if add_special_tokens else ([], [])
+        self.bos_token_id = added[0][0] if added and added[0] else None
+        self._cut_rule = cut_rule(description) if added else None
         self.max_bytes_per_token = max_bytes_per_token(description)  # None: nobody knows
 
     @classmethod
@@ -184,91 +113,39 @@ class Tokenizer:
 
     def close(self) -> None:
         """Stop the worker threads; queued texts are dropped."""
-        self._pool.close()
-        self._long_pool.close()
+        self.pool.close()
 
-    async def encode(
-        self, texts: Sequence[str], wanted: Wanted = EVERYTHING, slicer: Slicer | None = None
-    ) -> list[Encoding]:
-        """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens.
-
-        `slicer` is that of all long work on the event loop.
-        """
-        call = _Call(wanted, sum(map(len, texts)), slicer or Slicer())
-        groups = list(_groups(texts))
+    async def encode(self, texts: Sequence[str], wanted: Wanted = EVERYTHING) -> list[Encoding]:
+        """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
+        if wanted.enough is not None and not wanted.offsets:
+            texts = [self._end(text, wanted.enough) for text in texts]
+        cost = sum(map(len, texts)) / CHARS_PER_MICROSECOND
+        groups = [self.pool.run(cost, partial(self._encode, group, wanted)) for group in _groups(texts)]
         if len(groups) == 1:
-            return await self._encode_group(groups[0], call)
-        encodings: list[list[Encoding]] = [[] for _ in groups]
-        remaining = iter(enumerate(groups))
+            return await groups[0]
+        encodings = list(chain.from_iterable(await asyncio.gather(*groups)))
+        if wanted.max_tokens is not None and sum(len(one.packed_ids) for one in encodings) > wanted.max_tokens:
+            raise too_many_tokens(wanted.max_tokens)
+        return encodings
 
-        async def work() -> None:
-            for index, group in remaining:
-                encodings[index] = await self._encode_group(group, call)
+    def _end(self, text: str, num_tokens: int) -> str:
+        """As much of the end of a text as certainly has more tokens; all of it where it may not be cut."""
+        rule, most = self._cut_rule, self.max_bytes_per_token
+        if rule is None or most is None:
+            return text
+        start = _last_cut(text, len(text) - (num_tokens + 1) * most)
+        return text[start + (rule.drops_space and start > 0) :]
 
-        await run_together([work() for _ in groups[: self._workers]])
-        return list(chain.from_iterable(encodings))
-
-    async def _encode_group(self, texts: list[str], call: _Call) -> list[Encoding]:
-        if len(texts) == 1 and len(texts[0]) <= SHORT:  # takes less than handing it to a thread
-            return [await call.finished(one) for one in self._encode(texts, call.wanted)]
-        rule = self._cut_rule
-        if len(texts[0]) > LONG and rule and (rule.keeps_offsets or not call.wanted.offsets):
-            return [await self._encode_in_parts(texts[0], rule, call)]
-        pool = self._long_pool if len(texts[0]) > LONG else self._pool
-        return await self._run(pool, partial(self._encode, texts, call.wanted), call)
-
-    async def _run(
-        self, pool: TokenizerPool, job: Callable[[], list[_Encoded]], call: _Call, start: int = 0
-    ) -> list[Encoding]:
-        """`start` is the character at which the part of a text begins."""
-        async with self._offset_turns.turn(call.size) if call.wanted.offsets else nullcontext():
-            return [await call.finished(one, start) for one in await pool.run(call.size, job)]
-
-    async def _encode_in_parts(self, text: str, rule: CutRule, call: _Call) -> Encoding:
-        """From the last part on: it may be enough."""
-        wanted = call.wanted
-        if wanted.offsets and wanted.reply:  # the event loop need not read those of a reply that is refused
-            await self._encode_in_parts(text, rule, replace(call, wanted=replace(wanted, offsets=False)))
-        assert self._added
-        before, after = self._added if wanted.special_tokens else ([], [])
-        parts = [_unplaced(after)]
-        num_tokens, missing = len(after), wanted.keep
-        for start, end in _parts_from_end(text):
-            pool = self._long_pool if end - start > LONG else self._pool
-            job = partial(self._encode_part, text, start, end, rule, Wanted(wanted.offsets, missing))
-            parts += await self._run(pool, job, call, start)
-            num_tokens += parts[-1].num_tokens
-            missing = None if missing is None else max(missing - parts[-1].num_tokens, 0)
-            if wanted.enough is not None and num_tokens > wanted.enough:
-                break
-        else:
-            parts.append(_unplaced(before))
-            num_tokens += len(before)
-        return await self._pool.run(call.size, partial(_joined, parts[::-1], num_tokens, wanted))
-
-    def _encode_part(self, text: str, start: int, end: int, rule: CutRule, wanted: Wanted) -> list[_Encoded]:
-        part = text[start + (rule.drops_space and start > 0) : end]
-        (encoded,) = self._encode([part], wanted, add_special_tokens=False)
-        if encoded.encoding is not None:
-            encoded = replace(encoded, base=start if text.isascii() else len(text[:start].encode()))
-        return [encoded]
-
-    def _encode(
-        self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool | None = None
-    ) -> list[_Encoded]:
+    def _encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
         encode = self._backend.encode_batch if wanted.offsets else self._backend.encode_batch_fast
-        add = self._add_special_tokens and wanted.special_tokens if add_special_tokens is None else add_special_tokens
         try:
-            encodings = encode(texts, add_special_tokens=add)
+            found = encode(texts, add_special_tokens=self._add_special_tokens and wanted.special_tokens)
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
-        made = []
-        for text, encoding in zip(texts, encodings, strict=True):
-            ids = _kept(_packed(encoding.ids if wanted.keep != 0 else ()), wanted.keep)
-            placed = encoding if wanted.offsets and wanted.keep != 0 else None
-            made.append(_Encoded(ids, len(encoding), placed, () if placed is None else _char_starts(text)))
-        return made
+        if wanted.max_tokens is not None and sum(_num_kept(one, wanted.keep) for one in found) > wanted.max_tokens:
+            raise too_many_tokens(wanted.max_tokens)
+        return [_packed_encoding(text, one, wanted) for text, one in zip(texts, found, strict=True)]
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
         """Tokenize a short text in the calling thread."""
@@ -309,9 +186,9 @@ class Tokenizer:
         return token_id if token_id in self._special else None
 
     async def decode_batch(self, texts: list[list[int]]) -> list[str]:
-        """Decode whole texts with their special tokens, in a thread."""
+        """Decode whole texts with their special tokens."""
         decode = partial(self._backend.decode_batch, texts, skip_special_tokens=False)
-        return await self._pool.run(sum(map(len, texts)), decode)
+        return await self.pool.run(sum(map(len, texts)), decode)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """Decode the ids as one whole text; unknown ids are dropped."""
@@ -319,8 +196,13 @@ class Tokenizer:
         return text
 
 
+def too_many_tokens(max_tokens: int) -> InvalidRequest:
+    """The error for texts with more tokens than a reply has room for."""
+    return InvalidRequest("", f"the text has more than {max_tokens} tokens: send less, or ask for less about it")
+
+
 def reply_too_large(max_bytes: int) -> InvalidRequest:
-    """For texts of so many tokens."""
+    """The error for texts whose tokens do not fit into a reply."""
     return InvalidRequest("", f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it")
 
 
@@ -329,7 +211,7 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0
     for text in texts:
-        if group and size + len(text) > PART:
+        if group and size + len(text) > _GROUP_CHARS:
             yield group
             group, size = [], 0
         group.append(text)
@@ -338,55 +220,47 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _parts_from_end(text: str) -> Iterator[tuple[int, int]]:
-    """Begin and end of each part, cut where tokenizer_properties.py says; the first part is as long as it must be."""
-    end = len(text)
-    while end > 2 * PART and (cut := _last_cut(text, end - 2 * PART, end - PART)):
-        yield cut, end
-        end = cut
-    yield 0, end
-
-
-def _last_cut(text: str, start: int, end: int) -> int | None:
-    """Where a text can be cut; nobody looks for it very long."""
+def _last_cut(text: str, end: int) -> int:
+    """Where tokenizer_properties.py allows to cut a text, before `end`; 0 if it is not found soon."""
     for _ in range(_CUT_TRIES):
-        if (end := text.rfind(" ", start, end)) <= 0:
-            return None
+        if end <= 0 or (end := text.rfind(" ", 0, end)) <= 0:
+            break
         if _is_ascii_alnum(text[end - 1]) and _is_ascii_alnum(text[end + 1]):
             return end
-    return None
+    return 0
 
 
 def _is_ascii_alnum(char: str) -> bool:
     return char.isascii() and char.isalnum()
 
 
-def _unplaced(ids: list[int]) -> Encoding:
-    return Encoding(_packed(ids), _packed([0, 0] * len(ids)), len(ids))
+def _num_kept(encoding: tokenizers.Encoding, keep: int | None) -> int:
+    return len(encoding) if keep is None else min(keep, len(encoding))
 
 
-def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
-    """Of millions of tokens: to be called in a thread."""
-    ids = b"".join([part.packed_ids.tobytes() for part in parts])
-    offsets = b"".join([part.packed_offsets.tobytes() for part in parts if wanted.offsets])
-    kept = _kept(memoryview(ids).cast(_U32), wanted.keep)
-    return Encoding(kept, memoryview(offsets).cast(_U32)[-2 * len(kept) :] if kept else _packed(()), num_tokens)
+def _packed_encoding(text: str, encoding: tokenizers.Encoding, wanted: Wanted) -> Encoding:
+    num_tokens, kept = len(encoding), _num_kept(encoding, wanted.keep)
+    ids = _packed(encoding.ids[num_tokens - kept :] if kept else ())
+    offsets = _byte_offsets(text, encoding, num_tokens - kept) if wanted.offsets else ()
+    return Encoding(ids, _packed(offsets), num_tokens)
+
+
+def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int) -> Iterable[int]:
+    """Spans of the tokens from the first one on, in UTF-8 bytes; the Python binding has them in characters.
+
+    One by one: `encoding.offsets` makes all of them at once and holds the GIL for as long.
+    """
+    to_chars = encoding.token_to_chars
+    chars = chain.from_iterable([to_chars(index) or (0, 0) for index in range(first, len(encoding))])
+    if text.isascii():
+        return chars
+    data = text.encode()
+    starts = array(_U32, [*(index for index, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data)])
+    return [starts[char] for char in chars]
 
 
 def _packed(numbers: Iterable[int]) -> "memoryview[int]":
     return memoryview(array(_U32, numbers).tobytes()).cast(_U32)
-
-
-def _kept(ids: "memoryview[int]", keep: int | None) -> "memoryview[int]":
-    return ids if keep is None or keep >= len(ids) else ids[len(ids) - keep :]
-
-
-def _char_starts(text: str) -> Sequence[int]:
-    """In UTF-8 bytes, that of the end included; nothing if it has only ASCII."""
-    if text.isascii():
-        return ()
-    data = text.encode()
-    return array(_U32, [*(index for index, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data)])
 
 
 def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:

@@ -1,14 +1,22 @@
-"""Thread pools of servers, which must not fail when there is no memory for another thread."""
+"""Thread pools of servers."""
 
+import asyncio
+import heapq
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+T = TypeVar("T")
+
+SMALL = 250  # microseconds: about what handing work to a thread costs
+LARGE = 50_000  # microseconds; one thread is always left to work that takes less
 _START_SECONDS = 10.0
 
 
 def started_pool(num_threads: int, name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
-    """All threads run when it returns, so that no later `submit` has to start one; RuntimeError if they cannot."""
+    """A pool whose threads all run, so that no later `submit` fails for want of memory; RuntimeError if they cannot."""
     pool = ThreadPoolExecutor(num_threads, name, initializer)
     together = threading.Barrier(num_threads)  # a thread that waits here takes no other's job
     try:
@@ -19,3 +27,54 @@ def started_pool(num_threads: int, name: str, initializer: Callable[[], None] | 
     for each in started:
         each.result()
     return pool
+
+
+class WorkPool:
+    """Threads for work that would hold the event loop for long. Work of the smallest call goes first."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._threads = started_pool(num_threads, name)
+        self._num_idle = num_threads
+        self._num_free_for_large = max(num_threads - 1, 1)
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap
+        self._arrivals = itertools.count()
+
+    async def run(self, cost: float, job: Callable[[], T]) -> T:
+        """Run the job, at once if it is small; `cost` is about how many microseconds its whole call takes."""
+        if cost <= SMALL:
+            return job()
+        await self._turn(cost)
+        result = asyncio.get_running_loop().run_in_executor(self._threads, job)
+        result.add_done_callback(lambda _: self._release(cost))
+        return await asyncio.shield(result)  # the thread is busy until the job ends, whether or not somebody waits
+
+    def close(self) -> None:
+        """Stop the threads; what waits for one is dropped."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def _turn(self, cost: float) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (cost, next(self._arrivals), turn))
+        self._start_next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it has got a thread already
+                self._release(cost)
+            raise
+
+    def _start_next(self) -> None:
+        while self._num_idle and self._waiting:
+            cost, _, turn = self._waiting[0]
+            if not turn.done() and cost > LARGE and not self._num_free_for_large:
+                return  # those behind it are larger
+            heapq.heappop(self._waiting)
+            if not turn.done():
+                self._num_idle -= 1
+                self._num_free_for_large -= cost > LARGE
+                turn.set_result(None)
+
+    def _release(self, cost: float) -> None:
+        self._num_idle += 1
+        self._num_free_for_large += cost > LARGE
+        self._start_next()

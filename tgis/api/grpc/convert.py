@@ -1,19 +1,18 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from tgis.api.grpc import wire
-from tgis.frontend.budget import Account
-from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
+from google.protobuf.message import Message
+
+from tgis.frontend.calls import Account, CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
-from tgis.frontend.tokenizer import ReplyLimit, reply_too_large
+from tgis.frontend.tokenizer import reply_too_large
 from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
-from tgis.utils.slices import Slicer
 
 # Validation's name of a parameter -> its path in the message.
 _FIELD_PATHS = {
@@ -38,14 +37,7 @@ _FIELD_PATHS = {
     "grammar": "params.decoding.grammar",
 }
 
-_RESPONSES = wire.tags(pb.BatchedGenerationResponse)["responses"]
-assert wire.tags(pb.BatchedTokenizeResponse)["responses"] == _RESPONSES
-_GENERATION, _TOKENIZATION = wire.tags(pb.GenerationResponse), wire.tags(pb.TokenizeResponse)
-_OFFSET = wire.tags(pb.TokenizeResponse.Offset)
-_TOKEN = wire.tags(pb.TokenInfo)
-assert wire.tags(pb.TokenInfo.TopToken).items() <= _TOKEN.items()
-_OUTPUT_COST = 8  # units of a slice, without tokens
-_BYTES_PER_SLICE_UNIT = 4096  # to copy
+_MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 4  # of a reply to Tokenize, for a token
 
 IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
@@ -88,10 +80,9 @@ def generate_stream_call(
 
 
 def raw_params(params: pb.Parameters) -> RawParams:
-    fields = wire.set_fields(params)
+    fields = _set_fields(params)
     sampling, stopping, response, decoding = (
-        wire.set_fields(fields[name]) if name in fields else {}
-        for name in ("sampling", "stopping", "response", "decoding")
+        _set_fields(fields[name]) if name in fields else {} for name in ("sampling", "stopping", "response", "decoding")
     )
     penalty = decoding.get("length_penalty")
     return RawParams(
@@ -117,67 +108,27 @@ def field_path(field: str) -> str:
     return _FIELD_PATHS.get(field, field)
 
 
-async def generate_reply(outputs: list[RequestOutput], slicer: Slicer, is_special: IsSpecial | None) -> bytes:
-    """A serialized BatchedGenerationResponse."""
-    parts = []
-    async for some in slicer.slices(outputs, cost=_OUTPUT_COST):
-        for output in some:
-            response = await _generation_response(output, slicer, is_special)
-            parts += [wire.message_header(_RESPONSES, response), *response]
-    return await _joined(parts, slicer)
+def generate_response(outputs: list[RequestOutput], is_special: IsSpecial | None) -> pb.BatchedGenerationResponse:
+    return pb.BatchedGenerationResponse(responses=[generation_response(output, is_special) for output in outputs])
 
 
-async def generation_response(output: RequestOutput, slicer: Slicer, is_special: IsSpecial | None) -> bytes:
-    """A serialized GenerationResponse."""
-    if _is_small(output):
-        return _without_tokens(output) + _tokens(_GENERATION["tokens"], output.tokens, is_special)
-    return await _joined(await _generation_response(output, slicer, is_special), slicer)
-
-
-def _is_small(output: RequestOutput) -> bool:
-    """As nearly all messages of streams are."""
-    return not output.input_tokens and len(output.tokens) <= 1 and len(output.text) <= _BYTES_PER_SLICE_UNIT
-
-
-async def _generation_response(output: RequestOutput, slicer: Slicer, is_special: IsSpecial | None) -> list[bytes]:
-    """Its parts: concatenated messages are one with the fields of all."""
-    parts = [_without_tokens(output)]
-    for name, infos in ("tokens", output.tokens), ("input_tokens", output.input_tokens):
-        async for some in slicer.slices(infos, cost=output.details_per_token):
-            parts += [_tokens(_GENERATION[name], some, is_special)]
-    return parts
-
-
-def _without_tokens(output: RequestOutput) -> bytes:
-    data = wire.integer(_GENERATION["generated_token_count"], output.generated_token_count)
-    data += wire.string(_GENERATION["text"], output.text)
-    if not (output.input_token_count or output.stop_reason or output.seed):  # within a stream
-        return data
-    data += wire.integer(_GENERATION["input_token_count"], output.input_token_count)
-    data += wire.integer(_GENERATION["stop_reason"], output.stop_reason)
-    data += wire.integer(_GENERATION["seed"], output.seed)
-    return data + wire.string(_GENERATION["stop_sequence"], output.stop_sequence)
-
-
-async def _joined(parts: list[bytes], slicer: Slicer) -> bytes:
-    """A large message is copied here and by gRPC, not both in one iteration of the loop."""
-    units = sum(map(len, parts)) // _BYTES_PER_SLICE_UNIT
-    if not units:
-        return b"".join(parts)
-    await slicer.turn(units)
-    message = b"".join(parts)
-    await slicer.turn(units)
-    return message
+def generation_response(output: RequestOutput, is_special: IsSpecial | None) -> pb.GenerationResponse:
+    response = pb.GenerationResponse(text=output.text, generated_token_count=output.generated_token_count)
+    if output.input_token_count or output.stop_reason or output.seed:  # not within a stream
+        response.input_token_count, response.seed = output.input_token_count, output.seed
+        response.stop_reason = output.stop_reason.value  # type: ignore[assignment]  # the same numbers
+        response.stop_sequence = output.stop_sequence
+    for info in output.tokens:
+        _add_token(response.tokens, info, is_special)
+    for info in output.input_tokens:
+        _add_token(response.input_tokens, info, is_special)
+    return response
 
 
 def tokenize_call(
     message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account, max_reply_bytes: int
 ) -> TokenizeCall:
-    def token_bytes(start: int) -> int:
-        token = wire.length_delimited(_TOKENIZATION["tokens"], b"") * message.return_tokens
-        offset = wire.length_delimited(_TOKENIZATION["offsets"], _offset(start, start)) * message.return_offsets
-        return len(token + offset)
-
+    token_bytes = _MIN_TOKEN_BYTES * message.return_tokens + _MIN_OFFSET_BYTES * message.return_offsets
     return TokenizeCall(
         texts=[request.text for request in message.requests],
         num_bytes=num_bytes,
@@ -186,36 +137,24 @@ def tokenize_call(
         return_tokens=message.return_tokens,
         return_offsets=message.return_offsets,
         adapter=_adapter(message),
-        reply=ReplyLimit(max_reply_bytes, token_bytes),
+        max_tokens=max_reply_bytes // token_bytes if token_bytes else None,
     )
 
 
-async def tokenize_reply(tokenized: list[TokenizeResult], slicer: Slicer, max_bytes: int) -> bytes:
-    """A serialized BatchedTokenizeResponse; InvalidRequest if it has more bytes, before it is made of its parts."""
-    parts, num_bytes = list[bytes](), 0
-    async for some in slicer.slices(tokenized):
-        for one in some:
-            response = []
-            async for part in _tokenize_response(one, slicer):
-                response.append(part)
-                num_bytes += len(part)
-                if num_bytes > max_bytes:
-                    raise reply_too_large(max_bytes)
-            parts += [wire.message_header(_RESPONSES, response), *response]
-    return await _joined(parts, slicer)
-
-
-async def _tokenize_response(result: TokenizeResult, slicer: Slicer) -> AsyncIterator[bytes]:
-    """Its parts."""
-    yield wire.integer(_TOKENIZATION["token_count"], result.token_count)
-    async for tokens in slicer.slices(result.tokens):
-        yield _fields(_TOKENIZATION["tokens"], [token.encode() for token in tokens])
-    async for spans in slicer.slices(result.offsets):
-        yield _fields(_TOKENIZATION["offsets"], [_offset(*span) for span in spans])
-
-
-def _offset(start: int, end: int) -> bytes:
-    return wire.integer(_OFFSET["start"], start) + wire.integer(_OFFSET["end"], end)
+def tokenize_response(tokenized: list[TokenizeResult], max_bytes: int) -> bytes:
+    """A serialized BatchedTokenizeResponse; InvalidRequest if it has more bytes."""
+    responses = [
+        pb.TokenizeResponse(
+            token_count=result.token_count,
+            tokens=result.tokens,
+            offsets=[pb.TokenizeResponse.Offset(start=start, end=end) for start, end in result.offsets],
+        )
+        for result in tokenized
+    ]
+    data: bytes = pb.BatchedTokenizeResponse(responses=responses).SerializeToString()
+    if len(data) > max_bytes:
+        raise reply_too_large(max_bytes)
+    return data
 
 
 def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
@@ -257,26 +196,17 @@ def _grammar(decoding: dict[str, Any]) -> GrammarSpec | None:
     return None
 
 
-def _tokens(tag: bytes, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> bytes:
-    return _fields(tag, [_token_info(info, is_special) for info in infos])
+def _set_fields(message: Message) -> dict[str, Any]:
+    """The fields that are set, by name."""
+    return {field.name: value for field, value in message.ListFields()}
 
 
-def _fields(tag: bytes, values: list[bytes]) -> bytes:
-    """Joined slice by slice: a million at once would take the event loop some 40 ms."""
-    return b"".join([wire.length_delimited(tag, value) for value in values])
-
-
-def _token_info(info: TokenInfo, is_special: IsSpecial | None) -> bytes:
-    data = wire.string(_TOKEN["text"], info.text) + wire.float32(_TOKEN["logprob"], info.logprob)
-    data += wire.integer(_TOKEN["rank"], info.rank)
+def _add_token(tokens: Any, info: TokenInfo, is_special: IsSpecial | None) -> None:
+    """Append a token to a repeated field; ids only if they are asked for."""
+    token = tokens.add(text=info.text, logprob=info.logprob, rank=info.rank)
     for id_, text, logprob in info.top_tokens:
-        top = wire.string(_TOKEN["text"], text) + wire.float32(_TOKEN["logprob"], logprob)
-        data += wire.length_delimited(_TOKEN["top_tokens"], top + _token_id(id_, is_special))
-    return data + _token_id(info.id, is_special)
-
-
-def _token_id(id_: int, is_special: IsSpecial | None) -> bytes:
-    """Only if asked for; 0 is an id, too."""
-    if is_special is None:
-        return b""
-    return _TOKEN["id"] + wire.varint(id_) + wire.integer(_TOKEN["special"], is_special(id_))
+        top = token.top_tokens.add(text=text, logprob=logprob)
+        if is_special is not None:
+            top.id, top.special = id_, is_special(id_)
+    if is_special is not None:
+        token.id, token.special = info.id, is_special(info.id)

@@ -7,9 +7,8 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from tgis.api.grpc import wire
-from tgis.api.grpc.handlers import stream_handler, unary_handler
-from tgis.api.grpc.open_calls import OpenCall, OpenCalls
+from tgis.api.grpc.calls import GrpcCall, GrpcCalls
+from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.servicer import GENERATION_SERVICE
 from tgis.api.grpc.status import Context, abort_with
 
@@ -33,14 +32,14 @@ class HealthServicer:
         self._closed = False
         self._changed = asyncio.Event()
 
-    def handler(self, calls: OpenCalls) -> "grpc.GenericRpcHandler[Any, Any]":
+    def handler(self, calls: GrpcCalls) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Check": unary_handler(calls, self._check, MAX_REQUEST_BYTES),
-            "Watch": stream_handler(calls, self._watch, MAX_REQUEST_BYTES),
+            "Check": calls.unary_handler(self._check, MAX_REQUEST_BYTES),
+            "Watch": calls.stream_handler(self._watch, MAX_REQUEST_BYTES),
         }
         if hasattr(health_pb2, "HealthListResponse"):  # missing in older grpcio-health-checking
-            methods["List"] = unary_handler(calls, self._list, MAX_REQUEST_BYTES)
+            methods["List"] = calls.unary_handler(self._list, MAX_REQUEST_BYTES)
         return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
 
     def set_serving(self, serving: bool) -> None:
@@ -64,7 +63,7 @@ class HealthServicer:
         """The state of every service."""
         return _serialize(health_pb2.HealthListResponse(statuses=dict.fromkeys(self._services, self._state())))
 
-    async def _watch(self, data: bytes, call: OpenCall) -> None:
+    async def _watch(self, data: bytes, call: GrpcCall) -> None:
         """The current state, then every change; a slow reader may miss short-lived states."""
         known, last = self._knows(data), None
         while True:
@@ -82,7 +81,7 @@ class HealthServicer:
 
     def _knows(self, data: bytes) -> bool:
         """Whether a request is about a service of this server."""
-        return wire.parse(data, health_pb2.HealthCheckRequest).service in self._services
+        return parse(data, health_pb2.HealthCheckRequest).service in self._services
 
 
 def _serialize(message: Message) -> bytes:

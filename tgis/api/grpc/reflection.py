@@ -9,9 +9,9 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from tgis.api.grpc import wire
+from tgis.api.grpc.calls import GrpcCalls
 from tgis.api.grpc.health import HEALTH_SERVICE
-from tgis.api.grpc.open_calls import OpenCalls
+from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.servicer import GENERATION_SERVICE
 from tgis.api.grpc.status import Context, error_boundary
 from tgis.pb import generation_pb2
@@ -22,13 +22,13 @@ SERVICES = (GENERATION_SERVICE, HEALTH_SERVICE, REFLECTION_V1, REFLECTION_V1ALPH
 MAX_REQUEST_BYTES = 1024
 
 
-def reflection_handlers(calls: OpenCalls) -> "list[grpc.GenericRpcHandler[Any, Any]]":
+def reflection_handlers(calls: GrpcCalls) -> "list[grpc.GenericRpcHandler[Any, Any]]":
     """Reflection for all services of this server."""
     reflect_all: Any = reflection.ReflectionServicer(SERVICES, _descriptor_pool()).ServerReflectionInfo
 
-    @functools.lru_cache(maxsize=64)  # all clients ask the same; see wire.py on the making of messages
+    @functools.lru_cache(maxsize=64)  # all clients ask the same
     def answer(data: bytes) -> bytes:
-        requests = iter([wire.parse(data, reflection_pb2.ServerReflectionRequest)])
+        requests = iter([parse(data, reflection_pb2.ServerReflectionRequest)])
         (response,) = reflect_all(requests, None)
         serialized: bytes = response.SerializeToString()
         return serialized

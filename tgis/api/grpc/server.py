@@ -1,13 +1,12 @@
 """The gRPC port: limits, TLS, authentication, health and reflection around the handlers that it is given."""
 
-import asyncio
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tgis.api.grpc.fair_server import FairServer
+from tgis.api.grpc.calls import GrpcCalls
 from tgis.api.grpc.health import HealthServicer
-from tgis.api.grpc.open_calls import OpenCalls, remember_creators
+from tgis.api.grpc.private import make_server
 from tgis.api.grpc.reflection import reflection_handlers
 from tgis.config import Config
 from tgis.errors import StartError
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
+_SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
 
 
@@ -28,7 +28,7 @@ class GrpcServer:
         self,
         handlers: Sequence["grpc.GenericRpcHandler[Any, Any]"],
         config: Config,
-        calls: OpenCalls,
+        calls: GrpcCalls,
         certificates: Certificates | None = None,
         interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]" = (),
     ) -> None:
@@ -36,25 +36,21 @@ class GrpcServer:
         self._certificates = certificates
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
-        self._server = FairServer(handlers, interceptors, _channel_arguments(config, calls), calls)
-        self._calls = calls
-        self._sweep: asyncio.Task[None] | None = None
+        self._server = make_server(handlers, interceptors, _channel_arguments(config), calls.queue)
 
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
         address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         if self._certificates is None:
-            port: int = self._server.add_insecure_port(address.encode())
+            port: int = self._server.add_insecure_port(address)
         else:
-            port = self._server.add_secure_port(address.encode(), self._certificates.server_credentials())
+            port = self._server.add_secure_port(address, self._certificates.server_credentials())
         if not port:
             raise StartError(f"cannot listen for gRPC on {address}: {_bind_error(self._host, self._port)}")
         return port
 
     async def start(self) -> None:
         """Accept calls; health is NOT_SERVING until `set_serving`."""
-        remember_creators(asyncio.get_running_loop())
-        self._sweep = asyncio.create_task(self._calls.sweep_forever())
         await self._server.start()
 
     def set_serving(self, serving: bool) -> None:
@@ -64,12 +60,15 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, and cancel those still running after `grace` seconds."""
         self._health.close()
-        await self._server.shutdown(grace)
-        if self._sweep is not None:
-            self._sweep.cancel()
+        await self._server.stop(grace)
 
 
-def _channel_arguments(config: Config, calls: OpenCalls) -> list[tuple[str, int]]:
+def max_calls_of_connection(config: Config) -> int:
+    """How many calls a connection may have open at a time."""
+    return config.grpc_max_concurrent_streams or config.max_concurrent_requests + _SPARE_CALLS
+
+
+def _channel_arguments(config: Config) -> list[tuple[str, int]]:
     ages = {
         "grpc.max_connection_age_ms": config.grpc_max_connection_age_seconds,
         "grpc.max_connection_age_grace_ms": config.grpc_max_connection_age_grace_seconds,
@@ -78,8 +77,8 @@ def _channel_arguments(config: Config, calls: OpenCalls) -> list[tuple[str, int]
         *((name, seconds * 1000) for name, seconds in ages.items() if seconds is not None),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
-        ("grpc.per_message_decompression", 0),  # see compression.py
-        ("grpc.max_concurrent_streams", calls.max_of_connection),
+        ("grpc.per_message_decompression", 0),  # see calls.py
+        ("grpc.max_concurrent_streams", max_calls_of_connection(config)),
         ("grpc.max_allowed_incoming_connections", config.grpc_max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", int(config.grpc_keepalive_seconds * 1000)),

@@ -1,5 +1,6 @@
 """fmaas.GenerationService: converts messages and delegates to the Generator."""
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -7,12 +8,12 @@ from typing import Any
 
 import grpc
 
-from tgis.api.grpc import convert, wire
-from tgis.api.grpc.handlers import stream_handler, unary_handler
-from tgis.api.grpc.open_calls import OpenCall, OpenCalls
+from tgis.api.clients import MESSAGE_BYTE, Account
+from tgis.api.grpc import convert
+from tgis.api.grpc.calls import GrpcCall, GrpcCalls
+from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.status import Context, client_address
 from tgis.errors import Unavailable
-from tgis.frontend.budget import MESSAGE_BYTE, Account
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.generation import Generator
 from tgis.pb import generation_pb2 as pb
@@ -29,16 +30,13 @@ class GenerationServicer:
 
     def __init__(
         self,
-        calls: OpenCalls,
+        calls: GrpcCalls,
         *,
         bearer_auth: bool = False,
         limit_by_address: bool = False,
         deadline_partial: bool = False,
     ) -> None:
         self.generator: Generator | None = None
-        self._generate_requests = wire.Reader(pb.BatchedGenerationRequest)
-        self._stream_requests = wire.Reader(pb.SingleGenerationRequest)
-        self._tokenize_requests = wire.Reader(pb.BatchedTokenizeRequest)
         self._calls = calls
         self._bearer_auth = bearer_auth
         self._limit_by_address = limit_by_address
@@ -47,53 +45,50 @@ class GenerationServicer:
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Generate": unary_handler(self._calls, self._generate),
-            "GenerateStream": stream_handler(self._calls, self._generate_stream),
-            "Tokenize": unary_handler(self._calls, self._tokenize),
-            "ModelInfo": unary_handler(self._calls, self._model_info),
+            "Generate": self._calls.unary_handler(self._generate),
+            "GenerateStream": self._calls.stream_handler(self._generate_stream),
+            "Tokenize": self._calls.unary_handler(self._tokenize),
+            "ModelInfo": self._calls.unary_handler(self._model_info),
         }
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
     async def _generate(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
-            identity, deadline = self._identity(context), self._answer_deadline(context)
-            call = await self._generate_requests.read(
-                data,
-                generator.slicer,
-                lambda read: convert.generate_call(read, account, identity, logs.correlation_id(), deadline),
-                generator.server_info.max_concurrent_inputs,
+            message = parse(data, pb.BatchedGenerationRequest, generator.server_info.max_concurrent_inputs)
+            call = convert.generate_call(
+                message, account, self._identity(context), logs.correlation_id(), self._answer_deadline(context)
             )
-            is_special = _is_special(call, generator)
-            return await convert.generate_reply(await generator.generate(call), generator.slicer, is_special)
+            outputs = await generator.generate(call)
+            cost, is_special = sum(output.conversion_cost for output in outputs), _is_special(call, generator)
+            return await generator.pool.run(
+                cost, lambda: convert.generate_response(outputs, is_special).SerializeToString()
+            )
 
-    async def _generate_stream(self, data: bytes, stream: OpenCall) -> None:
+    async def _generate_stream(self, data: bytes, stream: GrpcCall) -> None:
         with self._admitted(data, stream.context) as (generator, account):
+            message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
             identity = self._identity(stream.context)
-            call = await self._stream_requests.read(
-                data,
-                generator.slicer,
-                lambda read: convert.generate_stream_call(read, account, identity, logs.correlation_id()),
-                max_inputs=1,
-            )
+            call = convert.generate_stream_call(message, account, identity, logs.correlation_id())
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:
-                    await stream.write(await convert.generation_response(output, generator.slicer, is_special))
+                    convert_output = functools.partial(convert.generation_response, output, is_special)
+                    response = await generator.pool.run(output.conversion_cost, convert_output)
+                    await stream.write(response.SerializeToString())
 
     async def _tokenize(self, data: bytes, context: Context) -> bytes:
         with self._admitted(data, context) as (generator, account):
             max_bytes = _REPLY_BYTES * self._calls.max_message_bytes
-            call = await self._tokenize_requests.read(
-                data,
-                generator.slicer,
-                lambda read: convert.tokenize_call(read, len(data), account, max_bytes),
-                generator.server_info.max_tokenize_inputs,
-            )
-            return await convert.tokenize_reply(await generator.tokenize(call), generator.slicer, max_bytes)
+            message = parse(data, pb.BatchedTokenizeRequest, generator.server_info.max_tokenize_inputs)
+            call = convert.tokenize_call(message, len(data), account, max_bytes)
+            results = await generator.tokenize(call)
+            cost = sum(len(result.ids) for result in results)
+            return await generator.pool.run(cost, lambda: convert.tokenize_response(results, max_bytes))
 
     async def _model_info(self, data: bytes, _context: Context) -> bytes:
-        wire.parse(data, pb.ModelInfoRequest)
-        return convert.model_info_response(self._require_generator().server_info).SerializeToString()
+        parse(data, pb.ModelInfoRequest)
+        response: bytes = convert.model_info_response(self._require_generator().server_info).SerializeToString()
+        return response
 
     @contextmanager
     def _admitted(self, data: bytes, context: Context) -> Iterator[tuple[Generator, Account]]:
@@ -102,7 +97,7 @@ class GenerationServicer:
         client = self._identity(context)
         if not client and self._limit_by_address:
             client = client_address(context).encode()
-        with generator.memory.account(client) as account:
+        with self._calls.clients.account(client) as account:
             account.charge(MESSAGE_BYTE * len(data))
             yield generator, account
 

@@ -108,7 +108,7 @@ def _limited(text: str) -> str:
     return text if len(data) <= _MAX_TEXT_BYTES else data[:_MAX_TEXT_BYTES].decode(errors="ignore") + " ..."
 
 
-@functools.lru_cache(maxsize=256)  # floods of bad calls have few; see wire.py on the making of messages
+@functools.lru_cache(maxsize=256)  # floods of bad calls have few
 def _rich_status(
     code: grpc.StatusCode, message: str, detail: str, *, field: str | None = None, retry_after: float = 0
 ) -> bytes:

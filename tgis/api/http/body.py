@@ -6,13 +6,13 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from tgis.api.clients import MESSAGE_BYTE
 from tgis.api.http.connections import Connection
 from tgis.api.http.errors import HttpError
 from tgis.errors import ClientTimeout
-from tgis.frontend.budget import JSON_VALUE, MESSAGE_BYTE, Account
-from tgis.utils.slices import Slicer
+from tgis.frontend.calls import Account
 
-_BYTES_PER_SLICE_UNIT = 256
+_VALUE_BYTES = 64  # of memory, for what stands between two commas or brackets
 
 B = TypeVar("B")
 
@@ -25,11 +25,10 @@ async def receive(request: web.Request, max_bytes: int, seconds: float) -> bytes
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            with Connection.of(request).receiving_body() as count:
+            with Connection.of(request).receiving_body():
                 while part := await request.content.readany():
                     body += part
                     _check_size(len(body), max_bytes)
-                    count(len(part))
     except TimeoutError:
         raise ClientTimeout(f"the body has not arrived within {seconds:g} s") from None
     except web.RequestPayloadError as error:
@@ -37,11 +36,10 @@ async def receive(request: web.Request, max_bytes: int, seconds: float) -> bytes
     return bytes(body)
 
 
-async def read_json(data: bytes, type_: type[B], account: Account, slicer: Slicer) -> B:
+def read_json(data: bytes, type_: type[B], account: Account) -> B:
     """HttpError if it is not JSON, or not what the type says."""
     num_values = sum(map(data.count, (b",", b"[", b"{")))
-    account.charge(MESSAGE_BYTE * len(data) + JSON_VALUE * num_values)
-    await slicer.turn(len(data) // _BYTES_PER_SLICE_UNIT)
+    account.charge(MESSAGE_BYTE * len(data) + _VALUE_BYTES * num_values)
     try:
         return msgspec.json.decode(data, type=type_)
     except msgspec.ValidationError as error:

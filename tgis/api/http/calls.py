@@ -1,8 +1,6 @@
 """What the routes of all faces share: who calls, what a call holds in memory, and how it ends."""
 
-import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,19 +10,16 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from tgis.api.clients import Account, Clients
 from tgis.api.http.auth import HttpAuth, client_address
 from tgis.api.http.body import read_json, receive
-from tgis.api.http.connections import Connection
 from tgis.api.http.errors import Face, HttpError, error_response
 from tgis.api.http.event_stream import EventStream
 from tgis.config import Config
 from tgis.errors import RequestError, Unavailable
-from tgis.frontend.budget import Account
 from tgis.frontend.generation import Generator
 from tgis.utils import logs
 
-_STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
-_QUIET_SECONDS = 0.25  # after the last call: another may be on its way
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
 
 B = TypeVar("B")
@@ -52,7 +47,11 @@ class HttpCall:
         if self._data is None:
             limit, seconds = self._config.payload_limit, self._config.http_request_timeout_seconds
             self._data = await receive(self.request, limit, seconds)
-        return await read_json(self._data, type_, self.account, self.generator.slicer)
+        return read_json(self._data, type_, self.account)
+
+    async def run(self, cost: float, job: Callable[[], B]) -> B:
+        """Run the job, in a thread if it takes long; `cost` is about how many microseconds that is."""
+        return await self.generator.pool.run(cost, job)
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
         """As in TGI: where the answer is computed, and the length of the prompts."""
@@ -69,57 +68,32 @@ Handle = Callable[[HttpCall], Awaitable[web.StreamResponse]]
 
 
 def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Response:
-    """An answer that is a value of msgspec."""
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=headers)
+    """An answer that is a value of msgspec, or JSON already."""
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return web.Response(body=data, content_type="application/json", headers=headers)
 
 
 class HttpApi:
     """Runs the calls of all faces; Unavailable while `generator` is None."""
 
-    def __init__(self, config: Config, auth: HttpAuth) -> None:
+    def __init__(self, config: Config, auth: HttpAuth, clients: Clients) -> None:
         self.generator: Generator | None = None
         self._config = config
         self._auth = auth
-        self._open: dict[asyncio.Task[object], Connection] = {}  # calls
-        self._last_end = 0.0
+        self._clients = clients
 
     def handler(self, handle: Handle, face: Face) -> Handler:
         """A handler for a route; whatever `handle` raises, the call ends as the face says."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             request_id = _request_id(request)
-            with logs.correlation_scope(request_id), self._counted(request):
+            with logs.correlation_scope(request_id):
                 response = await self._respond(request, handle, face)
             if not response.prepared:
                 response.headers["x-request-id"] = request_id
             return response
 
         return respond
-
-    async def wait_until_idle(self) -> None:
-        """Return when all calls have ended but those whose clients do not read."""
-        while self._is_active(time.monotonic()):
-            await asyncio.sleep(0.02)
-
-    def cancel_calls(self) -> None:
-        """End those that are open, and their connections."""
-        for task in list(self._open):
-            task.cancel()
-
-    def _is_active(self, now: float) -> bool:
-        active = any(not connection.is_stalled(_STALL_SECONDS) for connection in self._open.values())
-        return active or now - self._last_end < _QUIET_SECONDS
-
-    @contextmanager
-    def _counted(self, request: web.Request) -> Iterator[None]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open[task] = Connection.of(request)
-        try:
-            yield
-        finally:
-            del self._open[task]
-            self._last_end = time.monotonic()
 
     async def _respond(self, request: web.Request, handle: Handle, face: Face) -> web.StreamResponse:
         events: EventStream | None = None
@@ -145,7 +119,7 @@ class HttpApi:
         client = identity = self._auth.identity(request)
         if not client and self._config.limit_by_address:
             client = client_address(request)
-        with self.generator.memory.account(client) as account:
+        with self._clients.account(client) as account:
             yield HttpCall(request, self._config, self.generator, account, identity)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from tgis.api.clients import Clients
 from tgis.api.http.probes import Probes
 from tgis.api.http.server import HttpServer
 from tgis.config import Config
@@ -30,7 +31,12 @@ class HttpPorts:
     """
 
     def __init__(
-        self, config: Config, probes: Probes, api_routes: list[web.RouteDef], certificates: Certificates | None
+        self,
+        config: Config,
+        probes: Probes,
+        api_routes: list[web.RouteDef],
+        clients: Clients,
+        certificates: Certificates | None,
     ) -> None:
         probe_port = config.port if config.metrics_port is None else config.metrics_port
         is_on = config.http_api and (certificates is None or config.http_api_port is not None)
@@ -39,12 +45,12 @@ class HttpPorts:
         api_routes = [probes.root_route(), *api_routes]
         self._api: HttpServer | None = None
         if is_on and config.metrics_port is None and config.http_api_port is None:
-            self._probes = self._api = HttpServer(config, probe_port, [*probes.routes(), *api_routes])
+            self._probes = self._api = HttpServer(config, probe_port, [*probes.routes(), *api_routes], clients)
             return
-        self._probes = HttpServer(config, probe_port, probes.routes())
+        self._probes = HttpServer(config, probe_port, probes.routes(), clients)
         if is_on:
             api_port = config.port if config.http_api_port is None else config.http_api_port
-            self._api = HttpServer(config, api_port, [*probes.health_routes(), *api_routes], certificates)
+            self._api = HttpServer(config, api_port, [*probes.health_routes(), *api_routes], clients, certificates)
 
     async def start(self) -> tuple[int, int | None]:
         """Serve, and return the ports of probes and of the APIs; StartError if one is taken."""

@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from tgis.api.clients import Clients
 from tgis.api.http import connections
 from tgis.api.http.connections import Connection, Connections
 from tgis.api.http.cors import allow_origins
@@ -29,11 +30,12 @@ class HttpServer:
         config: Config,
         port: int,
         routes: Iterable[web.AbstractRouteDef],
+        clients: Clients,
         certificates: Certificates | None = None,
     ) -> None:
         self._host, self._port = config.bind_address, port
         self._certificates = certificates
-        self.connections = Connections(config)
+        self.connections = Connections(config, clients)
         self._max_head_bytes = config.http_max_header_bytes
         application = web.Application(middlewares=[self._watch])
         application.add_routes(routes)
@@ -41,7 +43,6 @@ class HttpServer:
         connections.log.addFilter(_is_server_error)
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
         self._listener: asyncio.Server | None = None
-        self._sweep: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Serve, and return the port; StartError if it is taken."""
@@ -53,7 +54,6 @@ class HttpServer:
         except OSError as error:
             await self._runner.cleanup()
             raise StartError(f"cannot listen for HTTP: {str(error.strerror).lower()}") from error
-        self._sweep = asyncio.create_task(self.connections.sweep_forever())
         port: int = listener.getsockname()[1]
         return port
 
@@ -75,22 +75,19 @@ class HttpServer:
         """Close the port and every connection."""
         if self._listener is not None:
             self._listener.close()
-        if self._sweep is not None:
-            self._sweep.cancel()
         await self._runner.cleanup()
 
     @web.middleware
     async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse too large a head; say when the connection waits for the next request."""
-        try:
-            if sum(len(name) + len(value) for name, value in request.raw_headers) > self._max_head_bytes:
-                return web.Response(status=431)
-            return await handler(request)
-        except web.HTTPException as error:  # aiohttp's own
-            error.__traceback__ = None  # which knows the request, which knows the error
-            return web.Response(status=error.status, headers=error.headers, body=error.body)
-        finally:
-            self.connections.answered(Connection.of(request))
+        """Refuse too large a head; say while the request is answered."""
+        with Connection.of(request).answering():
+            try:
+                if sum(len(name) + len(value) for name, value in request.raw_headers) > self._max_head_bytes:
+                    return web.Response(status=431)
+                return await handler(request)
+            except web.HTTPException as error:  # aiohttp's own
+                error.__traceback__ = None  # which knows the request, which knows the error
+                return web.Response(status=error.status, headers=error.headers, body=error.body)
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:

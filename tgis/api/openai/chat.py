@@ -28,7 +28,6 @@ from tgis.api.openai.bodies import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
-    ChatLogprobs,
     ChunkChoice,
     Delta,
     ToolCallDelta,
@@ -50,8 +49,8 @@ from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.errors import InvalidRequest
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.chat_template import ChatTemplate, TemplateError
+from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import RequestOutput
-from tgis.utils.slices import Slicer
 
 _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
 
@@ -90,10 +89,15 @@ class ChatCompletions:
         answer, usage = Answer.of("chatcmpl-", request.body, request.model), UsageCounter(len(outputs))
         for output in outputs:
             usage.count(output)
-        choices = [await self._choice(call, request, output) for output in outputs]
-        body = ChatCompletion(answer.id, answer.created, answer.model, choices, usage.usage(), FINGERPRINT)
+
+        def make_body() -> bytes:
+            choices = [_choice(call.generator.token_decoder, request, output) for output in outputs]
+            body = ChatCompletion(answer.id, answer.created, answer.model, choices, usage.usage(), FINGERPRINT)
+            return msgspec.json.encode(body)
+
+        body = await call.run(sum(output.conversion_cost for output in outputs), make_body)
         headers = call.compute_headers(request.generate_call.texts)
-        return json_response(body, headers | timing_headers(outputs, body.usage.prompt_tokens))
+        return json_response(body, headers | timing_headers(outputs, usage.usage().prompt_tokens))
 
     async def _read(self, call: HttpCall) -> _Request:
         body = await call.body(ChatCompletionRequest)
@@ -106,42 +110,26 @@ class ChatCompletions:
         if form and choice.needs_grammar:
             special_token_id = call.generator.token_decoder.tokenizer.special_token_id
             params = replace(params, grammar=ToolGrammar(form, special_token_id).spec(choice))
-        text = await self.prompt(body, call.generator.slicer)
+        text = await self.prompt(body)
         adapter = await self._models.adapter(body.model)
         generate_call = make_call(call, params, [text], ["messages"], n, adapter, stream=bool(body.stream))
         return _Request(body, generate_call, adapter or self._models.names[0], form)
 
-    async def prompt(self, body: ChatCompletionRequest, slicer: Slicer) -> str:
+    async def prompt(self, body: ChatCompletionRequest) -> str:
         """The messages and tools in the model's chat template."""
         shown = ToolChoice.of(body).tools
         if self._template is None:
             raise TemplateError("messages", "the model has no chat template")
         if shown and not self._template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
-        messages, tools = template_messages(body.messages), template_tools(shown)
-        messages_made = [each async for some in slicer.slices(messages) for each in some]
-        tools_made = [each async for some in slicer.slices(tools) for each in some]
-        return await self._template.render(messages_made, tools_made or None, body.chat_template_kwargs)
+        messages, tools = template_messages(body.messages), list(template_tools(shown))
+        return await self._template.render(messages, tools or None, body.chat_template_kwargs)
 
     def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:
         """Of an output; calls that must be there come as plain JSON where the template has no format that is known."""
         if not choice.tools:
             return None
         return self._format or (LLAMA3 if choice.required else None)
-
-    async def _choice(self, call: HttpCall, request: _Request, output: RequestOutput) -> ChatChoice:
-        text, calls = output.text, []
-        if parser := request.parser():
-            pieces = _limited([*parser.add(output.text), *parser.finish()], request.body)
-            text, named = complete_calls(pieces)
-            calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
-        message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
-        logprobs = None
-        if request.body.logprobs:
-            texts, logprobs = TokenTexts(call.generator.token_decoder), ChatLogprobs([])
-            async for some in call.generator.slicer.slices(output.tokens, cost=output.details_per_token):
-                logprobs.content += texts.chat_logprobs(some).content
-        return ChatChoice(output.index, message, logprobs, finish_reason(output.stop_reason, len(calls)) or "stop")
 
     async def _stream(self, call: HttpCall, request: _Request) -> web.StreamResponse:
         events = call.event_stream(call.compute_headers(request.generate_call.texts))
@@ -158,6 +146,17 @@ class ChatCompletions:
             await events.send(_encoded_chunk(answer, [], usage, last=True))
         await events.send(DONE)
         return events.response
+
+
+def _choice(decoder: TokenDecoder, request: _Request, output: RequestOutput) -> ChatChoice:
+    text, calls = output.text, []
+    if parser := request.parser():
+        pieces = _limited([*parser.add(output.text), *parser.finish()], request.body)
+        text, named = complete_calls(pieces)
+        calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
+    message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
+    logprobs = TokenTexts(decoder).chat_logprobs(output.tokens) if request.body.logprobs else None
+    return ChatChoice(output.index, message, logprobs, finish_reason(output.stop_reason, len(calls)) or "stop")
 
 
 class StreamedChoice:

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import functools
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
@@ -91,15 +92,24 @@ async def _unary(
     usage = UsageCounter(generate_call.n)
     for output in outputs:
         usage.count(output)
-    echoed, choices = await _echoed(call, body, generate_call), []
-    for output in _chosen(outputs, generate_call.n, num_choices(body)):
-        prompt = echoed[output.index // num_choices(body)]
-        logprobs = await _logprobs(call, body, output) if body.logprobs is not None else None
-        reason = finish_reason(output.stop_reason)
-        choices.append(CompletionChoice(output.index, prompt + output.text, logprobs, reason))
-    completion = Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT, usage.usage())
+    echoed = await _echoed(call, body, generate_call)
+
+    def make_body() -> bytes:
+        choices = [
+            CompletionChoice(
+                output.index,
+                echoed[output.index // num_choices(body)] + output.text,
+                _logprobs(body, TokenTexts(call.generator.token_decoder), output),
+                finish_reason(output.stop_reason),
+            )
+            for output in _chosen(outputs, generate_call.n, num_choices(body))
+        ]
+        completion = Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT, usage.usage())
+        return msgspec.json.encode(completion)
+
+    data = await call.run(sum(output.conversion_cost for output in outputs), make_body)
     headers = call.compute_headers(generate_call.texts)
-    return json_response(completion, headers | timing_headers(outputs, usage.usage().prompt_tokens, compute_time=False))
+    return json_response(data, headers | timing_headers(outputs, usage.usage().prompt_tokens, compute_time=False))
 
 
 def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:
@@ -111,26 +121,22 @@ def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[Reque
     return [replace(output, index=index) for index, output in enumerate(best)]
 
 
-async def _logprobs(call: HttpCall, body: CompletionRequest, output: RequestOutput) -> CompletionLogprobs:
-    found = _no_logprobs(body)
-    await _add_logprobs(found, call, TokenTexts(call.generator.token_decoder), output)
-    return found
+def _logprobs(body: CompletionRequest, texts: TokenTexts, output: RequestOutput) -> CompletionLogprobs | None:
+    """The logprobs of the prompt, if they are asked for, and of what is new."""
+    if body.logprobs is None:
+        return None
+    return texts.completion_logprobs(chain(output.input_tokens, output.tokens), with_top=bool(body.logprobs))
 
 
-def _no_logprobs(body: CompletionRequest) -> CompletionLogprobs:
-    return CompletionLogprobs([], [], [], [] if body.logprobs else None)
-
-
-async def _add_logprobs(found: CompletionLogprobs, call: HttpCall, texts: TokenTexts, output: RequestOutput) -> None:
-    """Those of the prompt, if there are some, and of what is new."""
-    infos, with_top = chain(output.input_tokens, output.tokens), found.top_logprobs is not None
-    async for some in call.generator.slicer.slices(infos, cost=output.details_per_token):
-        more = texts.completion_logprobs(some, with_top=with_top)
-        found.text_offset += more.text_offset
-        found.tokens += more.tokens
-        found.token_logprobs += more.token_logprobs
-        if found.top_logprobs is not None:
-            found.top_logprobs += more.top_logprobs or []
+def _joined(first: CompletionLogprobs | None, more: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    if first is None or more is None:
+        return more
+    first.text_offset += more.text_offset
+    first.tokens += more.tokens
+    first.token_logprobs += more.token_logprobs
+    if first.top_logprobs is not None:
+        first.top_logprobs += more.top_logprobs or []
+    return first
 
 
 async def _stream(
@@ -141,18 +147,18 @@ async def _stream(
     count = len(generate_call.texts) * n
     to_echo: dict[int, str] | None = None  # by output
     texts = [TokenTexts(call.generator.token_decoder) for _ in range(count)]
-    pending = [_no_logprobs(body) for _ in range(count)]
+    pending: list[CompletionLogprobs | None] = [None] * count  # of messages before the first token
     async with aclosing(call.generator.stream(generate_call)) as outputs:
         async for output in outputs:
             if to_echo is None:  # the first message: the prompts are valid
                 to_echo = dict(enumerate(each for each in await _echoed(call, body, generate_call) for _ in range(n)))
             usage.count(output)
-            if body.logprobs is not None:
-                await _add_logprobs(pending[output.index], call, texts[output.index], output)
+            convert = functools.partial(_logprobs, body, texts[output.index], output)
+            logprobs = _joined(pending[output.index], await call.run(output.conversion_cost, convert))
             if not output.generated_token_count and not output.stop_reason:
+                pending[output.index] = logprobs
                 continue  # before the first token
-            logprobs = pending[output.index] if body.logprobs is not None else None
-            pending[output.index] = _no_logprobs(body)
+            pending[output.index] = None
             text = to_echo.pop(output.index, "") + output.text
             choice = CompletionChoice(output.index, text, logprobs, finish_reason(output.stop_reason))
             await events.send(_encoded_chunk(answer, [choice], usage, last=False))

@@ -8,15 +8,15 @@ from tgis.api.openai.bodies import ChatMessage, ContentPart, Tool, ToolCall
 from tgis.errors import InvalidRequest
 
 
-def template_messages(messages: list[ChatMessage]) -> Iterator[dict[str, Any]]:
-    """Without what is null: templates expect it to be absent. Each is made when it is read: there may be many."""
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages without what is null: templates expect it to be absent."""
     if not messages:
         raise InvalidRequest("messages", "messages cannot be empty")
-    return (_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def template_tools(tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
-    """Likewise; schemas may be large and are not copied."""
+    """The tools without what is null; schemas may be large and are not copied."""
     for tool in tools:
         function = tool.function
         found = {"name": function.name, "description": function.description, "parameters": function.parameters}

@@ -2,9 +2,8 @@
 
 import math
 import struct
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -24,11 +23,9 @@ from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import FaceRules, RawParams
-from tgis.frontend.tokenizer import reply_too_large
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.grammars import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
-from tgis.utils.slices import Slicer
 
 MAX_STOP_SEQUENCE_BYTES = 1000
 _SLICED_ROOM = 1024  # more new tokens than this need not fit behind the input
@@ -131,18 +128,17 @@ class TokenConverter:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-async def sequence(output: RequestOutput, given: GenerateParameters, generator: Generator, text: str) -> BestOfSequence:
+def sequence(output: RequestOutput, given: GenerateParameters, generator: Generator, text: str) -> BestOfSequence:
     """A whole output with its details."""
-    convert, slicer, cost = TokenConverter(generator), generator.slicer, output.details_per_token
-    prefill = await _encoded(_prefill(output, given, generator), convert.prefill_token, slicer, cost)
+    convert = TokenConverter(generator)
     return BestOfSequence(
         generated_text=text,
         finish_reason=finish_reason(output, output.input_token_count, given, generator.server_info.limits),
         generated_tokens=output.generated_token_count,
         seed=output.seed if given.samples else None,
-        prefill=prefill,
-        tokens=await _encoded(output.tokens, convert.token, slicer),
-        top_tokens=await _encoded(output.tokens, convert.top_tokens, slicer, cost) if given.top_n_tokens else UNSET,
+        prefill=[convert.prefill_token(info) for info in _prefill(output, given, generator)],
+        tokens=[convert.token(info) for info in output.tokens],
+        top_tokens=[convert.top_tokens(info) for info in output.tokens] if given.top_n_tokens else UNSET,
     )
 
 
@@ -161,19 +157,12 @@ def stream_details(
     return StreamDetails(reason, output.generated_token_count, output.seed if given.samples else None, num_input_tokens)
 
 
-def min_simple_token_bytes(start: int) -> int:
-    """Of a token that begins at this byte, or later."""
-    return len(msgspec.json.encode(SimpleToken(0, "", start, start)))
-
-
-async def simple_tokens(text: bytes, result: TokenizeResult, slicer: Slicer, max_bytes: int) -> Sequence[SimpleToken]:
-    """`text` in UTF-8, of which a token may be a part that is no text; InvalidRequest if they have more bytes."""
-
-    def convert(token: tuple[int, tuple[int, int]]) -> SimpleToken:
-        id_, (start, stop) = token
-        return SimpleToken(id_, text[start:stop].decode(errors="replace"), start, stop)
-
-    return await _encoded(zip(result.ids, result.offsets, strict=True), convert, slicer, max_bytes=max_bytes)
+def simple_tokens(text: bytes, result: TokenizeResult) -> list[SimpleToken]:
+    """The tokens of `text` in UTF-8, of which a token may be a part that is no text."""
+    return [
+        SimpleToken(id_, text[start:stop].decode(errors="replace"), start, stop)
+        for id_, (start, stop) in zip(result.ids, result.offsets, strict=True)
+    ]
 
 
 def json_float(value: float) -> float | None:
@@ -183,16 +172,3 @@ def json_float(value: float) -> float | None:
     single = _SINGLE.pack(value)
     (value,) = _SINGLE.unpack(single)  # the digits of a number between two of them may be those of the other
     return next(short for digits in range(6, 10) if _SINGLE.pack(short := float(f"{value:.{digits}g}")) == single)
-
-
-async def _encoded(
-    items: Iterable[T], convert: Callable[[T], J], slicer: Slicer, cost: int = 1, max_bytes: int = sys.maxsize
-) -> Sequence[J]:
-    """A list that is JSON already: there may be many items, and an iteration of the loop does only some."""
-    parts, num_bytes = list[bytes](), 0
-    async for some in slicer.slices(items, cost):
-        parts.append(msgspec.json.encode([convert(item) for item in some])[1:-1])
-        num_bytes += len(parts[-1])
-        if num_bytes > max_bytes:
-            raise reply_too_large(max_bytes)
-    return cast("Sequence[J]", msgspec.Raw(b"[" + b",".join(parts) + b"]"))

@@ -1,5 +1,6 @@
 """TGI's routes: each reads its body, runs the Generator, and writes what comes."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -35,10 +36,11 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import Generator
 from tgis.frontend.output import RequestOutput, TokenInfo, best_first
-from tgis.frontend.tokenizer import ReplyLimit
+from tgis.frontend.tokenizer import reply_too_large
 
 Headers = Mapping[str, str]
 
+_MIN_TOKEN_BYTES = len(msgspec.json.encode(SimpleToken(0, "", 0, 0)))
 _REPLY_BYTES = 4  # of a tokenized text, for each that a body may have: the event loop copies a reply in one piece
 
 
@@ -79,8 +81,8 @@ class TgiApi:
             request.parameters.return_full_text = True
         if request.stream:
             return await self._stream(call, request)
-        answer, headers = await self._answer(call, request)
-        return json_response([answer], headers)
+        data, headers = await self._answer(call, request)
+        return json_response(b"[" + data + b"]", headers)
 
     async def _generate(self, call: HttpCall) -> web.StreamResponse:
         return json_response(*await self._answer(call, await call.body(GenerateRequest)))
@@ -88,7 +90,7 @@ class TgiApi:
     async def _generate_stream(self, call: HttpCall) -> web.StreamResponse:
         return await self._stream(call, await call.body(GenerateRequest))
 
-    async def _answer(self, call: HttpCall, request: GenerateRequest) -> tuple[GenerateResponse, Headers]:
+    async def _answer(self, call: HttpCall, request: GenerateRequest) -> tuple[bytes, Headers]:
         given = request.parameters
         best_of = given.best_of or 1
         wants_details = given.details or given.decoder_input_details
@@ -100,20 +102,9 @@ class TgiApi:
         headers = call.compute_headers([request.inputs])
         headers |= timing_headers([winner], winner.input_token_count)
         if not wants_details:
-            return GenerateResponse(_full_text(outputs[0], request)), headers
-        best, *others = [
-            await convert.sequence(output, given, call.generator, _full_text(output, request)) for output in outputs
-        ]
-        details = Details(
-            finish_reason=best.finish_reason,
-            generated_tokens=best.generated_tokens,
-            seed=best.seed,
-            prefill=best.prefill,
-            tokens=best.tokens,
-            best_of_sequences=others or UNSET,
-            top_tokens=best.top_tokens,
-        )
-        return GenerateResponse(best.generated_text, details), headers
+            return msgspec.json.encode(GenerateResponse(_full_text(winner, request))), headers
+        make_answer = functools.partial(_detailed_answer, outputs, request, call.generator)
+        return await call.run(sum(output.conversion_cost for output in outputs), make_answer), headers
 
     async def _stream(self, call: HttpCall, request: GenerateRequest) -> web.StreamResponse:
         generator = call.generator
@@ -163,10 +154,12 @@ class TgiApi:
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
         """Without the special tokens that the tokenizer adds: the template has them."""
-        text = await self._chat.prompt(await call.body(ChatCompletionRequest), call.generator.slicer)
-        return json_response(ChatTokenizeResponse(await self._tokens(call, text, add_special_tokens=False), text))
+        text = await self._chat.prompt(await call.body(ChatCompletionRequest))
+        tokens = await self._tokens(call, text, add_special_tokens=False)
+        return json_response(b'{"tokenizations":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}")
 
-    async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> Sequence[SimpleToken]:
+    async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> bytes:
+        """The tokens of a text, as JSON."""
         data, max_bytes = text.encode(), _REPLY_BYTES * self._config.payload_limit
         tokenize_call = TokenizeCall(
             texts=[text],
@@ -176,10 +169,13 @@ class TgiApi:
             return_tokens=True,
             return_offsets=True,
             add_special_tokens=add_special_tokens,
-            reply=ReplyLimit(max_bytes, convert.min_simple_token_bytes),
+            max_tokens=max_bytes // _MIN_TOKEN_BYTES,
         )
         (result,) = await call.generator.tokenize(tokenize_call)
-        return await convert.simple_tokens(data, result, call.generator.slicer, max_bytes)
+        tokens = await call.run(len(result.ids), lambda: msgspec.json.encode(convert.simple_tokens(data, result)))
+        if len(tokens) > max_bytes:
+            raise reply_too_large(max_bytes)
+        return tokens
 
     async def _info(self, call: HttpCall) -> web.StreamResponse:
         server, config = call.generator.server_info, self._config
@@ -212,6 +208,22 @@ class TgiApi:
     def _limits(self, generator: Generator) -> RestLimits:
         config, length = self._config, generator.server_info.limits.max_sequence_length
         return RestLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
+
+
+def _detailed_answer(outputs: list[RequestOutput], request: GenerateRequest, generator: Generator) -> bytes:
+    best, *others = [
+        convert.sequence(output, request.parameters, generator, _full_text(output, request)) for output in outputs
+    ]
+    details = Details(
+        finish_reason=best.finish_reason,
+        generated_tokens=best.generated_tokens,
+        seed=best.seed,
+        prefill=best.prefill,
+        tokens=best.tokens,
+        best_of_sequences=others or UNSET,
+        top_tokens=best.top_tokens,
+    )
+    return msgspec.json.encode(GenerateResponse(best.generated_text, details))
 
 
 class _StreamWriter:

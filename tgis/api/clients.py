@@ -1,0 +1,272 @@
+"""Who is connected, what waits for whom, and what each client holds: for gRPC and HTTP alike.
+
+A client is who a caller has proven to be, or its address. Nobody waits for room: a call that finds none is refused.
+What waits for a client, to send or to read, holds memory; it is bounded in time and in number.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Protocol
+
+from tgis.config import Config
+from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
+
+log = logging.getLogger(__name__)
+
+MESSAGE_BYTE = 2  # bytes of memory for each of a message: received, and in a string
+MAX_UNREAD_BYTES = 64 << 20  # of outputs that are complete and have no place any more
+MAX_RECEIVING_BYTES = 256 << 20  # of messages that arrive slowly
+MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothing to say
+SLOW_SECONDS = 0.5
+_SWEEP_SECONDS = 0.1
+_PAUSE_SECONDS = 1.0  # a sweep that is later than this one follows a pause of this process
+_STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
+_QUIET_SECONDS = 0.25  # after the last call: another may be on its way
+
+
+class Waiter(Protocol):
+    """A call or connection that can wait for its client."""
+
+    client: str
+
+    def end(self, error: RequestError | None) -> None:
+        """End it with an error; with None at once, since the client does not read."""
+
+
+class Waiting:
+    """What waits for clients in one way, and how long and how many may."""
+
+    def __init__(
+        self,
+        late: str,
+        seconds: float,
+        crowd: str,
+        limit: int,
+        *,
+        crowd_seconds: float = SLOW_SECONDS,
+        told: bool = True,
+    ) -> None:
+        """After `seconds` each is ended. Of those that have waited for `crowd_seconds`, only `limit` may go on."""
+        self._late = ClientTimeout(f"{late} {seconds:g} s")
+        self._seconds = seconds
+        self._crowd = Overloaded(crowd)
+        self._limit = limit
+        self._crowd_seconds = crowd_seconds
+        self._told = told
+        self._since: dict[Waiter, float] = {}  # the oldest first
+
+    def add(self, waiter: Waiter) -> None:
+        self._since[waiter] = time.monotonic()
+
+    def remove(self, waiter: Waiter) -> bool:
+        """Return whether it has waited."""
+        return self._since.pop(waiter, None) is not None
+
+    def __contains__(self, waiter: Waiter) -> bool:
+        return waiter in self._since
+
+    @contextmanager
+    def entered(self, waiter: Waiter) -> Iterator[None]:
+        """Let it wait until the end of the block."""
+        self.add(waiter)
+        try:
+            yield
+        finally:
+            self.remove(waiter)
+
+    def longer_than(self, seconds: float) -> list[Waiter]:
+        """Those that have waited so long, the oldest first."""
+        since = time.monotonic() - seconds
+        return [waiter for waiter, began in takewhile(lambda item: item[1] <= since, self._since.items())]
+
+    def restart(self) -> None:
+        """Let all begin to wait now."""
+        self._since.update(dict.fromkeys(self._since, time.monotonic()))
+
+    def sweep(self) -> None:
+        """End those that have waited too long, and those that are too many."""
+        self._end(self.longer_than(self._seconds), self._late)
+        self._end(_too_many(self.longer_than(self._crowd_seconds), self._limit), self._crowd)
+
+    def _end(self, waiters: list[Waiter], error: RequestError) -> None:
+        for waiter in waiters:
+            self.remove(waiter)
+            waiter.end(error if self._told else None)
+        if waiters:
+            log.info("ended %d calls: %s", len(waiters), error.detail)
+
+
+class Clients:
+    """All clients of a server."""
+
+    def __init__(self, config: Config) -> None:
+        self._max_inputs = config.max_concurrent_requests
+        self._max_inputs_per_client = min(
+            config.max_concurrent_requests_per_client or self._max_inputs, self._max_inputs
+        )
+        self._max_memory = config.max_call_memory_mb << 20
+        self._max_memory_per_client = min(config.max_call_memory_mb_per_client << 20, self._max_memory)
+        self.inputs: Counter[bytes] = Counter()  # in flight, by client
+        self.memory: Counter[bytes] = Counter()  # bytes, by client
+        self.unread_bytes = 0
+        max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
+        self.connecting = Waiting(
+            "no request has arrived within", config.grpc_message_timeout_seconds,
+            "too many connections", config.http_max_connections,
+        )  # fmt: skip
+        self.sending = Waiting(
+            "the message has not arrived within", config.grpc_message_timeout_seconds,
+            "too many messages arrive slowly", max_receiving,
+        )  # fmt: skip
+        self.reading = Waiting(
+            "the client has not read for", config.stream_write_timeout_seconds,
+            f"more than {MAX_SLOW_CALLS} calls are not read", MAX_SLOW_CALLS, told=False,
+        )  # fmt: skip
+        self.idle = Waiting(
+            "nothing has happened for", float("inf"),
+            f"more than {MAX_SLOW_CALLS} calls watch health", MAX_SLOW_CALLS, crowd_seconds=0,
+        )  # fmt: skip
+        self._waiting = (self.connecting, self.sending, self.reading, self.idle)
+        self._served: set[Waiter] = set()  # the end of the server waits for them
+        self._last_end = 0.0
+
+    @contextmanager
+    def account(self, client: bytes) -> Iterator["Account"]:
+        """What one call holds; it is given back at the end of the block. An empty `client`: nobody knows which."""
+        account = Account(self, client)
+        try:
+            yield account
+        finally:
+            account.close()
+
+    def hold_memory(self, client: bytes, held: int, more: int) -> None:
+        """Count memory of a call that holds some already; InvalidRequest if it can never have more, else Overloaded."""
+        limit = self._max_memory_per_client
+        if held + more > limit:
+            raise InvalidRequest("", f"the call takes {held + more} bytes of memory, at most {limit} allowed")
+        _check(client, self.memory, more, limit, "calls of this client hold {} bytes")
+        _check(b"", self.memory, more, self._max_memory, "calls hold {} bytes")
+        self.memory[client] += more
+
+    def take_places(self, client: bytes, num_inputs: int) -> None:
+        """Count inputs in flight; Overloaded if there are too many."""
+        _check(b"", self.inputs, num_inputs, self._max_inputs, "{} inputs in flight")
+        _check(client, self.inputs, num_inputs, self._max_inputs_per_client, "{} inputs of this client in flight")
+        self.inputs[client] += num_inputs
+
+    def max_inputs(self, client: bytes) -> int:
+        """How many inputs one call can have at any time."""
+        return self._max_inputs_per_client if client else self._max_inputs
+
+    def started(self, call: Waiter) -> None:
+        """Let the end of the server wait for a call."""
+        self._served.add(call)
+
+    def finished(self, call: Waiter) -> None:
+        """Let the end of the server wait for it no longer."""
+        if call in self._served:
+            self._served.remove(call)
+            self._last_end = time.monotonic()
+
+    def forget(self, call: Waiter) -> None:
+        """The call has ended, or the connection is closed."""
+        for waiting in self._waiting:
+            waiting.remove(call)
+        self.finished(call)
+
+    async def wait_until_idle(self) -> None:
+        """Return when all calls have ended but those whose clients do not read."""
+        while self._is_active():
+            await asyncio.sleep(0.02)
+
+    def end_calls(self) -> None:
+        """End all calls at once."""
+        for call in list(self._served):
+            call.end(None)
+
+    def _is_active(self) -> bool:
+        stalled = self._served.intersection(self.reading.longer_than(_STALL_SECONDS))
+        return len(self._served) > len(stalled) or time.monotonic() - self._last_end < _QUIET_SECONDS
+
+    async def sweep_forever(self) -> None:
+        """End what waits for too long, and what is too much."""
+        while True:
+            due = time.monotonic() + _SWEEP_SECONDS
+            await asyncio.sleep(_SWEEP_SECONDS)
+            for waiting in self._waiting:
+                if time.monotonic() - due > _PAUSE_SECONDS:  # in which no client could go on
+                    waiting.restart()
+                waiting.sweep()
+
+
+class Account:
+    """What one call holds."""
+
+    def __init__(self, clients: Clients, client: bytes) -> None:
+        self.client = client
+        self._clients = clients
+        self._memory = 0
+        self._places = 0
+        self._unread_bytes = 0
+
+    @property
+    def max_inputs(self) -> int:
+        """How many inputs a call of this client can have at any time."""
+        return self._clients.max_inputs(self.client)
+
+    def charge(self, num_bytes: int) -> None:
+        """Hold more memory until the call ends; RequestError if there is not so much."""
+        self._clients.hold_memory(self.client, self._memory, num_bytes)
+        self._memory += num_bytes
+
+    def take_places(self, num_inputs: int) -> None:
+        """Hold places for inputs in flight; Overloaded if there are not so many."""
+        self._clients.take_places(self.client, num_inputs)
+        self._places = num_inputs
+
+    def output_complete(self, unread_bytes: int) -> None:
+        """Give the places back although the client has yet to read so much, unless too much is unread already."""
+        if self._clients.unread_bytes + unread_bytes <= MAX_UNREAD_BYTES:
+            self.give_back_places()
+            self._clients.unread_bytes += unread_bytes
+            self._unread_bytes = unread_bytes
+
+    def give_back_places(self) -> None:
+        """Hold no places any more."""
+        _subtract(self._clients.inputs, self.client, self._places)
+        self._clients.unread_bytes -= self._unread_bytes
+        self._places = self._unread_bytes = 0
+
+    def close(self) -> None:
+        """Hold nothing any more."""
+        self.give_back_places()
+        _subtract(self._clients.memory, self.client, self._memory)
+        self._memory = 0
+
+
+def _check(client: bytes, held: Counter[bytes], more: int, limit: int, text: str) -> None:
+    """Overloaded if this client, or all if it is empty, would hold more than the limit."""
+    now = held[client] if client else held.total()
+    if now + more > limit:
+        raise Overloaded(f"{text.format(now)}, at most {limit} allowed")
+
+
+def _subtract(counter: Counter[bytes], client: bytes, amount: int) -> None:
+    counter[client] -= amount
+    if not counter[client]:
+        del counter[client]
+
+
+def _too_many(waiters: list[Waiter], limit: int) -> list[Waiter]:
+    """Choose those to end so that `limit` remain: repeatedly the oldest one of the client with the most."""
+    rank = {}  # of each among those of its client, the newest first
+    counts: Counter[str] = Counter()
+    for waiter in reversed(waiters):
+        counts[waiter.client] += 1
+        rank[waiter] = counts[waiter.client]
+    return sorted(waiters, key=rank.__getitem__, reverse=True)[: max(len(waiters) - limit, 0)]

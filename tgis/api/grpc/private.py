@@ -1,0 +1,151 @@
+"""What needs private parts of grpcio: turns between connections, and one wake-up of the event loop for many events.
+
+Each has a plain fallback, the public server and uvloop's own loop, where a version of grpcio lacks a name.
+"""
+
+import asyncio
+import functools
+import logging
+import socket
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import grpc
+import uvloop
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
+
+from tgis.api.grpc.fair_queue import ARRIVING_SECONDS, FairQueue
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+NUM_ACCEPTS = 64  # calls that an iteration of the event loop takes from C-core
+_MAX_WAKE_UPS = 1 << 16  # more than the buffer can have
+_NAMES, _METHOD = ("AioServer", "_ServicerContext", "_RequestCallError"), "_request_call"
+_AioServer: Any = getattr(cygrpc, "AioServer", object)
+
+
+def make_server(
+    handlers: "Sequence[grpc.GenericRpcHandler[Any, Any]]",
+    interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]",
+    options: Sequence[tuple[str, int]],
+    queue: "FairQueue[Any]",
+) -> grpc.aio.Server:
+    """A server that takes calls from its connections in turns; create it inside the event loop.
+
+    C-core queues the calls of all connections in the order of their arrival, and grpc.aio takes one of them every few
+    iterations of the event loop: behind clients that flood the server, calls of others would wait for seconds.
+    """
+    handlers = [_RememberCreator(handler) for handler in handlers]
+    server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=options)
+    if hasattr(server, "_server") and all(hasattr(cygrpc, name) for name in _NAMES) and hasattr(_AioServer, _METHOD):
+        server._server = FairServer(handlers, interceptors, options, queue)
+    else:
+        log.warning("grpcio %s has changed: calls start in the order of their arrival", grpc.__version__)
+    return server
+
+
+creator: "ContextVar[weakref.ref[asyncio.Task[Any]] | None]" = ContextVar("creator", default=None)
+
+
+class _RememberCreator(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # the stubs make it generic
+    """Lets a handler know grpc.aio's task that has created its own; `GrpcCall.end` needs it."""
+
+    def __init__(self, handler: "grpc.GenericRpcHandler[Any, Any]") -> None:
+        self._handler = handler
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        task = asyncio.current_task()
+        creator.set(None if task is None else weakref.ref(task))
+        return self._handler.service(handler_call_details)
+
+
+class FairServer(_AioServer):  # type: ignore[misc]
+    """What `grpc.aio.server` wraps; grpc.aio asks it for one call after the other."""
+
+    def __init__(self, handlers: Any, interceptors: Any, options: Any, queue: FairQueue[Any]) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        super().__init__(self._event_loop, None, handlers, interceptors, options, None)
+        self._queue = queue
+        self._accepts: list[asyncio.Task[None]] = []
+        self._next: asyncio.Future[Any] | None = None  # while grpc.aio waits for it
+        self._retry: asyncio.TimerHandle | None = None
+        queue.on_ready = self._offer
+
+    def _make_request_call_future(self, _method: bytes | None) -> "asyncio.Future[Any]":
+        """In grpc.aio 1.80 and later."""
+        return self._next_call()
+
+    async def _request_call(self) -> Any:
+        """In earlier ones."""
+        return await self._next_call()
+
+    def _next_call(self) -> "asyncio.Future[Any]":
+        if not self._accepts:
+            self._accepts = [self._event_loop.create_task(self._accept_calls()) for _ in range(NUM_ACCEPTS)]
+        next_call = self._next = self._event_loop.create_future()
+        self._offer()
+        return next_call
+
+    def _offer(self) -> None:
+        """Give grpc.aio the call that it waits for, if one may start."""
+        if self._next is None or self._next.done():
+            return
+        if self._accepts[0].done():
+            self._next.set_exception(cygrpc._RequestCallError())  # what grpc.aio expects of a server that stops
+        elif (call := self._queue.take()) is not None:
+            waiting, self._next = self._next, None  # who holds a call keeps it open
+            waiting.set_result(call)
+        elif self._queue and self._retry is None:
+            self._retry = self._event_loop.call_later(ARRIVING_SECONDS, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        self._offer()
+
+    async def _accept_calls(self) -> None:
+        try:
+            while True:
+                self._accepted(await super()._request_call())  # in no variable: who holds a call keeps it open
+        except cygrpc._RequestCallError:  # the server stops
+            self._queue.clear()
+            self._event_loop.call_soon(self._offer)
+        except Exception:
+            log.exception("one call fewer at a time is taken from C-core")
+
+    def _accepted(self, call: Any) -> None:
+        self._queue.add(cygrpc._ServicerContext(call, None, None, self._event_loop).peer(), call)
+
+
+class EventLoop(uvloop.Loop):
+    """uvloop's, which takes all wake-ups of gRPC at once.
+
+    A thread of gRPC sends the loop a byte for each event. The loop handles all events each time it is woken, but reads
+    one byte: of a few hundred events at once each would wake it again. Worse, the buffer of these bytes is then full,
+    the thread waits for room in it, and from then on an iteration of the loop gets one event.
+    """
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        handler = getattr(callback, "func", None)
+        if type(getattr(handler, "__self__", None)).__name__ == "PollerCompletionQueue":  # of grpc.aio
+            callback = functools.partial(_handle_all, fd, callback)
+        super().add_reader(fd, callback, *args)
+
+
+def _handle_all(wake_ups: socket.socket, handle: Callable[[], None]) -> None:
+    try:
+        num_unread = len(wake_ups.recv(_MAX_WAKE_UPS, socket.MSG_PEEK))
+    except BlockingIOError:  # it has been woken for what it has handled already
+        return
+    handle()  # reads one; if that raises, the others wake the loop for the events that are left
+    if num_unread > 1:
+        wake_ups.recv(num_unread - 1)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` with this loop."""
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        return runner.run(main)
