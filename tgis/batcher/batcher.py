@@ -11,7 +11,6 @@ from itertools import islice
 from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiting
 from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
-from tgis.batcher.fault_isolation import FaultIsolator
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
@@ -20,6 +19,7 @@ from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
+_MAX_SOLO_FAILURES = 2  # one may be an accident
 
 Scheduled = tuple[Sequence, int]  # and how many of its tokens the step computes
 
@@ -41,7 +41,7 @@ class Batcher:
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
         self._block_manager = BlockManager(limits) if limits.block_size else None
-        self._fault_isolator = FaultIsolator()
+        self._last_retry_group = 0
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
         self._last_wait_reason: tuple[WaitReason, float] | None = None  # and when
@@ -152,7 +152,7 @@ class Batcher:
             self._shrink_capacity(plan)
             failed = plan.seqs if len(self._running) == 1 else []
         else:
-            failed = self._fault_isolator.split(plan.seqs)
+            failed = self._split(plan.seqs)
         self.drop(failed)
         requeued = [seq for seq in plan.seqs if not seq.finished]
         self._remove_running(set(requeued).__contains__)
@@ -259,6 +259,20 @@ class Batcher:
         """The group that runs now, apart from all others; 0 is that of sequences in no failed step."""
         running = next((seq.retry_group for seq in self._running if seq.retry_group), 0)
         return running or (self._waiting.first.retry_group if self._waiting else 0)
+
+    def _split(self, seqs: list[Sequence]) -> list[Sequence]:
+        """A step of these sequences failed: retry them in halves, down to the one that breaks steps alone, which is
+        returned. A sequence that gets a token leaves its retry group.
+        """
+        middle = len(seqs) // 2
+        for half in (seqs[:middle], seqs[middle:]):
+            self._last_retry_group += 1
+            for seq in half:
+                seq.retry_group = self._last_retry_group
+        if len(seqs) > 1:
+            return []
+        seqs[0].solo_failures += 1
+        return seqs if seqs[0].solo_failures >= _MAX_SOLO_FAILURES else []
 
     def _free_slots(self) -> int:
         return self._limits.max_batch_size - len(self._running)
