@@ -29,11 +29,12 @@ from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import format_bytes, used_memory
 from tgis.engines.memory.model_size import check_model_fits
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)
 
+DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -47,6 +48,21 @@ class LoadedModelInfo:
     vocab_size: int  # width of the logits
     input_vocab_size: int  # ids of input tokens are below
     encoder_decoder: bool
+
+    def engine_info(self, engine: str, options: EngineOptions, device: torch.device, **others: Any) -> EngineInfo:
+        """What an engine says of itself before `warm_up` has found its token capacity."""
+        return EngineInfo(
+            engine=engine,
+            model_class=self.model_class,
+            device=str(device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            vocab_size=self.vocab_size,
+            input_vocab_size=self.input_vocab_size,
+            encoder_decoder=self.encoder_decoder,
+            max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
+            token_capacity=0,
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tgis.engines.padded.padding import padding_mask
+
 _COLUMN_STEP = 64  # columns allocated in advance
 
 
@@ -33,9 +35,7 @@ class PastKeyValues:
 
     def attention_mask(self, columns: int) -> Tensor:
         """Which of the leftmost `columns` are tokens of their row: bool [rows, columns]."""
-        lengths = torch.tensor(self.seq_lens)[:, None]
-        positions = torch.arange(columns)
-        return positions >= lengths.max() - lengths if self.left_padded else positions < lengths
+        return padding_mask(self.seq_lens, columns, left_padded=self.left_padded)
 
     def allocate(self, columns: int) -> list[Tensor]:
         """Contiguous uninitialized tensors of so many columns, in the spare memory if it is enough."""
@@ -133,17 +133,17 @@ class SubBatches:
             sub_batch.rows = [row if number == self.num_rows else number for number in sub_batch.rows]
         self._sub_batches = [sub_batch for sub_batch in self._sub_batches if sub_batch.rows]
 
-    def regroup(self, mixed_lengths: bool) -> list[SubBatch]:
+    def regroup(self, any_length: bool) -> list[SubBatch]:
         """As few sub-batches as possible: one if lengths can be mixed, else one for each length."""
         found = self._sub_batches
-        groups = group_by_length([sub_batch.self_attention.seq_lens[0] for sub_batch in found], mixed_lengths)
+        groups = group_by_length([sub_batch.self_attention.seq_lens[0] for sub_batch in found], any_length)
         self._sub_batches = [_merge([found[index] for index in group]) for group in groups]
         return self._sub_batches
 
 
-def group_by_length(seq_lens: list[int], mixed_lengths: bool) -> list[list[int]]:
+def group_by_length(seq_lens: list[int], any_length: bool) -> list[list[int]]:
     """Indices of sequences that can share a pass: all, or those of each length."""
-    if mixed_lengths:
+    if any_length:
         return [list(range(len(seq_lens)))]
     return [[index for index, own in enumerate(seq_lens) if own == length] for length in sorted(set(seq_lens))]
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tgis.engines.memory.profiler import KVCacheCost
+from tgis.engines.padded.padding import padding_mask
 
 _SPARE = 4  # over-allocate slots and columns by one in so many
 _COLUMN_STEP = 64
@@ -92,7 +93,8 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Move `rows` into new buffers of the view's size; everything else becomes zero."""
         self.keys = self.values = None  # or they would keep the old buffers alive
         for index, old in enumerate(self.buffers):
-            self.buffers[index] = self._reallocated(old, rows, source, target)
+            self.buffers[index] = self._allocate(old)
+            self.buffers[index][rows, :, target] = old[rows, :, source]
 
     def copy_row(self, source: int, target: int, columns: slice) -> None:
         for buffer in self.buffers:
@@ -110,11 +112,6 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         # Pages of its own are returned to the system at once: on the heap, growing buffers leave holes.
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
-
-    def _reallocated(self, old: Tensor, rows: slice, source: slice, target: slice) -> Tensor:
-        new = self._allocate(old)
-        new[rows, :, target] = old[rows, :, source]
-        return new
 
 
 class PaddedKVCache:
@@ -176,9 +173,8 @@ class PaddedKVCache:
             layer.refresh()
 
     def attention_mask(self, first: int, stop: int) -> Tensor:
-        """Which of the leftmost `stop` viewed columns are tokens of their row: bool [rows, stop]."""
-        lengths = torch.tensor(self.seq_lens[first:])
-        return torch.arange(stop) >= (int(lengths.max()) - lengths)[:, None]
+        """Which of the leftmost `stop` viewed columns are tokens of the rows from `first` on: bool [rows, stop]."""
+        return padding_mask(self.seq_lens[first:], stop, left_padded=True)
 
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
