@@ -37,11 +37,10 @@ class InFlightStep:
 
     def wait(self, prompt_logprobs: PromptLogprobs) -> tuple[StepResult, list[Sequence]]:
         """The result, and the sequences whose token is not the one that a next step was launched with."""
-        tables = self._pending.wait()
-        count = len(self.sampled.tables)
-        result = self.sampled.result(tables[:count])
-        result.prompt_logprobs = prompt_logprobs.finish(self.prompt_chunks, tables[count:])
-        return result, self.sampled.changed(tables[:count])
+        self._pending.wait()
+        result = self.sampled.result()
+        result.prompt_logprobs = prompt_logprobs.finish(self.prompt_chunks)
+        return result, self.sampled.changed()
 
 
 Launch = Callable[[StepPlan], InFlightStep]

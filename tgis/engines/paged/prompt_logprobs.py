@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.sampling.logprobs import (
-    HostTable,
-    LogprobTable,
-    first_prompt_logprobs,
-    prompt_logprob_table,
-    token_logprobs,
-)
+from tgis.engines.sampling.logprobs import LogprobTable, first_prompt_logprobs, prompt_logprob_table, token_logprobs
 from tgis.ipc.request import TokenLogprobs
 
 
@@ -39,16 +33,15 @@ class PromptLogprobs:
             _prompt_chunk(seq, count, logits[prompt_slices[seq.id]]) for seq, count in work if seq.id in prompt_slices
         ]
 
-    def finish(self, chunks: Iterable[PromptChunk], tables: Iterable[HostTable]) -> dict[int, list[TokenLogprobs]]:
-        """The logprobs of prompts that are done now, by request id; `tables` are those of the chunks that have one."""
-        done, on_host = {}, iter(tables)
+    def finish(self, chunks: Iterable[PromptChunk]) -> dict[int, list[TokenLogprobs]]:
+        """The logprobs of prompts that are done now, by request id; the chunks' tables are on the host."""
+        done = {}
         for chunk in chunks:
             seq, options = chunk.seq, chunk.seq.request.logprob_options
             if not seq.num_computed_tokens:
                 self._logprobs[seq.id] = [first_prompt_logprobs(options)]
             if chunk.table:
-                rows = next(on_host).rows
-                self._logprobs[seq.id] += [token_logprobs(row, options) for row in rows]
+                self._logprobs[seq.id] += [token_logprobs(row, options) for row in chunk.table.rows]
             else:
                 self._logprobs[seq.id] += [TokenLogprobs()] * chunk.num_targets
             if chunk.is_last:

@@ -83,7 +83,8 @@ class BatchSampler:
             step_metadata = to_device(self.prepare(seqs), torch.int64, self._device)
             newest = to_device([seq.tokens[-1] for seq in seqs], torch.int64, self._device)
             sampled = self.sample(logits, newest, step_metadata)
-            return sampled.result(PendingCopy(sampled.tables).wait())
+            PendingCopy(sampled.tables).wait()
+            return sampled.result()
 
     def invalidate(self) -> None:
         """Reuse nothing in the next step: a token that was on the device only has turned out to be another."""

@@ -6,7 +6,7 @@ waits for the device.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
@@ -33,7 +33,17 @@ def column(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
+class Rows:
+    """Tensors with a row for each of some sequences, and what they have in common."""
+
+    def take(self, rows: Tensor | slice) -> Self:
+        """The same for some of the rows."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return type(self)(*(each[rows] if isinstance(each, Tensor) else each for each in values))
+
+
+@dataclass(frozen=True, slots=True)
+class Filters(Rows):
     """Temperature and filters of some rows, each [b, 1]; None where no row has the filter."""
 
     temperature: Tensor  # float64; 1 for a greedy row
@@ -52,27 +62,18 @@ class Filters:
             _column_if_used([row.typical_p for row in params], 1.0, torch.float64, device),
         )
 
-    def take(self, rows: Tensor) -> "Filters":
-        """Those of some of the rows."""
-        filters = (self.top_k, self.top_p, self.typical_p)
-        return Filters(self.temperature[rows], *(None if each is None else each[rows] for each in filters))
-
 
 def _column_if_used(values: list[float], off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return column(values, dtype, device) if any(value != off for value in values) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Rows):
     """The scores of some rows after penalties, and what scales them."""
 
     values: Tensor  # [b, V] any float
     max_score: Tensor  # [b, 1] float32; not finite if the row is unusable
     temperature: Tensor  # [b, 1] float64
-
-    def take(self, rows: Tensor | slice) -> "Scores":
-        """Those of some of the rows."""
-        return Scores(self.values[rows], self.max_score[rows], self.temperature[rows])
 
     def row_blocks(self) -> list[slice]:
         """The rows in blocks whose intermediate results are of bounded size."""
@@ -93,7 +94,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxStats:
+class SoftmaxStats(Rows):
     """Statistics over the whole vocabulary, each [b, 1] float64; any number where nobody needs them."""
 
     mass: Tensor  # the sum of exp(logits)
@@ -118,10 +119,6 @@ class SoftmaxStats:
         blocks = [_mass_and_mean(scores.take(rows)) for rows in scores.row_blocks()]
         mass, mean = torch.cat(blocks).double().split(1, -1)
         return cls(mass, mass.log() - mean / mass)
-
-    def take(self, rows: Tensor) -> "SoftmaxStats":
-        """Those of some of the rows."""
-        return SoftmaxStats(self.mass[rows], self.entropy[rows])
 
 
 def _mass_and_mean(scores: Scores) -> Tensor:

@@ -7,12 +7,12 @@ state, logprob, rank, number of candidates, then the ids and the logprobs of the
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tgis.engines.sampling.logits_processors import Candidates, Scores, SoftmaxStats, column
+from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column
 from tgis.engines.transfers import Download
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
@@ -34,7 +34,7 @@ class RowState(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobRequest:
+class LogprobRequest(Rows):
     """What some rows ask for."""
 
     logprobs: bool  # whether any does
@@ -50,34 +50,32 @@ class LogprobRequest:
         logprobs, ranks = any(row.logprobs for row in rows), any(row.ranks for row in rows)
         return cls(logprobs, ranks, column(top_n, torch.int64, device), max_top)
 
-    def take(self, rows: Tensor) -> "LogprobRequest":
-        """That of some of the rows."""
-        return LogprobRequest(self.logprobs, self.ranks, self.top_n[rows], self.max_top)
-
 
 @dataclass(frozen=True, slots=True)
-class ChosenTokens:
+class ChosenTokens(Rows):
     """One token per row, each column [b, 1]."""
 
     token_ids: Tensor
     logprob: Tensor
     rank: Tensor
 
-    def take(self, rows: Tensor) -> "ChosenTokens":
-        """Those of some of the rows."""
-        return ChosenTokens(self.token_ids[rows], self.logprob[rows], self.rank[rows])
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogprobTable:
-    """A table of some rows on the device, and how to compute some of them again from more candidates."""
+    """A table of some rows on the device, how to compute some of them again from more candidates, and its copy on the
+    host once that has arrived.
+    """
 
     table: Tensor
     num_candidates: int = 0
     retry: Retry | None = None  # None where all rows are exact
+    rows: list[list[float]] = field(default_factory=list)  # on the host
+    changed: list[int] = field(default_factory=list)  # rows whose token is not the one on the device: it was inexact
 
-    def resolve(self, rows: list[list[float]]) -> list[int]:
-        """Replace inexact rows of the copy on the host until all are exact; returns those whose token has changed."""
+    def receive(self, numbers: list[float]) -> None:
+        """Take the copy, and replace inexact rows until all are exact."""
+        count, width = self.table.shape
+        rows = self.rows = [numbers[row * width : (row + 1) * width] for row in range(count)]
         first_tokens: dict[int, float] = {}
         num_candidates = self.num_candidates
         while inexact := [i for i, row in enumerate(rows) if row[1] == RowState.INEXACT]:
@@ -88,15 +86,7 @@ class LogprobTable:
             for i, row in zip(inexact, found, strict=True):
                 first_tokens.setdefault(i, rows[i][0])
                 rows[i] = row
-        return [i for i, token in first_tokens.items() if rows[i][0] != token]
-
-
-@dataclass(frozen=True, slots=True)
-class HostTable:
-    """A table on the host."""
-
-    rows: list[list[float]]
-    changed: list[int]  # rows that were inexact and whose token is not the one in the device's table
+        self.changed = [i for i, token in first_tokens.items() if rows[i][0] != token]
 
 
 class PendingCopy:
@@ -106,16 +96,13 @@ class PendingCopy:
         self._tables = tables
         self._download = Download(torch.cat([each.table.flatten() for each in tables])) if tables else None
 
-    def wait(self) -> list[HostTable]:
-        """Wait for the copy."""
-        numbers = self._download.wait() if self._download else []
-        on_host, start = [], 0
+    def wait(self) -> None:
+        """Wait for the copy; the tables have their rows then."""
+        numbers, start = self._download.wait() if self._download else [], 0
         for each in self._tables:
-            count, width = each.table.shape
-            rows = [numbers[start + i * width : start + (i + 1) * width] for i in range(count)]
-            on_host.append(HostTable(rows, each.resolve(rows)))
-            start += count * width
-        return on_host
+            end = start + each.table.numel()
+            each.receive(numbers[start:end])
+            start = end
 
 
 def initial_num_candidates(needed: int, vocab_size: int) -> int:
@@ -213,8 +200,9 @@ def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptio
     if not tokens or not options.wants_details:
         return [TokenLogprobs() for _ in tokens]
     with torch.inference_mode():
-        (on_host,) = PendingCopy([prompt_logprob_table(logits, tokens, options)]).wait()
-    return [token_logprobs(row, options) for row in on_host.rows]
+        table = prompt_logprob_table(logits, tokens, options)
+        PendingCopy([table]).wait()
+    return [token_logprobs(row, options) for row in table.rows]
 
 
 def prompt_logprob_table(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> LogprobTable:

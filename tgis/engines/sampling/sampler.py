@@ -15,7 +15,6 @@ from tgis.engines.sampling.draws import draw_filtered
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import (
-    HostTable,
     LogprobRequest,
     LogprobTable,
     RowState,
@@ -60,7 +59,7 @@ class SamplingGroup:
         self.indices = indices
         self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)  # the same
         self.penalties = Penalties(params, indices, eos)
-        self.constrained = _constrained_rows(seqs, indices, eos.device)
+        self.constrained = any(has_grammar(seqs[index]) for index in indices)
         self.filters = Filters.of(params, vocab_size, eos.device)
         self.logprob_request = LogprobRequest.of(options, vocab_size, eos.device)
         # Without top_k the filters of a row need the mass of the whole vocabulary.
@@ -74,12 +73,7 @@ class SamplingGroup:
             values = values if values.dtype == torch.float64 else values.float()
             self.penalties.apply(values, step.histories)
         if self.constrained and step.masks:
-            rows, mask_rows = self.constrained
-            forbidden = step.masks.forbidden[mask_rows]
-            if isinstance(rows, slice):
-                values.masked_fill_(forbidden, -torch.inf)
-            else:
-                values[rows] = values[rows].masked_fill_(forbidden, -torch.inf)
+            values.masked_fill_(step.masks.forbidden[self.selector], -torch.inf)
         return values
 
     def scores(self, step: StepInputs) -> Scores:
@@ -90,20 +84,6 @@ class SamplingGroup:
     def stats(self, scores: Scores) -> SoftmaxStats:
         """What logprobs of rows without filters need."""
         return SoftmaxStats.of(scores) if self.logprob_request.logprobs else SoftmaxStats.zeros(scores)
-
-
-def _constrained_rows(
-    seqs: list[Sequence], indices: list[int], device: torch.device
-) -> tuple[Tensor | slice, Tensor | slice] | None:
-    """Which rows of a group have a grammar, and their rows in the masks of the whole batch; None if no row has."""
-    mask_rows = {index: row for row, index in enumerate(i for i, seq in enumerate(seqs) if has_grammar(seq))}
-    rows = [row for row, index in enumerate(indices) if index in mask_rows]
-    if not rows:
-        return None
-    if len(rows) == len(seqs):
-        return slice(None), slice(None)  # the same
-    own_masks = [mask_rows[indices[row]] for row in rows]
-    return to_device(rows, torch.int64, device), to_device(own_masks, torch.int64, device)
 
 
 def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[SamplingGroup]:
@@ -135,10 +115,10 @@ class SampledTokens:
             token_ids[group.selector] = column
         return token_ids
 
-    def result(self, tables: list[HostTable]) -> StepResult:
-        """The result of the step, from the tables on the host."""
+    def result(self) -> StepResult:
+        """The result of the step, once the tables are on the host."""
         rows: dict[int, list[float]] = {}
-        for group, table in zip(self.groups, tables, strict=True):
+        for group, table in zip(self.groups, self.tables, strict=True):
             rows.update(zip(group.indices, table.rows, strict=True))
         options = [_logprob_options(seq) for seq in self.seqs]
         asked = any(own.wants_details for own in options)
@@ -155,9 +135,9 @@ class SampledTokens:
         result.failed |= {seq_id: (FailureKind.GRAMMAR, problem) for seq_id, problem in self.problems.items()}
         return result
 
-    def changed(self, tables: list[HostTable]) -> list[Sequence]:
+    def changed(self) -> list[Sequence]:
         """The sequences whose token is not the one of `token_ids`."""
-        pairs = zip(self.groups, tables, strict=True)
+        pairs = zip(self.groups, self.tables, strict=True)
         return [self.seqs[group.indices[row]] for group, table in pairs for row in table.changed]
 
 
