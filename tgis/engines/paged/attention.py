@@ -17,8 +17,7 @@ from transformers import AttentionInterface
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cuda import has_kernels
-from tgis.engines.kernels.cuda.trials import KernelTrials
+from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.kv_cache import PagedKVCache
@@ -44,7 +43,7 @@ class PagedAttention:
     def __init__(self, name: str, block_size: int, kernels: CpuKernels | None) -> None:
         self.name = name
         self._cpu_attention = CpuAttention(kernels) if kernels else None
-        self._trials = KernelTrials()
+        self._self_test = KernelSelfTest()
         self.runs_cpu_kernel = bool(kernels)  # in all layers so far
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
@@ -96,7 +95,7 @@ class PagedAttention:
         self.runs_cpu_kernel = False
         fast, plain = _select_backends(q, kv_cache, params), _TORCH_BACKENDS
         kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
-        run = partial(self._trials.run, kind)
+        run = partial(self._self_test.run, kind)
         run(fast.write, plain.write, lambda _: _slots(kv_cache, batch.slot_mapping), batch, k, v, kv_cache)
         decodes = q[: batch.num_decodes], kv_cache, params
         outputs = [run(fast.decode, plain.decode, torch.clone, batch, *decodes)] if batch.num_decodes else []

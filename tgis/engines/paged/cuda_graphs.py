@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cuda import is_fatal
+from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.self_check import verify_steps
 from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
@@ -135,11 +135,8 @@ class DecodeGraphs:
             try:
                 found = _verified(run, self._capture_graph)
             except (RuntimeError, Unsupported) as error:
-                if is_fatal(error):
-                    raise
                 self._capture_graph = None
-                reason = str(error).strip().splitlines()[0]
-                log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", reason)
+                log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", fallback_reason(error))
             else:
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
         return found

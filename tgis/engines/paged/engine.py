@@ -14,8 +14,8 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
-from tgis.engines.kernels.cuda import is_fatal
-from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, max_positions, select_device, select_kernels
+from tgis.engines.kernels.cuda.self_test import fallback_reason
+from tgis.engines.loading.loader import load_causal_lm, max_positions, model_info, select_device, select_kernels
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
@@ -47,7 +47,6 @@ from tgis.prompts.lora import LoraAdapter
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16  # tokens
-_DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step without decodes: more gain no throughput
 _MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not replayed: that alone is 1.5
 _MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # of the bank: on CPUs each column costs time
@@ -85,8 +84,8 @@ class PagedEngine:
         self._embed_tokens = self._model.get_input_embeddings()
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
         ops = select_ops(self._device, self._kernels)
-        self._vocab_size = int(self._model.get_output_embeddings().out_features)
-        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history, ops)
+        vocab_size = model_info(self._model).vocab_size
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history, ops)
         self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device, self._lora)
         if async_decode is None:
@@ -99,23 +98,16 @@ class PagedEngine:
         self.info = self._describe(lookahead=int(async_decode))
 
     def _describe(self, lookahead: int) -> EngineInfo:
-        kind = self._device.type
-        return EngineInfo(
-            engine="tgis_native",
-            model_class=type(self._model).__name__,
-            device=str(self._device),
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            vocab_size=self._vocab_size,
-            encoder_decoder=False,
+        return model_info(self._model).engine_info(
+            "tgis_native",
+            self._options,
+            self._device,
             padded=False,
-            max_batch_size=self._options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[kind],
-            token_capacity=0,  # until `warm_up` has found it
-            max_prefill_tokens=_PREFILL_TOKENS[kind],
+            max_prefill_tokens=_PREFILL_TOKENS[self._device.type],
             block_size=self._block_size,
             lookahead=lookahead,
-            max_slowdown=_MAX_SLOWDOWN[kind],
+            max_slowdown=_MAX_SLOWDOWN[self._device.type],
             max_positions=max_positions(self._model),
-            input_vocab_size=input_vocab_size(self._model),
             embedding_size=self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0,
             lora_targets=self._lora.targets,
         )
@@ -205,7 +197,13 @@ class PagedEngine:
             self._compiled.enable()
             verify_steps("compiled", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            self._do_without_compiling(error)
+            text = f"PT2_COMPILE has no effect: {fallback_reason(error)}"
+            if self._compiled:
+                self._compiled.disable()
+            if self._options.compile:
+                warn(self._options, text)
+            else:
+                log.warning("%s", text)
         else:
             if adapter:
                 self._compile_lora(self._compiled, adapter, changed_logits)
@@ -219,21 +217,8 @@ class PagedEngine:
         try:
             verify_steps("compiled", self._dummy_logits(adapter), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            if is_fatal(error):
-                raise
             compiled.lora_is_eager = True
-            log.warning("passes with LoRA adapters are not compiled: %s", str(error).strip().splitlines()[0])
-
-    def _do_without_compiling(self, error: Exception) -> None:
-        if is_fatal(error):
-            raise error
-        if self._compiled:
-            self._compiled.disable()
-        text = f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}"
-        if self._options.compile:
-            warn(self._options, text)
-        else:
-            log.warning("%s", text)
+            log.warning("passes with LoRA adapters are not compiled: %s", fallback_reason(error))
 
     def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
@@ -245,10 +230,8 @@ class PagedEngine:
                 graphs.capture(capture, self._device)
             verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            if is_fatal(error):
-                raise
             self._graphs = None
-            log.warning("decode steps run without CUDA graphs: %s", str(error).strip().splitlines()[0])
+            log.warning("decode steps run without CUDA graphs: %s", fallback_reason(error))
 
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the scheduled tokens, or what is left to compute of them."""

@@ -51,18 +51,12 @@ class RecordedSteps:
         self._sequences[: batch.num_decodes, 2] = batch.seq_lens
         try:
             logits = self._run(batch.num_decodes, batch.adapters.version if batch.adapters else None)
-        except Unsupported as error:
-            self._disable(str(error))
-            return None
         except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
-            self._disable(repr(error))
+            self._enabled = False
+            self._steps.clear()
+            log.warning("decode steps are not recorded: %s", error if isinstance(error, Unsupported) else repr(error))
             return None
         return logits if batch.all_logits else logits[batch.logits_indices]
-
-    def _disable(self, reason: str) -> None:
-        self._enabled = False
-        self._steps.clear()
-        log.warning("decode steps are not recorded: %s", reason)
 
     def _run(self, count: int, adapters: int | None) -> Tensor:
         batch = self._inputs.batch(count, adapters)

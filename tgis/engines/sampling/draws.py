@@ -1,9 +1,10 @@
-"""Draws of tokens by exponential races.
+"""Draws of tokens by the Gumbel-max trick.
 
-Each token gets exponentially distributed noise E of its own, and the one with the least E / p is drawn: a token of
-probability p in a share p of all draws. E is a hash of the row's seed, the number of tokens generated so far, and the
-token's id: neighbours, order, batch size and restarts do not matter. Rounding changes a draw only at a near tie; on a
-walk along the cumulative sum it would move every boundary between two tokens.
+Each token gets exponentially distributed noise E of its own, and the one with the least E / p is drawn, which is the
+one with the highest log(p) plus Gumbel noise -log(E): a token of probability p in a share p of all draws. E is a hash
+of the row's seed, the number of tokens generated so far, and the token's id: neighbours, order, batch size and restarts
+do not matter. Rounding changes a draw only at a near tie; on a walk along the cumulative sum it would move every
+boundary between two tokens.
 
 The hash is splitmix64: 64 bits take two multiplications, in C, PyTorch and Triton alike; those of Philox take ten. The
 noise is made from 52 of them, so that a token of p = 1e-12 still gets its share; from 24, none below 6e-8 would.
@@ -53,9 +54,9 @@ def exponential_noise(keys: Tensor, ids: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_()
 
 
-def race(logits: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
-    """The index [b, 1] of each row's winner; `logits` [b, C] float64, -inf for tokens that do not take part, whose ids
-    are `ids` [b, C] or [C]; `keys` [b, 1] int64.
+def gumbel_max(logits: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """The index [b, 1] that is drawn in each row of `logits` [b, C] float64, -inf for tokens that are left out. Their
+    ids are `ids` [b, C] or [C]; `keys` [b, 1] int64.
     """
     return (logits - exponential_noise(keys, ids).log_()).argmax(-1, keepdim=True)
 
@@ -64,7 +65,7 @@ def draw(scores: Scores, keys: Tensor) -> Tensor:
     """Token ids [b, 1] from the whole vocabulary; noise keys [b, 1]."""
     ids = torch.arange(scores.values.shape[1], device=keys.device)
     blocks = scores.row_blocks()
-    return torch.cat([race(scores.take(rows).scaled_logits(torch.float64), ids, keys[rows]) for rows in blocks])
+    return torch.cat([gumbel_max(scores.take(rows).scaled_logits(torch.float64), ids, keys[rows]) for rows in blocks])
 
 
 def draw_filtered(
@@ -73,7 +74,7 @@ def draw_filtered(
     """The table of draws from what the filters keep of so many of the best tokens."""
     candidates = Candidates.of(scores, stats, num_candidates)
     candidates.filter(filters)
-    at = race(candidates.kept_logits(), candidates.ids, keys)
+    at = gumbel_max(candidates.kept_logits(), candidates.ids, keys)
     logit = candidates.logits.gather(1, at)
     rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
     chosen = ChosenTokens(candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank)

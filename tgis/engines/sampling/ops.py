@@ -8,11 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cpu.argmax import CpuArgmax
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.race import CpuRace
-from tgis.engines.kernels.cuda import has_kernels
-from tgis.engines.kernels.cuda.trials import KernelTrials
+from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
+from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.sampling.draws import draw, draw_filtered
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats, argmax_lowest_id
 from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_without_candidates
@@ -56,53 +54,52 @@ class SamplingOps:
 
 def select_ops(device: torch.device, kernels: CpuKernels | None) -> SamplingOps:
     if kernels is not None:
-        return SamplingOps(partial(_best_on_cpu, CpuArgmax(kernels)), partial(_draw_on_cpu, CpuRace(kernels)))
+        return SamplingOps(partial(_best_on_cpu, CpuArgmax(kernels)), partial(_draw_on_cpu, CpuGumbelMax(kernels)))
     if not has_kernels(device):
         return SamplingOps()
-    trials_of_draws = KernelTrials(_MAX_OTHER_DRAWS)
     return SamplingOps(
-        partial(_best_on_gpu, KernelTrials()),
-        partial(_draw_on_gpu, trials_of_draws),
-        partial(_draw_filtered_on_gpu, KernelTrials()),
+        partial(_best_on_gpu, KernelSelfTest()),
+        partial(_draw_on_gpu, KernelSelfTest(_MAX_OTHER_DRAWS)),
+        partial(_draw_filtered_on_gpu, KernelSelfTest()),
     )
 
 
 def _best_on_cpu(kernel: CpuArgmax, values: Tensor, *, details: bool) -> Tensor:
-    return (kernel if values.dtype in kernel.dtypes else best_tokens)(values, details=details)
+    return (kernel if values.dtype in kernel.functions else best_tokens)(values, details=details)
 
 
-def _draw_on_cpu(kernel: CpuRace, scores: Scores, keys: Tensor) -> Tensor:
-    if scores.values.dtype not in kernel.dtypes:
+def _draw_on_cpu(kernel: CpuGumbelMax, scores: Scores, keys: Tensor) -> Tensor:
+    if scores.values.dtype not in kernel.functions:
         return draw(scores, keys)
     return kernel(scores.values, scores.max_score, scores.temperature, keys)
 
 
-def _best_on_gpu(trials: KernelTrials, values: Tensor, *, details: bool) -> Tensor:
+def _best_on_gpu(self_test: KernelSelfTest, values: Tensor, *, details: bool) -> Tensor:
     if values.dtype == torch.float64:
         return best_tokens(values, details=details)
     plain = partial(best_tokens, details=False)
-    table = trials.run(values.dtype, _triton_best, plain, torch.Tensor.long, values)
+    table = self_test.run(values.dtype, _triton_best, plain, torch.Tensor.long, values)
     return _with_details(table, values) if details else table
 
 
 def _triton_best(values: Tensor) -> Tensor:
-    from tgis.engines.kernels.cuda.argmax import best_token_table  # noqa: PLC0415 - needs Triton, which CPUs lack
+    from tgis.engines.kernels.cuda.sampling import best_token_table  # noqa: PLC0415 - needs Triton, which CPUs lack
 
     return best_token_table(values)
 
 
-def _draw_on_gpu(trials: KernelTrials, scores: Scores, keys: Tensor) -> Tensor:
-    return trials.run(scores.values.dtype, _triton_draw, draw, torch.clone, scores, keys)
+def _draw_on_gpu(self_test: KernelSelfTest, scores: Scores, keys: Tensor) -> Tensor:
+    return self_test.run(scores.values.dtype, _triton_draw, draw, torch.clone, scores, keys)
 
 
 def _triton_draw(scores: Scores, keys: Tensor) -> Tensor:
-    from tgis.engines.kernels.cuda.race import race_winners  # noqa: PLC0415 - as above
+    from tgis.engines.kernels.cuda.sampling import gumbel_max  # noqa: PLC0415 - as above
 
-    return race_winners(scores.values, scores.max_score, scores.temperature, keys)
+    return gumbel_max(scores.values, scores.max_score, scores.temperature, keys)
 
 
 def _draw_filtered_on_gpu(
-    trials: KernelTrials,
+    self_test: KernelSelfTest,
     scores: Scores,
     stats: SoftmaxStats,
     filters: Filters,
@@ -115,15 +112,15 @@ def _draw_filtered_on_gpu(
     if is_double or filters.typical_p is not None or request.max_top > num_candidates:
         return draw_filtered(*arguments)
     kind = num_candidates, filters.top_k is None, filters.top_p is None
-    return trials.run(kind, _triton_draw_filtered, draw_filtered, torch.clone, *arguments)
+    return self_test.run(kind, _triton_draw_filtered, draw_filtered, torch.clone, *arguments)
 
 
 def _triton_draw_filtered(
     scores: Scores, stats: SoftmaxStats, filters: Filters, keys: Tensor, request: LogprobRequest, num_candidates: int
 ) -> Tensor:
-    from tgis.engines.kernels.cuda.filtered_race import filtered_race_table  # noqa: PLC0415 - as above
+    from tgis.engines.kernels.cuda.sampling import filtered_draw_table  # noqa: PLC0415 - as above
 
     values, ids = scores.values.topk(num_candidates)
     columns = scores.max_score, scores.temperature, stats.mass, keys, request.top_n
     filtering = filters.top_k, filters.top_p, request.max_top
-    return filtered_race_table((values.float(), ids), scores.values.shape[1], columns, *filtering)
+    return filtered_draw_table((values.float(), ids), scores.values.shape[1], columns, *filtering)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_SOURCES = ("argmax.c", "attention.c", "elementwise.c", "gemm.c", "gemm_amx.c", "race.c", "replay.c")
+_SOURCES = ("argmax.c", "attention.c", "elementwise.c", "gemm.c", "gemm_amx.c", "gumbel_max.c", "replay.c")
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 _TIMEOUT_SECONDS = 300.0
 

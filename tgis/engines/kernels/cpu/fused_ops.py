@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, linear, silu
 from transformers import PreTrainedModel
 
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 
-_DTYPES = (torch.float32, torch.bfloat16)
 _TOLERANCE = 1e-5  # relative to the largest number of a row
 _APPLY_ROTARY = "apply_rotary_pos_emb"  # as transformers' modelling files call it
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of it
@@ -33,7 +32,7 @@ _ApplyRotary = Callable[..., tuple[Tensor, Tensor]]
 
 def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
     """Replace norms, gated MLPs and rotary embeddings of a CPU model in place; how many modules were changed."""
-    if kernels is None or model.dtype not in _DTYPES:
+    if kernels is None or model.dtype not in DTYPES:
         return 0
     replaced = [*_replacements(model, kernels, _as_rms_norm), *_replacements(model, kernels, _as_gated_mlp)]
     for parent, name, module in replaced:
@@ -94,11 +93,11 @@ class GatedMlp(nn.Module):  # type: ignore[misc]
         self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
         argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
         self._plain = plain.forward
-        self._functions = {dtype: kernels.function("gated_activation", dtype, argtypes) for dtype in _DTYPES}
+        self._functions = kernels.functions("gated_activation", argtypes)
         self._is_gelu = int(activation == "gelu_tanh")
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             return self._plain(x)
         return self.down_proj(self._multiply(self.gate_proj(x), self.up_proj(x)))
 
@@ -118,7 +117,7 @@ class RotaryEmbedding:
     def __init__(self, kernels: CpuKernels) -> None:
         tensors, pointers = [ctypes.POINTER(_RotaryTensor)] * 2, [ctypes.c_void_p] * 2
         argtypes = tensors + pointers + [ctypes.c_int64] * 5
-        self._functions = {dtype: kernels.function("rotary_embedding", dtype, argtypes) for dtype in _DTYPES}
+        self._functions = kernels.functions("rotary_embedding", argtypes)
 
     def apply_or_fall_back(
         self, plain: _ApplyRotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -180,7 +179,7 @@ def _as_rms_norm(module: nn.Module, kernels: CpuKernels) -> RmsNorm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
-    if weight is None or len(parameters) != 1 or weight.ndim != 1 or weight.dtype not in _DTYPES:
+    if weight is None or len(parameters) != 1 or weight.ndim != 1 or weight.dtype not in DTYPES:
         return None
     if not isinstance(eps, float) or isinstance(weight, DTensor) or "forward" in vars(module):
         return None

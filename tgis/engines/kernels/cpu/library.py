@@ -33,6 +33,7 @@ _HERE = Path(__file__).parent
 _CPUINFO = Path("/proc/cpuinfo")
 _UNUSED_SECONDS = 30 * 24 * 3600
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
+DTYPES = tuple(_SUFFIXES)
 
 _AVX2 = frozenset({"avx2", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -75,6 +76,10 @@ class CpuKernels:
         function = self._library[f"{name}_{_SUFFIXES[dtype]}"]
         function.argtypes, function.restype = argtypes, restype
         return KernelFunction(function)
+
+    def functions(self, name: str, argtypes: list[Any], restype: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
+        """The function of this name for each dtype."""
+        return {dtype: self.function(name, dtype, argtypes, restype) for dtype in DTYPES}
 
 
 class KernelFunction:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
-from tgis.engines.kernels.cuda.online_softmax import LOG2_E, add_tile, attention_scores
+from tgis.engines.kernels.cuda.paged_prefill import LOG2_E, add_tile, attention_scores
 
 _NO_WINDOW = 2**31 - 1
 _MIN_DOT = 16  # smallest dimension of tl.dot
