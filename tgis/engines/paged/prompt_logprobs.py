@@ -1,4 +1,4 @@
-"""Logprobs of prompts that are computed in chunks, reported when a prompt is done."""
+"""Logprobs of prompts that are computed in chunks; they are reported when the prompt is done."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tgis.ipc.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """The prompt tokens of a sequence that a step predicts."""
+    """The prompt tokens of a sequence that one step predicts."""
 
     seq: Sequence
     num_targets: int
@@ -27,7 +27,7 @@ class PromptLogprobs:
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # by request id
 
     def start(self, plan: StepPlan, prompt_slices: dict[int, slice], logits: Tensor) -> list[PromptChunk]:
-        """The chunks of a plan, while they are on the device; `prompt_slices` of `logits` by request id."""
+        """The chunks of a plan, with tables on the device; `prompt_slices` are the slices of `logits` by request id."""
         work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         return [
             _prompt_chunk(seq, count, logits[prompt_slices[seq.id]]) for seq, count in work if seq.id in prompt_slices
@@ -49,7 +49,7 @@ class PromptLogprobs:
         return done
 
     def release(self, seqs: Iterable[Sequence]) -> None:
-        """Forget those of their unfinished prompts."""
+        """Forget the logprobs of unfinished prompts."""
         for seq in seqs:
             self._logprobs.pop(seq.id, None)
 

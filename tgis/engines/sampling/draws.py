@@ -25,11 +25,11 @@ _GOLDEN, _FACTOR_1, _FACTOR_2 = (
 )
 _UNIFORM_BITS = 52
 
-_Bits = TypeVar("_Bits", Tensor, NDArray[np.int64])  # 64 of them, whatever the sign
+_Bits = TypeVar("_Bits", Tensor, NDArray[np.int64])  # 64-bit integers, signed or not
 
 
 def _shift_right(bits: _Bits, count: int) -> _Bits:
-    """As of unsigned numbers."""
+    """Shift as if the numbers were unsigned."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -41,14 +41,14 @@ def _mix(bits: _Bits) -> _Bits:
 
 
 def noise_keys(seeds: NDArray[np.uint64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What splitmix64 starts from to make the noise of token 0, 1, ... in a step of a seed: output `steps` of another,
-    which starts at the mixed seed.
+    """The states from which splitmix64 makes the noise of tokens 0, 1, ... in a step. Each is output number `steps` of
+    another splitmix64 generator, which starts at the mixed seed.
     """
     return _mix(_mix(seeds.view(np.int64)) + (steps + 1) * _GOLDEN)
 
 
 def exponential_noise(keys: Tensor, ids: Tensor) -> Tensor:
-    """Float64 above 0, exponentially distributed, for each id of a token; `keys` and `ids` are broadcast."""
+    """Exponentially distributed float64 numbers above 0 for token ids; `keys` and `ids` are broadcast."""
     bits = _shift_right(_mix(keys + (ids + 1) * _GOLDEN), 64 - _UNIFORM_BITS)
     uniform = (bits.double() + 0.5) * 0.5**_UNIFORM_BITS
     return uniform.neg_().log1p_().neg_()
@@ -62,7 +62,7 @@ def gumbel_max(logits: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
 
 
 def draw(scores: Scores, keys: Tensor) -> Tensor:
-    """Token ids [b, 1] from the whole vocabulary; noise keys [b, 1]."""
+    """Draw token ids [b, 1] from the whole vocabulary with noise keys [b, 1]."""
     ids = torch.arange(scores.values.shape[1], device=keys.device)
     blocks = scores.row_blocks()
     return torch.cat([gumbel_max(scores.take(rows).scaled_logits(torch.float64), ids, keys[rows]) for rows in blocks])
@@ -71,7 +71,7 @@ def draw(scores: Scores, keys: Tensor) -> Tensor:
 def draw_filtered(
     scores: Scores, stats: SoftmaxStats, filters: Filters, keys: Tensor, request: LogprobRequest, num_candidates: int
 ) -> Tensor:
-    """The table of draws from what the filters keep of so many of the best tokens."""
+    """Draw from the tokens that the filters keep of the `num_candidates` best ones; returns the table of the draws."""
     candidates = Candidates.of(scores, stats, num_candidates)
     candidates.filter(filters)
     at = gumbel_max(candidates.kept_logits(), candidates.ids, keys)

@@ -1,7 +1,7 @@
-"""The tokens that grammars allow the rows of a batch next.
+"""Which tokens the grammars of a batch allow next.
 
-Masks are made on the host: with the one of the next token a step ends, if it is to be found out whether it is forced;
-else while a GPU still computes the logits.
+Masks are made on the host. Where a forced token may follow, the mask of the next token is made at the end of a step,
+otherwise while a GPU still computes the logits.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class GrammarMasks:
 
 
 def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:
-    """Take the tokens that a grammar forces after those of a step, without a pass for each."""
+    """Append the tokens that a grammar forces after those of a step, which then need no pass of the model each."""
     for seq, tokens in zip(seqs, result.tokens, strict=True):
         if tokens and has_grammar(seq) and not _wants_logprobs(seq):
             generated = seq.tokens[seq.prompt_length :] + tokens
@@ -66,7 +66,7 @@ def _wants_logprobs(seq: Sequence) -> bool:
 
 
 def _unpack(packed: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """The bits of each row, as bool."""
+    """Unpack the bits of each row to bool."""
     if device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little").view(np.bool_))
     on_device = to_device(packed, torch.uint8, device)

@@ -1,6 +1,6 @@
-"""What requests want to know about tokens: logprob, rank and the best candidates.
+"""Details of tokens that requests ask for: logprob, rank and the best candidates.
 
-Everything about some rows is one float64 table, so that a single transfer brings it from the device. Columns: token,
+All details of some rows are one float64 table, so that a single transfer brings it from the device. Columns: token,
 state, logprob, rank, number of candidates, then the ids and the logprobs of the best tokens.
 """
 
@@ -35,16 +35,16 @@ class RowState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest(Rows):
-    """What some rows ask for."""
+    """The details that some rows ask for."""
 
     logprobs: bool  # whether any does
     ranks: bool  # whether any does
     top_n: Tensor  # [b, 1] int64
-    max_top: int  # how many of the best tokens hold the reported candidates of every row
+    max_top: int  # length of a list of best tokens that holds the candidates to report of every row
 
     @classmethod
     def of(cls, rows: Sequence[LogprobOptions], vocab_size: int, device: torch.device) -> "LogprobRequest":
-        """The options of all rows as tensors."""
+        """What the options of these rows ask for together."""
         top_n = [min(row.top_n_tokens, vocab_size) for row in rows]
         max_top = min((_MAX_TIE_FACTOR + 1) * max(top_n), vocab_size)
         logprobs, ranks = any(row.logprobs for row in rows), any(row.ranks for row in rows)
@@ -106,20 +106,20 @@ class PendingCopy:
 
 
 def initial_num_candidates(needed: int, vocab_size: int) -> int:
-    """How many candidates to list at first to have `needed` of them and likely those that tie."""
+    """The length of the first list of candidates: enough for `needed` of them and probably those that tie."""
     count = -(-(needed + _TIE_MARGIN) // _MIN_CANDIDATES) * _MIN_CANDIDATES
     return min(count, _MAX_CANDIDATES, vocab_size)
 
 
 def table_without_candidates(max_score: Tensor, chosen: ChosenTokens) -> Tensor:
-    """The table of rows that ask for no candidates; `max_score` [b, 1]."""
+    """The table for rows that ask for no candidates; `max_score` [b, 1]."""
     return _concat_columns(chosen, _invalid_state(max_score), torch.zeros_like(chosen.token_ids))
 
 
 def table_with_candidates(
     max_score: Tensor, chosen: ChosenTokens, candidates: Candidates, request: LogprobRequest
 ) -> Tensor:
-    """The table of rows with their best tokens, of those that were kept."""
+    """The table for rows that ask for their best tokens among the kept candidates."""
     last = candidates.ids.shape[1] - 1
     count = candidates.kept.sum(-1, keepdim=True)
     first = candidates.kept.byte().argmax(-1, keepdim=True)
@@ -150,7 +150,7 @@ def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
 def logprob_table(
     scores: Scores, stats: SoftmaxStats, token_ids: Tensor, rank: Tensor, request: LogprobRequest
 ) -> LogprobTable:
-    """What is asked about `token_ids` [b, 1], in rows without filters."""
+    """The table of `token_ids` [b, 1] in rows without filters."""
     logit = (scores.values.gather(1, token_ids).double() - scores.max_score) / scores.temperature
     chosen = ChosenTokens(token_ids, logit - stats.mass.log(), rank)
 
@@ -168,7 +168,7 @@ def logprob_table(
 
 
 def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
-    """What `options` ask for, from a row of a table."""
+    """The details that `options` ask for, from a row of a table."""
     _, _, logprob, rank, num_top, *best = row
     half = len(best) // 2
     top = list(zip(map(int, best[:half]), best[half:], strict=True))[: int(num_top)]
@@ -180,7 +180,9 @@ def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
 
 
 def _top_candidates(best: list[tuple[int, float]], n: int, logprobs: bool) -> list[tuple[int, float]]:
-    """At most 4 n of `best`, those with the lowest ids; by logprob if it is asked for, else by id without it."""
+    """At most 4 n of `best`, preferring those with low ids; sorted by logprob, or by id where no logprobs are asked
+    for.
+    """
     by_id = sorted(best)[: _MAX_TIE_FACTOR * n]
     if not logprobs:
         return [(token, 0.0) for token, _ in by_id]
@@ -188,14 +190,14 @@ def _top_candidates(best: list[tuple[int, float]], n: int, logprobs: bool) -> li
 
 
 def first_prompt_logprobs(options: LogprobOptions) -> TokenLogprobs:
-    """Those of the first prompt token: nothing predicts it."""
+    """The logprobs of the first prompt token, which nothing predicts."""
     return TokenLogprobs(math.nan if options.logprobs else 0.0)
 
 
 def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> list[TokenLogprobs]:
-    """Those of prompt `tokens` [T], each of which the same row of `logits` [T, V] predicts.
+    """The logprobs of prompt `tokens` [T], each predicted by the same row of `logits` [T, V].
 
-    They are of the raw logits: no penalty, no temperature. Where these are not finite, the logprob is NaN.
+    They come from the raw logits, before penalties and temperature. Where these are not finite, the logprob is NaN.
     """
     if not tokens or not options.wants_details:
         return [TokenLogprobs() for _ in tokens]
@@ -206,7 +208,7 @@ def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptio
 
 
 def prompt_logprob_table(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> LogprobTable:
-    """The same while it is on the device."""
+    """The table of prompt `tokens` for `prompt_logprobs`, while it is on the device."""
     max_score, vocab_size = logits.amax(-1, keepdim=True).float(), logits.shape[1]
     scores = Scores(logits, max_score, torch.ones_like(max_score, dtype=torch.float64))
     targets = column(tokens, torch.int64, logits.device)

@@ -1,4 +1,4 @@
-"""What sampling computes over whole vocabularies, the fastest way on a device."""
+"""The operations of sampling over whole vocabularies, and the fastest implementation of each for a device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_w
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
 DrawFiltered = Callable[[Scores, SoftmaxStats, Filters, Tensor, LogprobRequest, int], Tensor]
 
-_MAX_OTHER_DRAWS = 0.02  # of tokens, which near ties may change
+_MAX_OTHER_DRAWS = 0.02  # share of tokens that near ties may change
 
 
 class BestTokens(Protocol):
-    """The table of the best tokens of `values` [b, V], of equal ones those of the lowest id."""
+    """Finds the best token of each row of `values` [b, V], of equal ones the lowest id."""
 
     def __call__(self, values: Tensor, *, details: bool) -> Tensor:
-        """Their logprobs and ranks are 0 unless `details` are wanted."""
+        """The table of the tokens; logprobs and ranks are 0 unless `details` are wanted."""
 
 
 def best_tokens(values: Tensor, *, details: bool) -> Tensor:
-    """In plain PyTorch."""
+    """`BestTokens` in plain PyTorch."""
     max_score, token_ids = argmax_lowest_id(values)
     zeros = torch.zeros_like(token_ids)
     table = table_without_candidates(max_score, ChosenTokens(token_ids, zeros, zeros))
@@ -37,7 +37,7 @@ def best_tokens(values: Tensor, *, details: bool) -> Tensor:
 
 
 def _with_details(table: Tensor, values: Tensor) -> Tensor:
-    """The same, with the logprobs and ranks of the best tokens."""
+    """The table with the logprobs and ranks of the best tokens filled in."""
     ones = torch.ones_like(table[:, :1])
     scores = Scores(values, values.gather(1, table[:, :1].long()).float(), ones)
     return torch.cat([table[:, :2], -SoftmaxStats.of(scores).mass.log(), ones, table[:, 4:]], -1)
@@ -45,7 +45,7 @@ def _with_details(table: Tensor, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """By default, in plain PyTorch."""
+    """The implementations in use; the defaults are plain PyTorch."""
 
     best_tokens: BestTokens = best_tokens
     draw: Draw = draw
