@@ -137,8 +137,8 @@ class DecodeGraphs:
             try:
                 found = _verified(run, self._capture_graph)
             except (RuntimeError, Unsupported) as error:
-                self._capture_graph = None
                 log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", fallback_reason(error))
+                self._capture_graph = None
             else:
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
         return found

@@ -217,8 +217,8 @@ class PagedEngine:
         try:
             verify_steps("compiled", self._dummy_logits(adapter), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            compiled.lora_is_eager = True
             log.warning("passes with LoRA adapters are not compiled: %s", fallback_reason(error))
+            compiled.lora_is_eager = True
 
     def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
@@ -230,8 +230,8 @@ class PagedEngine:
                 graphs.capture(capture, self._device)
             verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            self._graphs = None
             log.warning("decode steps run without CUDA graphs: %s", fallback_reason(error))
+            self._graphs = None
 
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the scheduled tokens, except those that a step in flight computes already."""
