@@ -40,8 +40,8 @@ class _WriteArgs(ctypes.Structure):
 
 class CpuAttention:
     """The kernels for caches `k_cache` [blocks, block size, K, D] and `v_cache` [blocks, block size, K, E], which are
-    contiguous and of the dtype of the queries, keys and values. Within a block, the numbers are not in this order but
-    in that of attention_tile.h.
+    contiguous and have the dtype of the queries, keys and values. The order of the numbers within a block is that of
+    attention_tile.h.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:

@@ -1,7 +1,7 @@
 """RMS norms, rotary embeddings and gated activations of transformers' models, each in one pass by elementwise.c.
 
-Models write these in many ways. What a module or function computes is therefore compared with the kernel's formula on
-random numbers, in float32 whatever the model's dtype, and only what agrees is replaced.
+Models write these in many ways. The output of a module or function is therefore compared with the kernel's formula on
+random numbers, in float32 for every dtype, and only where the two agree is it replaced.
 """
 
 import copy
@@ -23,7 +23,7 @@ from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 
 _TOLERANCE = 1e-5  # relative to the largest number of a row
 _APPLY_ROTARY = "apply_rotary_pos_emb"  # as transformers' modelling files call it
-_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of it
+_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of that function
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 
@@ -122,7 +122,7 @@ class RotaryEmbedding:
     def apply_or_fall_back(
         self, plain: _ApplyRotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """By `plain` where dtypes differ: some half-precision models keep their angles in float32."""
+        """Apply the kernel, or `plain` where dtypes differ: some half-precision models keep their angles in float32."""
         same_dtype = q.dtype == k.dtype == cos.dtype == sin.dtype
         return (self if same_dtype else plain)(q, k, cos, sin, unsqueeze_dim)
 
@@ -175,7 +175,7 @@ def _replacements(
 
 
 def _as_rms_norm(module: nn.Module, kernels: CpuKernels) -> RmsNorm | None:
-    """The same as the module, if that is an RMS norm."""
+    """A replacement for the module, if that is an RMS norm."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
@@ -188,7 +188,7 @@ def _as_rms_norm(module: nn.Module, kernels: CpuKernels) -> RmsNorm | None:
 
 
 def _computes_rms_norm(module: nn.Module, eps: float, offset: float) -> bool:
-    """Also where the mean is not 0, and where numbers are so small that eps matters."""
+    """Compare with the formula, also where the mean is not 0 and where numbers are so small that eps matters."""
     module = copy.deepcopy(module).float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, len(module.weight), generator=generator) + 1
@@ -202,7 +202,7 @@ def _computes_rms_norm(module: nn.Module, eps: float, offset: float) -> bool:
 
 
 def _as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:
-    """The same as the module, if that is one."""
+    """A replacement for the module, if that is a gated MLP."""
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names or "forward" in vars(module):
         return None
@@ -212,7 +212,7 @@ def _as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:
 
 
 def _computes_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor]) -> bool:
-    """Tried with small projections, of small and large numbers."""
+    """Compare with the formula for small projections, and small and large numbers."""
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (partial(linear, weight=weight) for weight in torch.randn(3, 8, 8, generator=generator))
     x = torch.randn(64, 8, generator=generator) * torch.logspace(-1, 2, 64)[:, None]
@@ -235,7 +235,7 @@ def _applies_rotary(module: nn.Module) -> bool:
 
 @cache
 def _computes_rotary(function: _ApplyRotary) -> bool:
-    """For whole heads, and for a part of each head if the function accepts that."""
+    """Compare with `_rotate_halves` for whole heads, and for a part of each head if the function accepts that."""
     if list(signature(function).parameters) != _PARAMETERS:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -246,7 +246,7 @@ def _computes_rotary(function: _ApplyRotary) -> bool:
 
 
 def _matches_rotate_halves(function: _ApplyRotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool | None:
-    """None if the function does not accept these shapes."""
+    """Whether the function rotates halves; None if it does not accept these shapes."""
     try:
         found = function(q, k, cos, sin)
     except RuntimeError:

@@ -84,7 +84,7 @@ def _prefill_attention(
     block_k: tl.constexpr,
     block_v: tl.constexpr,
 ) -> None:
-    """`block_m` queries of one chunk for one head; the last ones first, which see the most."""
+    """Compute `block_m` queries of one chunk for one head; the last queries, which see the most, start first."""
     head, chunk = tl.program_id(1), tl.program_id(2)
     chunk_start = tl.load(cu_seqlens + chunk)
     num_queries = tl.load(cu_seqlens + chunk + 1) - chunk_start

@@ -43,7 +43,7 @@ class KernelSelfTest:
     """Compares each kernel with PyTorch at its first use, for each kind of arguments that it is compiled for."""
 
     def __init__(self, max_other_integers: float = 0.0) -> None:
-        """A share of integers may differ, such as tokens that near ties decide."""
+        """`max_other_integers` is the share of integers that may differ, such as tokens that near ties decide."""
         self._max_other_integers = max_other_integers
         self._passed: dict[tuple[Callable[..., Any], Hashable], bool] = {}
 
@@ -55,7 +55,7 @@ class KernelSelfTest:
         outputs: Callable[[_Result], Tensor],
         *arguments: Any,
     ) -> _Result:
-        """What the kernel makes of the arguments, or else PyTorch; `outputs` of the results are compared."""
+        """Call the kernel, or PyTorch if the self-test fails, which compares `outputs` of both results."""
         if kernel is plain:
             return plain(*arguments)
         key = kernel, kind
@@ -68,7 +68,7 @@ class KernelSelfTest:
         return kernel(*arguments) if self._passed[key] else plain(*arguments)
 
     def _problem(self, kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> str | None:
-        """Why the kernel cannot be used; the device must have been fit before."""
+        """Why the kernel cannot be used; a fatal error, which it may have caused or not, is raised."""
         try:
             return _difference(kernel(), plain(), self._max_other_integers)
         except Exception as error:  # compilers raise anything
@@ -78,7 +78,7 @@ class KernelSelfTest:
 
 
 def _difference(found: Tensor, expected: Tensor, max_other_integers: float) -> str | None:
-    """How much the two differ, if that is more than rounding explains."""
+    """A description of the difference, if it is more than rounding explains."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if not found.is_floating_point():
