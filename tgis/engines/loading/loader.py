@@ -41,7 +41,7 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_a
 
 @dataclass(frozen=True, slots=True)
 class LoadedModelInfo:
-    """What a loaded model is."""
+    """Properties of a loaded model."""
 
     model_class: str
     dtype: torch.dtype
@@ -101,7 +101,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, ForwardSignature]:
-    """A decoder-only model, and what its forward takes."""
+    """Load a decoder-only model; also returns the arguments that its forward takes."""
     if load_config(options).is_encoder_decoder:
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
     model = load_model(options, device)
@@ -118,7 +118,7 @@ def model_info(model: PreTrainedModel) -> LoadedModelInfo:
 
 
 def max_positions(model: PreTrainedModel) -> int:
-    """How many tokens a sequence may have, where the model looks its positions up in a table."""
+    """The size of the model's table of positions; practically unlimited if it has none."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if not any(_POSITION_TABLE.search(name) for name, _ in tensors):
         return 1 << 40
@@ -126,7 +126,7 @@ def max_positions(model: PreTrainedModel) -> int:
 
 
 def input_vocab_size(model: PreTrainedModel) -> int:
-    """How many token ids have an embedding and, where an input has logprobs, a logit."""
+    """The number of token ids with an embedding and, in a decoder-only model, a logit."""
     if model.config.is_encoder_decoder:  # some have a vocabulary of their own for each part
         return int(model.get_encoder().get_input_embeddings().num_embeddings)
     return int(min(model.get_input_embeddings().num_embeddings, model.get_output_embeddings().out_features))

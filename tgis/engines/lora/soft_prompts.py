@@ -1,4 +1,4 @@
-"""Soft prompts in a forward pass: they replace the embeddings of placeholder tokens."""
+"""Soft prompts in a forward pass, where they replace the embeddings of placeholder tokens."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ def _find_decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutputs:
-    """What a decoder's pass needs of the encoder."""
+    """The encoder's outputs as a pass of the decoder takes them."""
 
     attention_mask: Tensor  # int64 [rows, columns]
     hidden_states: Tensor  # [rows, columns, H]; only the first pass reads them
@@ -80,7 +80,7 @@ class EncoderOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The graphs, and the names of their KV cache tensors without prefixes."""
+    """The graphs, and the names of their KV cache tensors, less the prefixes."""
 
     without_past: Session
     with_past: Session
@@ -135,7 +135,9 @@ class Decoder:
         return self._empty_past(self.cross_attention_names, seq_lens, left_padded=False)
 
     def run(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None = None) -> Tensor:
-        """Compute the next columns, ids [rows, columns], of sequences that are in `past`, which grows; the logits."""
+        """Compute the next columns, ids [rows, columns], of the sequences in `past`, which grows; returns the
+        logits.
+        """
         is_first = past.columns == 0
         session = self.without_past if is_first else self.with_past
         grown = past.allocate(past.columns + ids.shape[1])

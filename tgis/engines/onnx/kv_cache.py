@@ -1,7 +1,7 @@
 """The KV cache of ONNX graphs, whose passes read one tensor and write another that is longer.
 
-Tensors are rectangular: shorter sequences have padding on the side that the mask hides. Sequences that can share a
-pass are a sub-batch; which ones can, the model knows.
+Tensors are rectangular: shorter sequences have padding on the side that the mask hides. Sequences that share a pass are
+a sub-batch; the model says whether sequences of different lengths can.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class PastKeyValues:
     seq_lens: list[int]
     tensors: list[Tensor]  # contiguous
     left_padded: bool
-    spare: list[Tensor] = field(default_factory=list)  # tensors of before the last pass, for the next one to write
+    spare: list[Tensor] = field(default_factory=list)  # the tensors before the last pass, which the next one overwrites
 
     @property
     def columns(self) -> int:
@@ -38,16 +38,16 @@ class PastKeyValues:
         return padding_mask(self.seq_lens, columns, left_padded=self.left_padded)
 
     def allocate(self, columns: int) -> list[Tensor]:
-        """Contiguous uninitialized tensors of so many columns, in the spare memory if it is enough."""
+        """Contiguous uninitialized tensors with `columns`, in the spare memory if it is large enough."""
         self.spare = self.spare or [tensor.new_empty(0) for tensor in self.tensors]
         return [_allocate(old, tensor, columns) for old, tensor in zip(self.spare, self.tensors, strict=True)]
 
     def swap(self, tensors: list[Tensor]) -> None:
-        """Take what a pass has written; the old tensors become spare."""
+        """Take the tensors that a pass has written; the old ones become spare."""
         self.tensors, self.spare = tensors, self.tensors
 
     def remove(self, index: int) -> None:
-        """The last sequence takes the index of the removed one."""
+        """Remove a sequence; the last one takes its index."""
         self.seq_lens[index] = self.seq_lens[-1]
         self.seq_lens.pop()
         for tensor in self.tensors:
@@ -62,7 +62,7 @@ class PastKeyValues:
             self.swap([_contiguous(tensor[:, :, kept]) for tensor in self.tensors])
 
     def merge(self, others: list["PastKeyValues"]) -> None:
-        """Append the sequences of others."""
+        """Append the sequences of other caches."""
         caches = [self, *others]
         for cache in caches:
             cache.trim()
@@ -134,7 +134,7 @@ class SubBatches:
         self._sub_batches = [sub_batch for sub_batch in self._sub_batches if sub_batch.rows]
 
     def regroup(self, any_length: bool) -> list[SubBatch]:
-        """As few sub-batches as possible: one if lengths can be mixed, else one for each length."""
+        """Merge sub-batches: into one if it may have any length, else into one for each length."""
         found = self._sub_batches
         groups = group_by_length([sub_batch.self_attention.seq_lens[0] for sub_batch in found], any_length)
         self._sub_batches = [_merge([found[index] for index in group]) for group in groups]
@@ -156,7 +156,7 @@ def _merge(group: list[SubBatch]) -> SubBatch:
 
 
 def _allocate(old: Tensor, like: Tensor, columns: int) -> Tensor:
-    """[rows, heads, columns, head size] as `like`, in the memory of `old` if it is enough."""
+    """A tensor [rows, heads, columns, head size] like `like`, in the memory of `old` if that is large enough."""
     rows, heads, _, size = like.shape
     needed = rows * heads * columns * size
     if old.untyped_storage().nbytes() < needed * like.element_size():

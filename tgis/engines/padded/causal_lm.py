@@ -45,7 +45,7 @@ class CausalLM:
         return self._cache.allocated_bytes
 
     def token_history(self, seq: Sequence) -> list[int]:
-        """Input and generated tokens, without the soft prompt."""
+        """Input and generated tokens; placeholders of a soft prompt are left out."""
         return seq.tokens[seq.request.soft_prompt_length :]
 
     def clear(self) -> None:
@@ -80,7 +80,7 @@ class CausalLM:
     def _forward(
         self, ids: Tensor, first_row: int, width: int, logits_to_keep: int, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """One pass for the rows from `first_row` on: ids [rows, columns], the last of `width` columns; logits.
+        """The logits of one pass for the rows from `first_row` on, ids [rows, columns] in the last of `width` columns.
 
         `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.
         """

@@ -34,7 +34,7 @@ def load_model(options: EngineOptions, device: torch.device, max_batch_size: int
 
 
 class PaddedEngine:
-    """A padded batch, whose sequences have the same rows here and in the model."""
+    """An engine with one padded batch, whose sequences have the same rows here and in the model."""
 
     def __init__(self, options: EngineOptions, load: LoadModel = load_model, name: str = "hf_transformers") -> None:
         torch.set_grad_enabled(False)
@@ -59,7 +59,7 @@ class PaddedEngine:
         )
 
     def warm_up(self) -> None:
-        """Generate two tokens for one sequence, then find out how many tokens of context fit into memory."""
+        """Generate two tokens for one sequence, then find the number of tokens of context that fit into memory."""
         seq = Sequence(Request(-1, tokens=[0] * 8, max_new_tokens=2), arrival_time=0.0)
         for _ in range(2):
             tokens = self.step(StepPlan.compute_all([seq])).tokens
@@ -80,12 +80,12 @@ class PaddedEngine:
         return runner.padded_peak(longest, model.max_logprob_tokens, chunked=model.chunked_prefill)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """One prefill of the plan's sequences, or one token for all sequences."""
+        """Run one prefill of the plan's sequences, or compute one token for all sequences."""
         with device_errors(f"a step of {len(plan.seqs)} rows"):
             return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """The last sequence moves to the row of each that leaves; an empty batch holds no memory."""
+        """Remove sequences; the last one moves to the row of each. An empty batch holds no memory."""
         held = [seq for seq in seqs if seq in self._seqs]
         for seq in held:
             row = self._seqs.index(seq)
@@ -96,7 +96,7 @@ class PaddedEngine:
             self._model.clear()
 
     def close(self) -> None:
-        """The process ends, and everything with it."""
+        """Do nothing: the process ends next."""
 
     def _prefill(self, new_seqs: list[Sequence]) -> StepResult:
         with self._all_or_nothing():

@@ -29,11 +29,11 @@ from tgis.ipc.request import TokenLogprobs
 
 
 class OutputConstraints:
-    """What a model's generation config demands of every output, unlike its defaults for sampling."""
+    """The constraints of a model's generation config on every output; its defaults for sampling are ignored."""
 
     def __init__(self, config: GenerationConfig, vocab_size: int, device: torch.device) -> None:
-        """StartError unless the config has one token for the decoder to start with, and that and the one it forces are
-        in the vocabulary.
+        """StartError unless the config has one start token of the decoder, and this and the forced token are in the
+        vocabulary.
         """
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if not isinstance(start, int):
@@ -44,7 +44,7 @@ class OutputConstraints:
         words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
         suppressed = [*words, *(config.suppress_tokens or [])]  # such as Marian's padding
         self.decoder_start_token_id = start
-        self._forced_bos_token_id = config.forced_bos_token_id  # of every output, for example a target language
+        self._forced_bos_token_id = config.forced_bos_token_id  # starts every output: a target language
         known = [token for token in suppressed if 0 <= token < vocab_size]
         self._suppressed_token_ids = torch.tensor(known, dtype=torch.int64, device=device)
 
@@ -191,7 +191,8 @@ class Seq2SeqLM(EncoderDecoder):
     def _forward(
         self, ids: Tensor, first_row: int, width: int, encoded: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """One pass of the decoder for the rows from `first_row` on: ids [rows, columns], the last of `width`; logits.
+        """The logits of one pass of the decoder for the rows from `first_row` on, ids [rows, columns], the last of
+        `width`.
 
         `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.
         """
