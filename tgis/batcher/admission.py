@@ -1,4 +1,4 @@
-"""Which waiting requests join the next step, and why the others have to wait."""
+"""Selects the waiting requests that join the next step, and finds why the others have to wait."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.snapshot import WaitReason
 
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for those that would overtake: about 0.2 ms
-MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each of its tokens pays for all of them
+MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each token is multiplied by all of them
 
 
 class AdapterRanks:

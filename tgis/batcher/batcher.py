@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and when each one ends.
+"""Decides which sequences run in each step, and when each one ends.
 
 The batcher owns every sequence from submission to its end: the waiting queue, the running batch, and all stop reasons
 that need no text. It never reads a clock: `now` is passed in. A step is `plan`, then `commit` once the engine has
@@ -21,7 +21,7 @@ from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
 _MAX_SOLO_FAILURES = 2  # one may be an accident
 
-Scheduled = tuple[Sequence, int]  # and how many of its tokens the step computes
+Scheduled = tuple[Sequence, int]  # and the number of its tokens that the step computes
 
 
 class Batcher:
@@ -66,7 +66,7 @@ class Batcher:
 
     @property
     def running_seqs(self) -> list[Sequence]:
-        """The running sequences; not to be changed."""
+        """The running sequences; callers must not change the list."""
         return self._running
 
     @property
@@ -233,7 +233,7 @@ class Batcher:
             self._admit(PagedAdmission(block_manager, max_blocks, self._running, budget, self._counters))
 
     def _allocate_blocks(self, block_manager: BlockManager, seqs: list[Sequence], budget: int) -> list[Scheduled]:
-        """Those that get the blocks they need, by turns; if need be by preempting those whose turns are last."""
+        """The sequences that get the blocks they need, in the order of their turns; the last ones may be preempted."""
         scheduled: list[Scheduled] = []
         for seq, count in split_budget(seqs, budget):
             if seq.turn > self._running[-1].turn:
@@ -307,7 +307,9 @@ class Batcher:
         seq.solo_failures = seq.retry_group = 0
 
     def _stop_reason(self, seq: Sequence, now: float) -> StopReason:
-        """In TGIS's order, without stop sequences, which need the text."""
+        """The stop reason after the newest token, in TGIS's order. Stop sequences, which need the text, are not
+        here.
+        """
         if seq.expired(now, self._next_answer(now)):
             return StopReason.TIME_LIMIT
         params, is_eos = seq.request.sampling_params, seq.tokens[-1] in self._eos_ids
@@ -322,7 +324,7 @@ class Batcher:
         return StopReason.NOT_FINISHED
 
     def _next_answer(self, now: float) -> float:
-        """When a client has the output of a sequence that ends not now, but after another step."""
+        """The time at which a client would get the output of a sequence that ends after one more step."""
         return now + max(MIN_ANSWER_SECONDS, 2 * self._step_seconds)
 
     def _remove_running(self, predicate: Callable[[Sequence], bool]) -> list[Sequence]:

@@ -144,7 +144,7 @@ class EngineCore:
         self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, stats))
 
     def _send_prompt_logprobs(self, seqs: list[Sequence], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> None:
-        """In messages of a bounded size: the front end handles one at a time."""
+        """Send prompt logprobs in messages of a bounded size, since the front end handles one message at a time."""
         if not prompt_logprobs:
             return
         for seq in seqs:

@@ -35,7 +35,7 @@ class Channel:
         threading.Thread(target=self._read, daemon=True, name="channel").start()
 
     def receive(self, *, wait: bool) -> list[Any]:
-        """Return what has arrived; with `wait`, block until there is at least one message."""
+        """Return the messages that have arrived; with `wait`, block until there is at least one."""
         messages = [self._received.get()] if wait else []
         while not self._received.empty():
             messages.append(self._received.get())
