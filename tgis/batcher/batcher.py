@@ -86,7 +86,7 @@ class Batcher:
         return seqs
 
     def cancel(self, ids: Collection[int]) -> None:
-        """Drop requests, waiting or running. Unknown ids are those of finished requests."""
+        """Drop requests, waiting or running. Ids of finished requests are ignored."""
         gone = frozenset(ids)
         waiting = self._waiting.remove(gone)
         if waiting:
@@ -95,9 +95,10 @@ class Batcher:
             seq.stop_reason = StopReason.CANCELLED
 
     def expire(self, now: float) -> list[Sequence]:
-        """End with TIME_LIMIT, and no further token, what is past its deadline and has waited through a step.
+        """End waiting requests past their deadline with TIME_LIMIT and no further token, if they have waited through a
+        step.
 
-        The first step may have what has just arrived, and a prefill under way goes on: both end with a token.
+        Requests that have just arrived may be in one step, and a prefill under way goes on: both end with a token.
         """
         expired = self._waiting.expire(now, self._next_answer(now), self._num_steps)
         if expired:
@@ -145,7 +146,7 @@ class Batcher:
     def rollback(self, plan: StepPlan, *, out_of_memory: bool) -> list[Sequence]:
         """A step failed: requeue its sequences in front, to be recomputed.
 
-        Returns those that are dropped instead, because they failed alone.
+        Returns the sequences that are dropped instead, because they failed alone.
         """
         self._interleaving.step_failed(plan)
         if out_of_memory:
@@ -168,7 +169,7 @@ class Batcher:
         return taken
 
     def snapshot(self, now: float, max_seqs: int) -> Snapshot:
-        """The batch and the queue, with at most so many sequences of each."""
+        """The batch and the queue, with at most `max_seqs` sequences of each."""
         limits, capacity = self._limits, self._capacity
         last, when = self._last_wait_reason or (None, now)
         return Snapshot(

@@ -117,7 +117,7 @@ class PeakEstimator:
         """`seqs` are pairs: the length, and how many tokens are still to be generated."""
         self._padded = padded
         self._limit = limit
-        self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # those that live longest first
+        self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # the longest-lived first
         lengths = [length for _, length in self._seqs]
         self._shape = BatchShape(padded, len(lengths), max(lengths, default=0), sum(lengths))
         self._rejected: list[tuple[int, int]] = []
@@ -137,7 +137,7 @@ class PeakEstimator:
             return True
         at = bisect_left(self._seqs, (-remaining, 0))
         seqs = [*self._seqs[:at], (-remaining, length), *self._seqs[at:]]
-        if max(self._context_at_ends(seqs)[at:]) <= self._limit:  # those that live longer see no difference
+        if max(self._context_at_ends(seqs)[at:]) <= self._limit:  # longer-lived ones see no difference
             return True
         self._rejected.append((length, remaining))
         return False

@@ -7,7 +7,7 @@ from tgis.ipc.messages import StepStats
 
 
 class StepRecord:
-    """A record made before the step is committed or any of its sequences dropped: those that failed in it count."""
+    """A record made before the step is committed or any of its sequences dropped: failed ones count."""
 
     def __init__(self, plan: StepPlan, batcher: Batcher, *, padded: bool, started_at: float) -> None:
         self._plan = plan

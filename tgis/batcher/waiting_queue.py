@@ -43,7 +43,7 @@ class WaitingQueue:
         return sum(seq.was_scheduled for seq in self)
 
     def append(self, seqs: list[Sequence], running: Iterable[Sequence]) -> None:
-        """Queue the inputs of one call, in order: not before what is running of their client."""
+        """Queue the inputs of one call, in order and behind the running sequences of their client."""
         if not seqs:
             return
         admitted = [*running, *self._failed]
@@ -64,7 +64,7 @@ class WaitingQueue:
         self._insert([seq])
 
     def remove(self, ids: Collection[int]) -> list[Sequence]:
-        """Take out requests; return those that were here."""
+        """Take out requests; returns the ones that were in the queue."""
         removed = [seq for seq in self if seq.id in ids]
         if removed:
             self._failed = [seq for seq in self._failed if seq.id not in ids]

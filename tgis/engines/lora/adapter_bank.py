@@ -110,7 +110,7 @@ class AdapterBank:
             if layer is not None:
                 down[start:end] = layer.lora_a
                 up[start:end] = layer.lora_b
-            down[end : columns.stop] = 0.0  # so whatever is in `up` adds nothing
+            down[end : columns.stop] = 0.0  # so that these columns of `up` add nothing
 
     def _empty(self, like: LoraLayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         shapes = (self._capacity, like.lora_a.shape[1]), (self._capacity, like.lora_b.shape[1])

@@ -170,7 +170,7 @@ def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:
 
 
 def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """All linear layers except the head, and experts, which get only some tokens, in another order."""
+    """The linear layers that adapters may change: not the head, nor experts, which reorder tokens."""
     head = model.get_output_embeddings()
     inside = "."  # of the last target, such as the weights that a slice shares with others
     for name, module in model.named_modules():

@@ -9,7 +9,7 @@ writes one column further right, and only at the edge are the sequences moved ba
     slot 1   . . . . . . . 0 0 0 k k k k k k | (next) . . .
     slot 2   . . . . . . . 0 k k k k k k k k | (next) . . .
 
-What is left of a sequence is finite but meaningless, and hidden by the attention mask.
+The columns to the left of a sequence are finite but meaningless, and hidden by the attention mask.
 """
 
 import math
@@ -93,8 +93,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Move the `source` columns of `rows` to the `target` columns of new buffers, which are zero elsewhere."""
         self.keys = self.values = None  # or they would keep the old buffers alive
         for index, old in enumerate(self.buffers):
-            self.buffers[index] = self._allocate(old)
-            self.buffers[index][rows, :, target] = old[rows, :, source]
+            self.buffers[index] = self._reallocated(old, rows, source, target)
 
     def copy_row(self, source: int, target: int, columns: slice) -> None:
         for buffer in self.buffers:
@@ -112,6 +111,11 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         # Pages of its own are returned to the system at once: on the heap, growing buffers leave holes.
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
+
+    def _reallocated(self, old: Tensor, rows: slice, source: slice, target: slice) -> Tensor:
+        new = self._allocate(old)
+        new[rows, :, target] = old[rows, :, source]
+        return new
 
 
 class PaddedKVCache:

@@ -45,7 +45,7 @@ class PositionEmbeddings(nn.Module):  # type: ignore[misc]
 def check_row_independence(model: PreTrainedModel) -> None:
     """Raise Unsupported if rows would disturb each other: experts of limited capacity, decoders that see padding.
 
-    LED and FSMT, for example, attend to everything before a single token, whatever the mask.
+    LED and FSMT, for example, ignore the mask when they decode a single token.
     """
     if getattr(model.config, "num_experts", 0):
         raise _unsupported(model, "shares experts among rows")
@@ -82,7 +82,7 @@ class _StopForward(Exception):
 
 
 def _position_embeddings(model: PreTrainedModel, count: int) -> Tensor:
-    """Embeddings of the decoder's first positions, [count, H], taken from a pass over so many tokens."""
+    """Embeddings of the decoder's first positions, [count, H], taken from a pass over `count` tokens."""
 
     def stop(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         raise _StopForward(output)

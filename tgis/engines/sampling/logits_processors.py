@@ -37,7 +37,7 @@ class Rows:
     """Tensors with a row for each of some sequences, and what they have in common."""
 
     def take(self, rows: Tensor | slice) -> Self:
-        """The same for some of the rows."""
+        """A copy with some of the rows."""
         values = (getattr(self, each.name) for each in fields(self))
         return type(self)(*(each[rows] if isinstance(each, Tensor) else each for each in values))
 

@@ -20,7 +20,7 @@ _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
 _MIN_CANDIDATES, _MAX_CANDIDATES = 16, 256  # of the first list
 _TIE_MARGIN = 12  # extra candidates for those that tie with the last one needed
 _RETRY_GROWTH = 32  # times, when a list was too short
-_CANDIDATE_LIMIT = 1 << 40  # far beyond any vocabulary: a list of so many is always long enough
+_CANDIDATE_LIMIT = 1 << 40  # far beyond any vocabulary: such a list is always long enough
 
 Retry = Callable[[Tensor, int], Tensor]  # row indices, number of candidates -> their table
 
@@ -142,7 +142,7 @@ def _concat_columns(chosen: ChosenTokens, state: Tensor, *others: Tensor) -> Ten
 
 
 def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
-    """1 + how many tokens have a higher score than those of `token_ids`, [b, 1]."""
+    """The ranks of `token_ids` [b, 1]: 1 + the number of tokens with a higher score."""
     values, own = scores.values, scores.values.gather(1, token_ids)
     return 1 + torch.cat([(values[rows] > own[rows]).sum(-1, keepdim=True) for rows in scores.row_blocks()])
 

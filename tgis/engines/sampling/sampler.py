@@ -59,7 +59,7 @@ class SamplingGroup:
         is_whole_batch = len(indices) == len(seqs)
         self.method = method
         self.indices = indices
-        self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)  # the same
+        self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)
         self.penalties = Penalties(params, indices, eos)
         self.constrained = any(has_grammar(seqs[index]) for index in indices)
         self.filters = Filters.of(params, vocab_size, eos.device)

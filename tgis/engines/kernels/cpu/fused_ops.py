@@ -159,7 +159,7 @@ class _RotaryTensor(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, dims: tuple[int, int, int]) -> Self:
-        """`dims` are those of batch, heads and tokens."""
+        """`dims` are the axes of batch, heads and tokens."""
         strides = (itemgetter(*dims)(t.stride()) for t in (x, y))
         return cls(x.data_ptr(), y.data_ptr(), x.shape[dims[1]], x.shape[3], *strides)
 

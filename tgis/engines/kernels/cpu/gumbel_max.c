@@ -47,7 +47,7 @@ static int64_t gumbel_max_row(const scalar_t *scores, int64_t size, float max, d
     float least = LARGEST;
     double best = -INFINITY;
     int64_t token_id = 0;
-    u64_vec even, odd; /* what is hashed for tokens 0, 2, ... and 1, 3, ... of a vector */
+    u64_vec even, odd; /* the hash inputs of tokens 0, 2, ... and 1, 3, ... of a vector */
     for (int lane = 0; lane < LANES / 2; lane++) {
         even[lane] = key + (2 * lane + 1) * GOLDEN;
         odd[lane] = key + (2 * lane + 2) * GOLDEN;

@@ -68,7 +68,7 @@ class KernelCalls:
     """Calls of C kernels, one after the other."""
 
     def __init__(self, replay: Callable[..., int], calls: list[_Call], names: list[str]) -> None:
-        """`names` are those of the functions."""
+        """`names` are the names of the functions."""
         self.names = names
         self._replay = replay
         self._calls = (_Call * len(calls))(*calls)
