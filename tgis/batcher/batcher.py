@@ -76,7 +76,7 @@ class Batcher:
 
     @property
     def context_limit(self) -> int:
-        """Tokens of context that a batch may have at present."""
+        """Tokens of context that a batch may have now."""
         return self._capacity.context_tokens
 
     def submit(self, requests: Iterable[Request], arrival_time: float) -> list[Sequence]:
@@ -153,7 +153,7 @@ class Batcher:
             self._shrink_capacity(plan)
             failed = plan.seqs if len(self._running) == 1 else []
         else:
-            failed = self._split(plan.seqs)
+            failed = self._isolate_fault(plan.seqs)
         self.drop(failed)
         requeued = [seq for seq in plan.seqs if not seq.finished]
         self._remove_running(set(requeued).__contains__)
@@ -164,7 +164,7 @@ class Batcher:
         return failed
 
     def take_counters(self) -> BatcherCounters:
-        """What has been counted since the last call."""
+        """The counts since the last call."""
         taken, self._counters = self._counters, BatcherCounters()
         return taken
 
@@ -261,7 +261,7 @@ class Batcher:
         running = next((seq.retry_group for seq in self._running if seq.retry_group), 0)
         return running or (self._waiting.first.retry_group if self._waiting else 0)
 
-    def _split(self, seqs: list[Sequence]) -> list[Sequence]:
+    def _isolate_fault(self, seqs: list[Sequence]) -> list[Sequence]:
         """A step of these sequences failed: retry them in halves, down to the one that breaks steps alone, which is
         returned. A sequence that gets a token leaves its retry group.
         """

@@ -48,13 +48,12 @@ class LoraLayers:
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._bank = AdapterBank({name: module.weight.dtype for name, module in self._modules.items()}, min_columns)
         self._hooks_all = False
-        self._gemms: dict[str, tuple[Gemm, Gemm]] = {}  # with the A and B matrices, packed when first needed
+        self._gemms: dict[nn.Module, tuple[Gemm, Gemm]] = {}  # A and B matrices, packed when first needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass; every adapter in the bank is here
         self._num_passes = 0
         self._foreign_columns: Tensor | None = None  # bool [parts, 1, columns], to mask; None without adapters
         self.active = False  # whether there are adapters
         self.modules = list(self._modules.values())
-        self._names = {module: name for name, module in self._modules.items()}
         self.operator: Callable[[nn.Module, Tensor, Tensor], Tensor | None] = self._change_in_place
 
     @property
@@ -129,7 +128,7 @@ class LoraLayers:
             finally:
                 self._update_hooks()
         if used and not self._gemms:  # not in the pass, which may be recorded
-            self._gemms = {name: self._make_gemms(name) for name in self._bank.layers}
+            self._gemms = {self._modules[name]: self._make_gemms(name) for name in self._bank.layers}
 
     def _update_hooks(self) -> None:
         """Hook only layers that some adapter changes, since hooks cost time."""
@@ -149,7 +148,7 @@ class LoraLayers:
 
     def _delta(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The sum [..., out] that adapters add to a layer's output for `x` [..., in], whose parts are consecutive."""
-        gemms = self._gemms.get(self._names[module])
+        gemms = self._gemms.get(module)
         if gemms is None:
             return None
         down, up = gemms

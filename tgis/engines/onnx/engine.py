@@ -68,21 +68,21 @@ class _OnnxModel:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self._sub_batches.allocated_bytes
+        return self._batch.allocated_bytes
 
     def clear(self) -> None:
-        self._sub_batches = SubBatches()
+        self._batch = SubBatches()
 
     def remove(self, row: int) -> None:
-        self._sub_batches.remove(row)
+        self._batch.remove(row)
 
     def append(self, seqs: list[Sequence]) -> None:
         """Count new sequences; the prefill allocates their KV cache."""
-        self._sub_batches.num_rows += len(seqs)
+        self._batch.num_rows += len(seqs)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         logits = self._decoder.empty_logits(len(last_tokens))
-        for sub_batch in self._sub_batches.regroup(self._any_length):
+        for sub_batch in self._batch.regroup(self._any_length):
             past, encoder_outputs = sub_batch.extend(), self._encoder_outputs(sub_batch.cross_attention)
             logits[sub_batch.rows] = self._decoder.run(past, last_tokens[sub_batch.rows, None], encoder_outputs)[:, -1]
         return logits
@@ -94,7 +94,7 @@ class _OnnxModel:
 
     def _groups(self, lengths: list[int]) -> list[tuple[list[int], list[int]]]:
         """The indices and the rows of new sequences that can share a pass, whose decoder inputs have these lengths."""
-        first_row = self._sub_batches.num_rows - len(lengths)
+        first_row = self._batch.num_rows - len(lengths)
         groups = group_by_length(lengths, self._any_length)
         return [(group, [first_row + index for index in group]) for group in groups]
 
@@ -129,7 +129,7 @@ class OnnxCausalLM(_OnnxModel):
         width = ids.shape[1]
         chunk_size = max(1, MAX_PREFILL_TOKENS[self._device.type] // len(seqs)) if self.chunked_prefill else width
         output = chunked_prefill(seqs, chunk_size, lambda start, stop: self._decoder.run(past, ids[:, start:stop]))
-        self._sub_batches.add(SubBatch(rows, past))
+        self._batch.sub_batches.append(SubBatch(rows, past))
         return output
 
 
@@ -159,7 +159,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
             cross_past = self._decoder.empty_cross_past([len(inputs[index]) for index in group])
             encoder_outputs = EncoderOutputs(mask[group], states[group], cross_past)
             logits[group] = self._decoder.run(past, ids, encoder_outputs)[:, -1]
-            self._sub_batches.add(SubBatch(rows, past, cross_past))
+            self._batch.sub_batches.append(SubBatch(rows, past, cross_past))
         return self._prefilled(seqs, logits)
 
     def decode(self, last_tokens: Tensor) -> Tensor:

@@ -115,30 +115,27 @@ class SubBatches:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._sub_batches: list[SubBatch] = []
+        self.sub_batches: list[SubBatch] = []
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(cache.allocated_bytes for sub_batch in self._sub_batches for cache in sub_batch.caches)
-
-    def add(self, sub_batch: SubBatch) -> None:
-        self._sub_batches.append(sub_batch)
+        return sum(cache.allocated_bytes for sub_batch in self.sub_batches for cache in sub_batch.caches)
 
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
         self.num_rows -= 1
-        for sub_batch in self._sub_batches:
+        for sub_batch in self.sub_batches:
             if row in sub_batch.rows:
                 sub_batch.remove(row)
             sub_batch.rows = [row if number == self.num_rows else number for number in sub_batch.rows]
-        self._sub_batches = [sub_batch for sub_batch in self._sub_batches if sub_batch.rows]
+        self.sub_batches = [sub_batch for sub_batch in self.sub_batches if sub_batch.rows]
 
     def regroup(self, any_length: bool) -> list[SubBatch]:
         """Merge sub-batches: into one if it may have any length, else into one for each length."""
-        found = self._sub_batches
+        found = self.sub_batches
         groups = group_by_length([sub_batch.self_attention.seq_lens[0] for sub_batch in found], any_length)
-        self._sub_batches = [_merge([found[index] for index in group]) for group in groups]
-        return self._sub_batches
+        self.sub_batches = [_merge([found[index] for index in group]) for group in groups]
+        return self.sub_batches
 
 
 def group_by_length(seq_lens: list[int], any_length: bool) -> list[list[int]]:

@@ -112,12 +112,9 @@ class PagedEngine:
             lora_targets=self._lora.targets,
         )
 
+    @warm_up_errors()
     def warm_up(self) -> None:
         """Allocate the KV cache from the memory that the largest step leaves; compile and capture what can be."""
-        with warm_up_errors():
-            self._warm_up()
-
-    def _warm_up(self) -> None:
         bytes_per_block = self._attention.cache.bytes_per_block
         num_blocks = self._all_reduce_min(self._num_available_blocks(bytes_per_block))
         if num_blocks < 1:

@@ -22,7 +22,6 @@ _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE_MASK = 0x7FFFFFFF  # the bits of a float32 but the sign
 _ID_BITS = 32  # of a sort key, below the score
 _ID_MASK = (1 << _ID_BITS) - 1
-_STRIDE = 256  # tokens per block of a blocked argmax
 _MAX_TOPK = 256  # beyond it a full sort takes no longer than topk
 _CPU_BLOCK_SCORES, _GPU_BLOCK_SCORES = 1 << 19, 1 << 24  # scores per block: what fits the cache, or at least the memory
 
@@ -125,22 +124,6 @@ def _mass_and_mean(scores: Scores) -> Tensor:
     logits = scores.scaled_logits().clamp_(min=_LOG_ZERO)  # -inf times its mass, 0, would be NaN
     mass = logits.exp()
     return torch.stack([mass.sum(-1), torch.linalg.vecdot(mass, logits)], -1)
-
-
-def argmax_lowest_id(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest of `values` [b, V] and its id, the lowest of equal ones, each [b, 1].
-
-    Faster than `max` on CPUs: the first of two steps is vectorized.
-    """
-    vocab_size = values.shape[1]
-    whole = vocab_size // _STRIDE
-    maxima = values[:, : whole * _STRIDE].unflatten(1, (whole, _STRIDE)).amax(-1)
-    if whole * _STRIDE < vocab_size:
-        maxima = torch.cat([maxima, values[:, whole * _STRIDE :].amax(-1, keepdim=True)], -1)
-    first = maxima.argmax(-1, keepdim=True) * _STRIDE
-    ids = (first + torch.arange(_STRIDE, device=values.device)).clamp(max=vocab_size - 1)
-    at = values.gather(1, ids).argmax(-1, keepdim=True)
-    return maxima.amax(-1, keepdim=True), ids.gather(1, at)
 
 
 def _sort_by_score(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.sampling.draws import draw, draw_filtered
-from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats, argmax_lowest_id
+from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_without_candidates
 
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
@@ -30,9 +30,9 @@ class BestTokens(Protocol):
 
 def best_tokens(values: Tensor, *, details: bool) -> Tensor:
     """`BestTokens` in plain PyTorch."""
-    max_score, token_ids = argmax_lowest_id(values)
+    token_ids = values.argmax(-1, keepdim=True)  # the first of equal ones
     zeros = torch.zeros_like(token_ids)
-    table = table_without_candidates(max_score, ChosenTokens(token_ids, zeros, zeros))
+    table = table_without_candidates(values.gather(1, token_ids), ChosenTokens(token_ids, zeros, zeros))
     return _with_details(table, values) if details else table
 
 

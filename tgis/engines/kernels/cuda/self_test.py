@@ -68,7 +68,7 @@ class KernelSelfTest:
         return kernel(*arguments) if self._passed[key] else plain(*arguments)
 
     def _problem(self, kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> str | None:
-        """Why the kernel cannot be used; a fatal error, which it may have caused or not, is raised."""
+        """Why the kernel cannot be used; fatal errors of the device are raised."""
         try:
             return _difference(kernel(), plain(), self._max_other_integers)
         except Exception as error:  # compilers raise anything
