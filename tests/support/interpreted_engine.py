@@ -1,5 +1,5 @@
 """The engine with Triton's kernels, interpreted on a CPU: a process that sets TRITON_INTERPRET=1. Prints one line of
-JSON: the tokens that it generates on the model given, and the kernels that have passed their trials.
+JSON: the tokens that it generates on the model given, and the kernels that have passed their self-tests.
 """
 
 import json
@@ -49,10 +49,10 @@ def main() -> None:
     ):
         tokens, engine = generated(Path(sys.argv[1]))
     sampling: Any = engine._sampler._ops
-    tried = dict(engine._attention._trials._passed)
+    tried = dict(engine._attention._self_test._passed)
     for operation in (sampling.best_tokens, sampling.draw, sampling.draw_filtered):
-        (trials,) = operation.args
-        tried |= trials._passed
+        (self_test,) = operation.args
+        tried |= self_test._passed
     passed = {kernel.__name__ for (kernel, _), fit in tried.items() if fit}
     print(json.dumps({"tokens": tokens, "kernels": sorted(passed)}))
 

@@ -14,13 +14,12 @@ from attention_oracle import reference_attention
 from torch import Tensor, nn
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
-from tgis.engines.kernels.cpu.argmax import CpuArgmax
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, RmsNorm, RotaryEmbedding
 from tgis.engines.kernels.cpu.gemm import CpuGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.race import CpuRace
 from tgis.engines.kernels.cpu.recording import Recorder
+from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.sampling import draws
 from tgis.engines.sampling.logits_processors import Scores
 
@@ -103,13 +102,13 @@ def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> No
     assert_close(CpuGemm(weight, kernels)(x, bias), expected, dtype)
 
 
-def run_race(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+def run_gumbel_max(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
     rows, vocab_size = draw.choice([0, 1, draw.randint(2, 9)]), draw.randint(1, 3000)
     values = (torch.randn(rows, vocab_size) * draw.choice([0.1, 3, 300])).to(dtype)
     temperature = torch.full((rows, 1), draw.choice([1e-30, 0.5, 100.0]), dtype=torch.float64)
     scores = Scores(values, values.amax(-1, keepdim=True).float(), temperature)
     keys = torch.randint(-(2**63), 2**63 - 1, (rows, 1))
-    found = CpuRace(kernels)(values, scores.max_score, temperature, keys)
+    found = CpuGumbelMax(kernels)(values, scores.max_score, temperature, keys)
     assert found.tolist() == (draws.draw(scores, keys).tolist() if rows else [])
 
 
@@ -138,7 +137,7 @@ def overrun(kernels: CpuKernels) -> None:
     CpuAttention(kernels).write_kv_cache(k, k, cache, cache, torch.tensor([8]))
 
 
-RUNS = [run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm, run_race, run_argmax]
+RUNS = [run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm, run_gumbel_max, run_argmax]
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def wrong_writes(name: str, device: str, dtype: torch.dtype) -> int:
 
 def wrong_choices(values: Tensor) -> int:
     """Of ids, which must be those of a scan from the left, and of states."""
-    from tgis.engines.kernels.cuda.argmax import best_token_table
+    from tgis.engines.kernels.cuda.sampling import best_token_table
 
     wrong = 0
     for row, (token, state, *others) in zip(values.cpu(), best_token_table(values).tolist(), strict=True):

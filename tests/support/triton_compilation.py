@@ -10,18 +10,25 @@ from typing import Any
 
 import decode_cases
 import filtered_cases
+import gumbel_max_cases
 import prefill_cases
-import race_cases
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tgis.engines.kernels.attention_inputs import make_paged_chunks
-from tgis.engines.kernels.cuda import argmax, filtered_race, kv_cache, paged_decode, paged_prefill, race
+from tgis.engines.kernels.cuda import kv_cache, paged_decode, paged_prefill, sampling
 from tgis.engines.sampling import ops
 
 KERNELS = {
-    *("_split_attention", "_combine_splits", "_prefill_attention", "_race_block", "_filtered_race", "_best_token"),
+    *(
+        "_split_attention",
+        "_combine_splits",
+        "_prefill_attention",
+        "_gumbel_max_block",
+        "_filtered_draw",
+        "_best_token",
+    ),
     "_write_token",
 }
 
@@ -81,20 +88,20 @@ def build_prefill(case: prefill_cases.Case, capability: int) -> tuple[int, int, 
     return build(paged_prefill, "_prefill_attention", capability, run)
 
 
-def build_race(case: race_cases.Case, capability: int) -> tuple[int, int, int]:
-    scores, keys = race_cases.inputs(case)
-    run = partial(race.race_winners, scores.values, scores.max_score, scores.temperature, keys)
-    return build(race, "_race_block", capability, run)
+def build_draw(case: gumbel_max_cases.Case, capability: int) -> tuple[int, int, int]:
+    scores, keys = gumbel_max_cases.inputs(case)
+    run = partial(sampling.gumbel_max, scores.values, scores.max_score, scores.temperature, keys)
+    return build(sampling, "_gumbel_max_block", capability, run)
 
 
-def build_filtered_race(case: filtered_cases.Case, capability: int) -> tuple[int, int, int]:
+def build_filtered_draw(case: filtered_cases.Case, capability: int) -> tuple[int, int, int]:
     run = partial(ops._triton_draw_filtered, *filtered_cases.inputs(case, "cpu"))
-    return build(filtered_race, "_filtered_race", capability, run)
+    return build(sampling, "_filtered_draw", capability, run)
 
 
 def build_argmax(capability: int) -> tuple[int, int, int]:
     logits = torch.zeros(2, 128256, dtype=torch.bfloat16)
-    return build(argmax, "_best_token", capability, partial(argmax.best_token_table, logits))
+    return build(sampling, "_best_token", capability, partial(sampling.best_token_table, logits))
 
 
 def build_write(capability: int) -> tuple[int, int, int]:
@@ -110,8 +117,8 @@ def main() -> None:
     builds["Gemma on sm_86"] = build_decode(decodes["Gemma"], 86)
     builds |= {f"{name}, prefill": build_prefill(case, 90) for name, case in prefills.items()}
     builds["Gemma on sm_86, prefill"] = build_prefill(prefills["Gemma"], 86)
-    builds["a race"] = build_race(race_cases.CASES["bfloat16"], 80)
-    builds["a filtered race"] = build_filtered_race(filtered_cases.CASES["top_k and top_p"], 80)
+    builds["a draw"] = build_draw(gumbel_max_cases.CASES["bfloat16"], 80)
+    builds["a filtered draw"] = build_filtered_draw(filtered_cases.CASES["top_k and top_p"], 80)
     builds["an argmax"], builds["a write"] = build_argmax(80), build_write(80)
     print(json.dumps(builds))
 

@@ -1,4 +1,4 @@
-"""Which waiting requests join the next step, and why the others have to wait."""
+"""Selects the waiting requests that join the next step, and finds why the others have to wait."""
 
 import math
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from tgis.batcher.waiting_queue import MAX_OVERTAKERS, OVERTAKING_WINDOW_SECONDS
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.snapshot import WaitReason
 
-_MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for those that would overtake: about 0.2 ms
-MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each of its tokens pays for all of them
+_MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for sequences that would overtake: about 0.2 ms
+MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each token is multiplied by all of them
 
 
 class AdapterRanks:
@@ -43,8 +43,8 @@ def select_waiting(
 ) -> tuple[list[Sequence], WaitReason | None]:
     """The sequences that join, in order, and why the first of the others has to wait, if there are any.
 
-    One that has to wait may be overtaken only by those that arrived within a second of it, before or after: those of
-    other clients that come behind it may be much older.
+    A sequence that has to wait may be overtaken only by sequences that arrived within a second of it, before or after,
+    since sequences of other clients behind it may be much older.
     """
     ranks = AdapterRanks(running)
     selected: list[Sequence] = []
@@ -74,7 +74,7 @@ def select_waiting(
 
 
 class PaddedAdmission:
-    """Sequences join by a prefill of whole prompts, while those that run wait."""
+    """Sequences join by a prefill of whole prompts, while the running ones wait."""
 
     def __init__(
         self, limits: BatchLimits, capacity: CapacityLimits, running: list[Sequence], counters: BatcherCounters

@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and when each one ends.
+"""Decides which sequences run in each step, and when each one ends.
 
 The batcher owns every sequence from submission to its end: the waiting queue, the running batch, and all stop reasons
 that need no text. It never reads a clock: `now` is passed in. A step is `plan`, then `commit` once the engine has
@@ -11,7 +11,6 @@ from itertools import islice
 from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiting
 from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
-from tgis.batcher.fault_isolation import FaultIsolator
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
@@ -20,8 +19,9 @@ from tgis.ipc.request import Request, StopReason
 from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
+_MAX_SOLO_FAILURES = 2  # one may be an accident
 
-Scheduled = tuple[Sequence, int]  # and how many of its tokens the step computes
+Scheduled = tuple[Sequence, int]  # and the number of its tokens that the step computes
 
 
 class Batcher:
@@ -41,7 +41,7 @@ class Batcher:
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
         self._block_manager = BlockManager(limits) if limits.block_size else None
-        self._fault_isolator = FaultIsolator()
+        self._last_retry_group = 0
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
         self._last_wait_reason: tuple[WaitReason, float] | None = None  # and when
@@ -66,7 +66,7 @@ class Batcher:
 
     @property
     def running_seqs(self) -> list[Sequence]:
-        """The running sequences; not to be changed."""
+        """The running sequences; callers must not change the list."""
         return self._running
 
     @property
@@ -76,7 +76,7 @@ class Batcher:
 
     @property
     def context_limit(self) -> int:
-        """Tokens of context that a batch may have at present."""
+        """Tokens of context that a batch may have now."""
         return self._capacity.context_tokens
 
     def submit(self, requests: Iterable[Request], arrival_time: float) -> list[Sequence]:
@@ -86,7 +86,7 @@ class Batcher:
         return seqs
 
     def cancel(self, ids: Collection[int]) -> None:
-        """Drop requests, waiting or running. Unknown ids are those of finished requests."""
+        """Drop requests, waiting or running. Ids of finished requests are ignored."""
         gone = frozenset(ids)
         waiting = self._waiting.remove(gone)
         if waiting:
@@ -95,9 +95,10 @@ class Batcher:
             seq.stop_reason = StopReason.CANCELLED
 
     def expire(self, now: float) -> list[Sequence]:
-        """End with TIME_LIMIT, and no further token, what is past its deadline and has waited through a step.
+        """End waiting requests past their deadline with TIME_LIMIT and no further token, if they have waited through a
+        step.
 
-        The first step may have what has just arrived, and a prefill under way goes on: both end with a token.
+        Requests that have just arrived may be in one step, and a prefill under way goes on: both end with a token.
         """
         expired = self._waiting.expire(now, self._next_answer(now), self._num_steps)
         if expired:
@@ -145,14 +146,14 @@ class Batcher:
     def rollback(self, plan: StepPlan, *, out_of_memory: bool) -> list[Sequence]:
         """A step failed: requeue its sequences in front, to be recomputed.
 
-        Returns those that are dropped instead, because they failed alone.
+        Returns the sequences that are dropped instead, because they failed alone.
         """
         self._interleaving.step_failed(plan)
         if out_of_memory:
             self._shrink_capacity(plan)
             failed = plan.seqs if len(self._running) == 1 else []
         else:
-            failed = self._fault_isolator.split(plan.seqs)
+            failed = self._isolate_fault(plan.seqs)
         self.drop(failed)
         requeued = [seq for seq in plan.seqs if not seq.finished]
         self._remove_running(set(requeued).__contains__)
@@ -163,12 +164,12 @@ class Batcher:
         return failed
 
     def take_counters(self) -> BatcherCounters:
-        """What has been counted since the last call."""
+        """The counts since the last call."""
         taken, self._counters = self._counters, BatcherCounters()
         return taken
 
     def snapshot(self, now: float, max_seqs: int) -> Snapshot:
-        """The batch and the queue, with at most so many sequences of each."""
+        """The batch and the queue, with at most `max_seqs` sequences of each."""
         limits, capacity = self._limits, self._capacity
         last, when = self._last_wait_reason or (None, now)
         return Snapshot(
@@ -233,7 +234,7 @@ class Batcher:
             self._admit(PagedAdmission(block_manager, max_blocks, self._running, budget, self._counters))
 
     def _allocate_blocks(self, block_manager: BlockManager, seqs: list[Sequence], budget: int) -> list[Scheduled]:
-        """Those that get the blocks they need, by turns; if need be by preempting those whose turns are last."""
+        """The sequences that get the blocks they need, in the order of their turns; the last ones may be preempted."""
         scheduled: list[Scheduled] = []
         for seq, count in split_budget(seqs, budget):
             if seq.turn > self._running[-1].turn:
@@ -259,6 +260,20 @@ class Batcher:
         """The group that runs now, apart from all others; 0 is that of sequences in no failed step."""
         running = next((seq.retry_group for seq in self._running if seq.retry_group), 0)
         return running or (self._waiting.first.retry_group if self._waiting else 0)
+
+    def _isolate_fault(self, seqs: list[Sequence]) -> list[Sequence]:
+        """A step of these sequences failed: retry them in halves, down to the one that breaks steps alone, which is
+        returned. A sequence that gets a token leaves its retry group.
+        """
+        middle = len(seqs) // 2
+        for half in (seqs[:middle], seqs[middle:]):
+            self._last_retry_group += 1
+            for seq in half:
+                seq.retry_group = self._last_retry_group
+        if len(seqs) > 1:
+            return []
+        seqs[0].solo_failures += 1
+        return seqs if seqs[0].solo_failures >= _MAX_SOLO_FAILURES else []
 
     def _free_slots(self) -> int:
         return self._limits.max_batch_size - len(self._running)
@@ -293,7 +308,9 @@ class Batcher:
         seq.solo_failures = seq.retry_group = 0
 
     def _stop_reason(self, seq: Sequence, now: float) -> StopReason:
-        """In TGIS's order, without stop sequences, which need the text."""
+        """The stop reason after the newest token, in TGIS's order. Stop sequences, which need the text, are not
+        here.
+        """
         if seq.expired(now, self._next_answer(now)):
             return StopReason.TIME_LIMIT
         params, is_eos = seq.request.sampling_params, seq.tokens[-1] in self._eos_ids
@@ -308,7 +325,7 @@ class Batcher:
         return StopReason.NOT_FINISHED
 
     def _next_answer(self, now: float) -> float:
-        """When a client has the output of a sequence that ends not now, but after another step."""
+        """The time at which a client would get the output of a sequence that ends after one more step."""
         return now + max(MIN_ANSWER_SECONDS, 2 * self._step_seconds)
 
     def _remove_running(self, predicate: Callable[[Sequence], bool]) -> list[Sequence]:

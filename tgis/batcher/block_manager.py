@@ -1,4 +1,4 @@
-"""Which sequence has which KV blocks: cached prefixes, blocks for the tokens of a step, blocks to release.
+"""The KV blocks of each sequence: cached prefixes, blocks for the tokens of a step, blocks to release.
 
 Sequences are admitted on what their prompts need, not on what they may grow to. When blocks run out, the batcher
 preempts those whose turns are last; the first always proceeds. BlockPool owns the blocks' states.
@@ -20,7 +20,7 @@ class BlockManager:
     """Block n of a block table holds tokens n * block_size up to (n + 1) * block_size."""
 
     def __init__(self, limits: BatchLimits) -> None:
-        """As many blocks as fit into memory."""
+        """Manage the blocks that fit into memory according to `limits`."""
         self.pool = BlockPool(limits.token_capacity // limits.block_size)
         self.block_size = limits.block_size
         self.num_hashed_blocks = 0  # ever: hashing takes time
@@ -28,15 +28,15 @@ class BlockManager:
         self._lookahead = limits.lookahead
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
     def missing_blocks(self, seq: Sequence, tokens: int) -> int:
-        """Blocks that a sequence lacks to hold so many tokens."""
+        """Number of blocks that a sequence lacks to hold this many tokens."""
         return max(0, self.blocks_for(tokens) - len(seq.block_table))
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
-        """Cached blocks that a waiting sequence begins with; at least one token is left to compute."""
+        """The cached blocks that a waiting sequence begins with; at least one token is left to compute."""
         found: list[int] = []
         most, looked = self._max_cached_blocks(seq), len(seq.block_hashes)
         while len(found) < most:
@@ -55,7 +55,7 @@ class BlockManager:
         return same_start and self._block_hash(seq, index) == self._block_hash(other, index)
 
     def needs_at_least(self, seq: Sequence, num_blocks: int) -> bool:
-        """Whether two look-ups show that a waiting sequence needs so many free blocks: few of its own are in use."""
+        """Whether two look-ups show that a waiting sequence needs at least `num_blocks` free blocks."""
         last = self.blocks_for(len(seq.tokens) + 1) - num_blocks  # of the blocks that would have to be in use
         if last < 0:
             return False
@@ -68,7 +68,7 @@ class BlockManager:
         return self.blocks_for(len(seq.tokens) + 1) - self.pool.count_used(self.cached_prefix(seq))
 
     def attach_cached_prefix(self, seq: Sequence, counters: BatcherCounters) -> None:
-        """Let a sequence begin with the blocks that are cached of it."""
+        """Give a sequence the cached blocks of its prefix."""
         seq.block_table = self.cached_prefix(seq)
         self.pool.incref(seq.block_table)
         seq.num_cached_blocks = len(seq.block_table)
@@ -78,7 +78,7 @@ class BlockManager:
             counters.prefix_cache_hits += seq.num_computed_tokens
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Give a sequence the blocks for so many more tokens, all or none."""
+        """Give a sequence the blocks for `num_tokens` more tokens, all or none."""
         missing = self.missing_blocks(seq, seq.num_computed_tokens + num_tokens)
         if missing > self.pool.num_available:
             return False
@@ -104,25 +104,25 @@ class BlockManager:
                 seq.num_cached_blocks += 1
 
     def free(self, seqs: Iterable[Sequence]) -> None:
-        """Take away all blocks; nothing of these sequences is computed any more."""
+        """Take away all blocks, so that these sequences have no computed tokens any more."""
         for seq in seqs:
             self.pool.free(seq.block_table)
             seq.block_table = []
             seq.num_computed_tokens = seq.num_cached_blocks = 0
 
     def _uses_prefix_cache(self, seq: Sequence) -> bool:
-        """Prompt logprobs come from computing the prompt."""
+        """Whether a sequence may start with cached blocks: prompt logprobs need the whole prompt computed."""
         return self._prefix_cache and not seq.wants_prompt_logprobs
 
     def _max_cached_blocks(self, seq: Sequence) -> int:
-        """Blocks that need not be computed if they are cached."""
+        """Number of blocks that need not be computed if they are cached."""
         return (len(seq.tokens) - 1) // self.block_size if self._uses_prefix_cache(seq) else 0
 
     def _block_hash(self, seq: Sequence, index: int) -> bytes:
         return self._block_hashes(seq, index + 1)[index]
 
     def _block_hashes(self, seq: Sequence, count: int) -> list[bytes]:
-        """At least so many hashes, each over the one before it and the block: equal hashes mean equal prefixes."""
+        """At least `count` hashes, each over the one before it and the block: equal hashes mean equal prefixes."""
         hashes = seq.block_hashes
         if len(hashes) < count:
             tokens = array("i", seq.tokens[len(hashes) * self.block_size : count * self.block_size])

@@ -46,7 +46,7 @@ class BlockPool:
         return found[: found.index(_NOT_CACHED)] if _NOT_CACHED in found else found
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks to write to; there must be so many."""
+        """Take blocks to write to; `count` of them must be available."""
         assert count <= self.num_available
         allocated = [self._allocate_one() for _ in range(count)]
         self._ref_counts.update(dict.fromkeys(allocated, 1))

@@ -1,6 +1,6 @@
-"""What a batch costs in memory and padding, now and at its peak, and how much of the memory may be used.
+"""The cost of a batch in memory and padding, now and at its peak, and the limits of memory.
 
-Knows lengths only, never tokens. The unit is the memory of one token of context. Batches of a padded engine are
+Everything is computed from lengths. The unit is the memory of one token of context. Batches of a padded engine are
 rectangles; those of other engines cost the sum of their lengths.
 """
 
@@ -11,9 +11,9 @@ from itertools import accumulate
 
 from tgis.errors import StartError
 
-_SHRINK_FACTOR = 0.9  # of what did not fit
+_SHRINK_FACTOR = 0.9  # of the context that did not fit
 _RECOVERY_STEPS = 256  # successful steps before a limit grows again
-_RECOVERY_DIVISOR = 64  # by one part in so many
+_RECOVERY_DIVISOR = 64  # it grows by 1/64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class BatchShape:
     total_tokens: int = 0
 
     def with_seq(self, length: int) -> "BatchShape":
-        """With one more sequence."""
+        """The shape with one more sequence."""
         return BatchShape(self.padded, self.num_seqs + 1, max(self.max_length, length), self.total_tokens + length)
 
     @property
@@ -47,7 +47,7 @@ def padded_tokens(lengths: Collection[int], padded: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What bounds a batch, and what kind of engine runs it."""
+    """The limits of a batch, and the kind of engine that runs it."""
 
     max_batch_size: int
     token_capacity: int  # tokens of context that fit into memory beside the largest step, padding included
@@ -65,7 +65,7 @@ class BatchLimits:
 
 
 def check_max_sequence_length(limits: BatchLimits, length: int) -> None:
-    """StartError unless one request of this many tokens fits into memory."""
+    """Raise StartError unless one request of this many tokens fits into memory."""
     if limits.token_capacity < length:
         raise StartError(
             f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {limits.token_capacity} does: lower it, "
@@ -74,9 +74,9 @@ def check_max_sequence_length(limits: BatchLimits, length: int) -> None:
 
 
 class CapacityLimits:
-    """The limits at present, in tokens: lower after a step ran out of memory, then slowly higher again.
+    """The present limits in tokens. They shrink when a step runs out of memory, then slowly grow again.
 
-    A failure in thousands of steps costs little; a limit that never recovered would cost for ever.
+    A failure in thousands of steps costs little; a limit that never recovered would cost throughput for good.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -86,12 +86,12 @@ class CapacityLimits:
         self._steps_since_shrink = 0
 
     def shrink_prefill(self, tokens: int) -> None:
-        """A prefill of several sequences with so many tokens ran out of memory."""
+        """A prefill of several sequences with this many tokens ran out of memory."""
         self.prefill_tokens = max(1, min(self.prefill_tokens, tokens // 2))
         self._steps_since_shrink = 0
 
     def shrink_context(self, tokens: int) -> None:
-        """A step ran out of memory while the batch held so many tokens of context."""
+        """A step ran out of memory while the batch held this many tokens of context."""
         self.context_tokens = max(1, min(self.context_tokens, int(tokens * _SHRINK_FACTOR)))
         self._steps_since_shrink = 0
 
@@ -117,7 +117,7 @@ class PeakEstimator:
         """`seqs` are pairs: the length, and how many tokens are still to be generated."""
         self._padded = padded
         self._limit = limit
-        self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # those that live longest first
+        self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # the longest-lived first
         lengths = [length for _, length in self._seqs]
         self._shape = BatchShape(padded, len(lengths), max(lengths, default=0), sum(lengths))
         self._rejected: list[tuple[int, int]] = []
@@ -137,7 +137,7 @@ class PeakEstimator:
             return True
         at = bisect_left(self._seqs, (-remaining, 0))
         seqs = [*self._seqs[:at], (-remaining, length), *self._seqs[at:]]
-        if max(self._context_at_ends(seqs)[at:]) <= self._limit:  # those that live longer see no difference
+        if max(self._context_at_ends(seqs)[at:]) <= self._limit:  # longer-lived ones see no difference
             return True
         self._rejected.append((length, remaining))
         return False

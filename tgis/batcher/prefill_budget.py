@@ -1,13 +1,13 @@
-"""How much of its time an engine spends on prefills while other sequences decode.
+"""The share of an engine's time that goes to prefills while other sequences decode.
 
-Engines that compute whole prompts interleave prefill and decode steps: PrefillInterleaving. Engines with KV blocks mix
-chunks of prompts into decode steps: PrefillBudget says how many tokens, split_budget whose.
+Engines that compute whole prompts interleave prefill and decode steps: PrefillInterleaving. Engines with KV blocks add
+chunks of prompts to decode steps: PrefillBudget says how many tokens, split_budget of which sequences.
 """
 
 from tgis.batcher.sequence import Sequence, StepPlan
 
-_MIN_MIXED_PREFILL_TOKENS = 16  # beside decodes, however much they slow down
-_MIN_PREFILL_SHARE = 32  # one part in so many of a step's tokens, however many sequences decode
+_MIN_CHUNK_TOKENS = 16  # of prompts beside decodes, however much they slow down
+_MIN_PREFILL_SHARE = 32  # at least 1/32 of a step's tokens are for prompts, however many sequences decode
 _MAX_PROMPT_LOGPROBS_PER_STEP = 512  # tokens of one sequence whose logits are kept
 _SMOOTHING = 0.9  # weight of the step times seen before
 
@@ -15,7 +15,7 @@ _SMOOTHING = 0.9  # weight of the step times seen before
 class PrefillInterleaving:
     """Requests join as soon as there is room, but running sequences keep a third of the time.
 
-    After a prefill they get steps for half as long as it took: at least one, at most `max_waiting_tokens`.
+    After a prefill they get decode steps for half as long as it took: at least one, at most `max_waiting_tokens`.
     TGIS also waits until several requests can prefill together. That costs more in empty slots than it saves: in
     `tgis simulate`, 64 sequences on two cores, 2 to 4 % of the throughput, and many times the time to first token.
     """
@@ -53,7 +53,7 @@ class DecodeTimes:
         self._seconds[batch_size.bit_length()] = _SMOOTHING * known + (1 - _SMOOTHING) * seconds
 
     def expected(self, batch_size: int) -> float | None:
-        """What this batch size will take, rather too long than too short; None if nothing has been seen."""
+        """An upper estimate for this batch size; None if no decode step has been seen."""
         if not self._seconds:
             return None
         bits = batch_size.bit_length()
@@ -63,28 +63,28 @@ class DecodeTimes:
 
 
 class PrefillBudget:
-    """How many tokens of prompts a step computes beside decodes, so that it takes at most `max_slowdown` times as long.
+    """The number of prompt tokens in a step beside decodes, so that it takes at most `max_slowdown` times as long.
 
-    Learnt from the steps: lowered at once after one that took too long, raised slowly while they are quick.
+    It is learnt from the steps: lowered at once after one that took too long, raised slowly while they are quick.
     """
 
     def __init__(self, max_prefill_tokens: int, max_slowdown: float) -> None:
         self._max_prefill_tokens = max_prefill_tokens
         self._max_slowdown = max_slowdown
-        self._mixed_prefill_tokens = max(max_prefill_tokens // 8, 2 * _MIN_MIXED_PREFILL_TOKENS)
+        self._chunk_tokens = max(max_prefill_tokens // 8, 2 * _MIN_CHUNK_TOKENS)
         self._decode_times = DecodeTimes()
 
     def budget(self, seqs: list[Sequence], max_tokens: int) -> int:
-        """Tokens of prompts that the next step may compute: as many as fit if nothing decodes, or if no step of decodes
-        alone has been seen yet, as when a batch of requests starts together.
+        """The number of prompt tokens that the next step may compute: as many as fit if nothing decodes, or if no step
+        of decodes alone has been seen yet, as when a batch of requests starts together.
         """
         decoding = sum(seq.decoding for seq in seqs)
         if not decoding or self._decode_times.expected(decoding) is None:
             return max(max_tokens - decoding, 1)
-        return max(min(max_tokens - decoding, self._mixed_prefill_tokens), max_tokens // _MIN_PREFILL_SHARE, 1)
+        return max(min(max_tokens - decoding, self._chunk_tokens), max_tokens // _MIN_PREFILL_SHARE, 1)
 
     def step_succeeded(self, plan: StepPlan, seconds: float) -> None:
-        """To be called before the step is committed."""
+        """Learn from a step that has not been committed yet."""
         chunks = plan.num_prefill_tokens
         num_decodes = len(plan.seqs) - len(chunks)
         if not chunks:
@@ -93,16 +93,16 @@ class PrefillBudget:
             self._adapt(sum(chunks), seconds / (self._max_slowdown * expected))
 
     def _adapt(self, prefill_tokens: int, slowdown_ratio: float) -> None:
-        """Adjust to a step that took so many times as long as it may."""
-        tokens = self._mixed_prefill_tokens
+        """Adjust to a step that took `slowdown_ratio` times as long as it may."""
+        tokens = self._chunk_tokens
         if slowdown_ratio > 1:
-            self._mixed_prefill_tokens = max(int(tokens / min(slowdown_ratio, 2)), _MIN_MIXED_PREFILL_TOKENS)
+            self._chunk_tokens = max(int(tokens / min(slowdown_ratio, 2)), _MIN_CHUNK_TOKENS)
         elif prefill_tokens >= tokens:
-            self._mixed_prefill_tokens = min(tokens + tokens // 8 + 1, self._max_prefill_tokens)
+            self._chunk_tokens = min(tokens + tokens // 8 + 1, self._max_prefill_tokens)
 
 
 def split_budget(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-    """The sequences of a step, in order, and how many tokens each computes: one for decodes, the budget for prompts.
+    """The sequences of a step, in order, and the number of tokens of each: one for decodes, the budget for prompts.
 
     Half the budget belongs to the oldest prompt, so that it is done some day. The rest goes to those with the fewest
     tokens left, so that short prompts need not wait for long ones; what remains is the oldest one's again.

@@ -45,7 +45,7 @@ class Sequence:
 
     @property
     def turn(self) -> tuple[int, float, int]:
-        """Sort key: who comes first. Of one client, or if nobody knows which is whose, the oldest."""
+        """Sort key of a place in the queue. Of the requests of one client, or of unknown ones, the oldest is first."""
         return self.start_tag, self.arrival_time, self.id
 
     @property
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Once it has a token, they have been reported."""
+        """Whether prompt logprobs are to be computed: they have been reported once there is a generated token."""
         return self.request.logprob_options.input_tokens and not self.num_generated_tokens
 
     @property
@@ -100,7 +100,7 @@ class StepPlan:
 
     @property
     def num_prefill_tokens(self) -> list[int]:
-        """Tokens that each sequence computes that does more than decode; valid until the step is committed."""
+        """The number of tokens of each sequence that does more than decode; valid until the step is committed."""
         if not self.has_prefill:
             return []
         return [count for seq, count in zip(self.seqs, self.num_scheduled_tokens, strict=True) if not seq.decoding]
@@ -118,7 +118,7 @@ class StepPlan:
         return cls.of(seqs, [seq.num_uncomputed_tokens for seq in seqs])
 
     def without(self, ids: Collection[int]) -> Self:
-        """The same step without the sequences of these requests."""
+        """The step with the sequences of these requests left out."""
         work = zip(self.seqs, self.num_scheduled_tokens, strict=True)
         kept = [(seq, count) for seq, count in work if seq.id not in ids]
         return replace(

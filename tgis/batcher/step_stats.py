@@ -1,4 +1,4 @@
-"""Statistics of a step for the metrics: its shape is recorded before the step is committed, its effect afterwards."""
+"""Statistics of a step for the metrics: its shape before it is committed, and its effect afterwards."""
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import padded_tokens
@@ -7,7 +7,7 @@ from tgis.ipc.messages import StepStats
 
 
 class StepRecord:
-    """Made before the step is committed or any sequence of it dropped: those that failed in it count, too."""
+    """A record made before the step is committed or any of its sequences dropped: failed ones count."""
 
     def __init__(self, plan: StepPlan, batcher: Batcher, *, padded: bool, started_at: float) -> None:
         self._plan = plan
@@ -26,7 +26,7 @@ class StepRecord:
         self._had_running = any(seq.num_computed_tokens for seq in batcher.running_seqs)
 
     def stats(self, *, computed_at: float, now: float) -> StepStats:
-        """To be called once, after the commit; the engine returned at `computed_at`."""
+        """The statistics, to be taken once and after the commit; the engine returned at `computed_at`."""
         batcher = self._batcher
         return StepStats(
             prefill=self._plan.has_prefill,
@@ -49,7 +49,9 @@ class StepRecord:
 
 
 def _count_prompt(seq: Sequence, num_scheduled_tokens: int) -> int:
-    """Input tokens that are computed for the first time once the step is: again after preemption they do not count."""
+    """The number of input tokens that the step computes for the first time; after preemption they do not count
+    again.
+    """
     before = max(seq.num_counted_tokens, seq.request.soft_prompt_length)
     seq.num_counted_tokens = max(before, min(seq.num_computed_tokens + num_scheduled_tokens, seq.prompt_length))
     return seq.num_counted_tokens - before

@@ -1,4 +1,4 @@
-"""Requests that wait for a place in the batch, in the order in which they will be considered."""
+"""The queue of requests that wait for a place in the batch, in the order in which they are considered."""
 
 import bisect
 import math
@@ -43,7 +43,7 @@ class WaitingQueue:
         return sum(seq.was_scheduled for seq in self)
 
     def append(self, seqs: list[Sequence], running: Iterable[Sequence]) -> None:
-        """Queue the inputs of one call, in order: not before what is running of their client."""
+        """Queue the inputs of one call, in order and behind the running sequences of their client."""
         if not seqs:
             return
         admitted = [*running, *self._failed]
@@ -60,11 +60,11 @@ class WaitingQueue:
         self._watch_deadlines(seqs)
 
     def requeue_in_order(self, seq: Sequence) -> None:
-        """Put a preempted sequence behind those whose turn is before its own: it may have overtaken them."""
+        """Put a preempted sequence in its place by turn, behind sequences that it may have overtaken."""
         self._insert([seq])
 
     def remove(self, ids: Collection[int]) -> list[Sequence]:
-        """Take out requests; return those that were here."""
+        """Take out requests; returns the ones that were in the queue."""
         removed = [seq for seq in self if seq.id in ids]
         if removed:
             self._failed = [seq for seq in self._failed if seq.id not in ids]
@@ -72,9 +72,10 @@ class WaitingQueue:
         return removed
 
     def expire(self, now: float, next_answer: float, num_steps: int) -> list[Sequence]:
-        """Take out what is past its deadline, but not what has no token yet and has not waited through a step.
+        """Take out sequences that are past their deadline, except those with no token that have not waited through a
+        step.
 
-        `num_steps`: that have succeeded by now.
+        `num_steps` is the number of steps that have succeeded.
         """
         if next_answer <= self._earliest_deadline:
             return []
@@ -84,7 +85,7 @@ class WaitingQueue:
         return expired
 
     def _next_start_tag(self, client: bytes, admitted: Iterable[Sequence]) -> int:
-        """Behind the last that waits of this client, and not before those that it has in the batch."""
+        """The start tag behind the last waiting request of a client, and not before those that it has in the batch."""
         start_tags = [seq.start_tag for seq in admitted if seq.request.client == client]
         if last := next((seq for seq in reversed(self._seqs) if seq.request.client == client), None):
             start_tags.append(last.start_tag + last.max_length)

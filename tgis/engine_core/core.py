@@ -107,7 +107,7 @@ class EngineCore:
             self._commit(plan, result, started_at, time.monotonic())
 
     def _rollback(self, plan: StepPlan, kind: FailureKind, message: str) -> None:
-        """Retry the sequences of a failed step, but for those that failed alone."""
+        """Retry the sequences of a failed step, except one that failed alone."""
         failed = self.batcher.rollback(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
         log.warning("%d sequences of a failed step (%s) will be retried", len(plan.seqs) - len(failed), kind)
         self.channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
@@ -128,7 +128,7 @@ class EngineCore:
         )
 
     def _drop_failed(self, plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
-        """Fail the sequences that the engine could not sample for; the step of the others."""
+        """Fail the sequences that the engine could not sample for; returns the step of the others."""
         self.batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
         for request_id, (kind, reason) in result.failed.items():
             self.channel.send(Failed([request_id], kind, reason))
@@ -144,7 +144,7 @@ class EngineCore:
         self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, stats))
 
     def _send_prompt_logprobs(self, seqs: list[Sequence], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> None:
-        """In messages of a bounded size: the front end handles one at a time."""
+        """Send prompt logprobs in messages of a bounded size, since the front end handles one message at a time."""
         if not prompt_logprobs:
             return
         for seq in seqs:

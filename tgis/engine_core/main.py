@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
-    """What bounds the batches of this engine."""
+    """The limits of the batches of this engine."""
     return BatchLimits(
         max_batch_size=info.max_batch_size,
         token_capacity=info.token_capacity,
@@ -46,7 +46,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
 
 
 def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -> None:
-    """`received` is what has come after the options: the vocabulary, or nothing yet."""
+    """Load the engine and serve; `received` are the messages after the options, the vocabulary or none yet."""
     engine, fallback_reason = load_engine(options, channel.abort, channel.send)
     engine.warm_up()
     limits = batch_limits(options, engine.info)

@@ -25,10 +25,10 @@ _FALLBACK = "hf_transformers"
 def load_engine(
     options: EngineOptions, on_fatal: Callable[[str], NoReturn], on_heartbeat: Callable[[Heartbeat], None]
 ) -> tuple[Engine, str]:
-    """Load the engine that the options name, or the nearest that can run the model, and say why in the latter case.
+    """Load the engine that the options name, or hf_transformers with the reason if that engine cannot run the model.
 
-    For an engine with other ranks: `on_fatal` ends this process at once with a reason, `on_heartbeat` gets the
-    heartbeats of these ranks; both from any thread.
+    An engine with other ranks calls, from any thread, `on_fatal`, which ends this process with a reason, and
+    `on_heartbeat` with the heartbeats of these ranks.
     """
     if options.num_shards > 1:  # only tgis_native can
         if options.compile:
@@ -79,7 +79,7 @@ def _load(name: str, options: EngineOptions) -> Engine:
 
 
 def _import(module: str) -> ModuleType:
-    """Import without garbage collections, a quarter of the time: nearly all that torch and transformers make stays."""
+    """Import with garbage collection off, which saves a quarter of the time: nearly all objects of torch stay."""
     gc.disable()
     try:
         return import_module(module)

@@ -1,4 +1,4 @@
-"""What every engine is: it computes one plan at a time and knows no text, no queue and no clock."""
+"""The interface of engines: an engine computes one plan at a time and knows no text, no queue and no clock."""
 
 import logging
 from collections.abc import Collection
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepResult:
-    """The new tokens of each sampled sequence of the plan, in its order, and the logprobs that were asked for.
+    """The new tokens of each sampled sequence of a plan, in the plan's order, and the logprobs that were asked for.
 
-    A sequence gets one token at least; several only from an engine with KV blocks.
+    A sequence gets at least one token, and several only from an engine with KV blocks.
     """
 
     tokens: list[list[int]]
@@ -27,7 +27,7 @@ class StepResult:
 
     @classmethod
     def gather(cls, seqs: list[Sequence], results: "list[tuple[list[Sequence], StepResult]]") -> "StepResult":
-        """One result in the order of `seqs` from those of several batches; the last batch with a sequence counts."""
+        """Merge the results of several batches in the order of `seqs`; the last batch with a sequence counts."""
         gathered = cls([], [])
         sources = {seq.id: (result, index) for batch, result in results for index, seq in enumerate(batch)}
         asked = any(result.logprobs for _, result in results)
@@ -44,15 +44,15 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """An engine holds the sequences that it has computed anything of, until they are released.
+    """An engine holds the sequences that it has begun to compute, until they are released.
 
-    A released sequence may come back, with the tokens that it has generated: nothing of it is computed then. Without
-    chunked prefill a plan is either all sequences held, each with one token to compute, or new ones only.
+    A released sequence may come back with the tokens that it has generated, and is computed anew. Unless an engine does
+    chunked prefill, a plan is either all sequences held, each with one token to compute, or new ones only.
     """
 
     @property
     def info(self) -> EngineInfo:
-        """What the loaded model is; final once `warm_up` has returned."""
+        """Properties of the loaded model; final once `warm_up` has returned."""
 
     def warm_up(self) -> None:
         """Run one real step, so that the first request finds everything ready."""

@@ -1,7 +1,7 @@
 """Engine `fake`: deterministic and without torch. It repeats its prompt over and over.
 
-For tests of everything but models, and for measuring the front end alone. How long its steps take, and which token
-breaks them, is configured in the model's config.json under the key "fake".
+It serves tests of everything but models, and measurements of the front end alone. The duration of its steps, and the
+tokens that break them, are configured in the model's config.json under the key "fake".
 """
 
 import functools
@@ -23,7 +23,7 @@ from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 
 class StepModel(msgspec.Struct, frozen=True):
-    """What kind of engine it is, how long its steps take, and what goes wrong in them."""
+    """The kind of engine, the duration of its steps, and the errors in them."""
 
     padded: bool = False
     block_size: int = 0  # tokens of a KV block
@@ -41,7 +41,7 @@ class StepModel(msgspec.Struct, frozen=True):
     memory_tokens: int | None = None  # a step that leaves more tokens of context runs out of memory
 
     def seconds(self, plan: StepPlan) -> float:
-        """How long this step takes."""
+        """The duration of a step."""
         decoding = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
         return (
             self.step_seconds
@@ -80,7 +80,7 @@ class FakeEngine:
         pass
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Wait as long as such a step takes, then repeat the prompts."""
+        """Sleep for the duration of the step, then repeat the prompts."""
         model = self._model
         time.sleep(model.seconds(plan))
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):

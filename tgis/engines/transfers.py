@@ -1,6 +1,6 @@
-"""Copies between host and device that the host does not wait for, one each way per step.
+"""Asynchronous copies between host and device, one each way per step.
 
-On CUDA the host's side is pinned memory, which torch does not reuse before the copy is done. On CPUs nothing is copied.
+On CUDA the memory on the host is pinned; torch does not reuse it before the copy is done. On CPUs nothing is copied.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ALIGNMENT = 2  # numbers: 16 bytes, by which Triton specializes kernels
 
 
 def upload(parts: Sequence[Part], device: torch.device) -> list[Tensor]:
-    """An int64 tensor of the shape of each part; all are views of one, aligned as compiled kernels expect."""
+    """Copy each part to an int64 tensor of its shape; all are views of one tensor, aligned for compiled kernels."""
     arrays = [np.asarray(part, np.int64) for part in parts]
     ends = list(accumulate(array.size + -array.size % _ALIGNMENT for array in arrays))
     numbers, starts = np.zeros(ends[-1], np.int64), [0, *ends[:-1]]
@@ -29,7 +29,7 @@ def upload(parts: Sequence[Part], device: torch.device) -> list[Tensor]:
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.tensor, which on CUDA waits for everything that is queued."""
+    """Make a tensor on the device; unlike torch.tensor, this does not wait for the work queued on CUDA."""
     return _copy_async(torch.tensor(values, dtype=dtype), device)
 
 
@@ -50,7 +50,7 @@ class Download:
             self._copied.record()
 
     def wait(self) -> list[float]:
-        """The numbers, once they are on the host; what was queued since keeps running."""
+        """Wait for the numbers only, while work that was queued later keeps running."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers: list[float] = self._host.tolist()

@@ -1,6 +1,6 @@
 """A child process's end of the socket to its parent: engine process to front end, or another rank to the engine.
 
-End-of-file means that the parent died, and ends this process at once, whatever it is doing.
+End-of-file means that the parent died, and ends this process at once.
 """
 
 import logging
@@ -23,7 +23,7 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 class Channel:
-    """Reads the socket in a thread of its own, so that end-of-file is noticed during a long step."""
+    """Reads the socket in a separate thread, so that end-of-file is noticed during a long step."""
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
         """`message_type` is the union of what the parent sends."""
@@ -35,7 +35,7 @@ class Channel:
         threading.Thread(target=self._read, daemon=True, name="channel").start()
 
     def receive(self, *, wait: bool) -> list[Any]:
-        """Return what has arrived; with `wait`, block until there is at least one message."""
+        """Return the messages that have arrived; with `wait`, block until there is at least one."""
         messages = [self._received.get()] if wait else []
         while not self._received.empty():
             messages.append(self._received.get())
@@ -54,7 +54,7 @@ class Channel:
                 os._exit(0)  # the reader thread has yet to notice
 
     def start_heartbeat(self, make_heartbeat: Callable[[], Heartbeat]) -> None:
-        """Send heartbeats from a thread of its own: the others may be busy for long."""
+        """Send heartbeats from a separate thread, since the others may be busy for long."""
         threading.Thread(target=self._beat, args=(make_heartbeat,), daemon=True, name="heartbeat").start()
 
     def abort(self, reason: str) -> NoReturn:

@@ -45,9 +45,9 @@ class FrameReader:
 
 
 def receive_messages(sock: socket.socket, message_type: Any) -> Iterator[Any]:
-    """Those of a blocking socket as they arrive, until end-of-file; OSError if it breaks.
+    """The messages of a blocking socket as they arrive, until end-of-file; OSError if it breaks.
 
-    All reads share a buffer: what is kept of a message would break the heap up between buffers of their own.
+    All reads share a buffer: separate buffers, with parts of messages kept between them, would fragment the heap.
     """
     reader, buffer = FrameReader(message_type), memoryview(bytearray(_RECV_BYTES))
     while count := sock.recv_into(buffer):

@@ -58,12 +58,12 @@ class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def details_per_token(self) -> int:
-        """The token and its candidates, without those that tie with the last."""
+        """The number of entries for a token: itself and its candidates, ties at the end not counted."""
         return 1 + self.top_n_tokens
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What was asked about one token; logprob and rank are 0 where they were not asked for."""
+    """The details of one token; logprob and rank are 0 where they were not asked for."""
 
     logprob: float = 0.0
     rank: int = 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cpu_kernels import kernels_of, num_threads
 
-from tgis.engines.kernels.cpu.argmax import CpuArgmax
 from tgis.engines.kernels.cpu.build import isa_flags
+from tgis.engines.kernels.cpu.sampling import CpuArgmax
 from tgis.engines.sampling.ops import best_tokens
 
 

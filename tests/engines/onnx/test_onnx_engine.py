@@ -23,9 +23,8 @@ from tiny_models import generate_all
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.onnx.decoder import ignores_padding
-from tgis.engines.onnx.engine import load_engine
+from tgis.engines.onnx.engine import OnnxCausalLM, OnnxSeq2SeqLM, load_engine
 from tgis.engines.onnx.kv_cache import PastKeyValues
-from tgis.engines.onnx.models import OnnxCausalLM, OnnxSeq2SeqLM
 from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
@@ -33,7 +32,6 @@ from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 SMALL = ["glassllm", "detransliterator"]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=SMALL)
@@ -108,8 +106,8 @@ def test_changing_batches_generate_what_transformers_generates_alone(
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 32)
     expected = alone(PaddedEngine(engine_options(model, 8, threads=1)))
     engine = load(graphs)
-    assert inside(engine)._mixed_lengths
-    inside(engine)._mixed_lengths = mixed_lengths
+    assert inside(engine)._any_length
+    inside(engine)._any_length = mixed_lengths
     assert joined(engine, 1) == expected
     assert joined(engine, 2) == expected
 
@@ -141,14 +139,14 @@ def test_a_failed_pass_changes_no_result(graphs: Path, call: int, monkeypatch: p
 def test_a_graph_that_sees_padding_is_detected(graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = inside(load(graphs))
     assert isinstance(engine, OnnxSeq2SeqLM)
-    assert ignores_padding(engine._decoder, CPU, engine._probe_outputs)
+    assert ignores_padding(engine._decoder, engine._probe_outputs)
     monkeypatch.setattr(
         PastKeyValues, "attention_mask", lambda self, columns: torch.ones(len(self.seq_lens), columns, dtype=torch.bool)
     )
-    assert not ignores_padding(engine._decoder, CPU, engine._probe_outputs)
+    assert not ignores_padding(engine._decoder, engine._probe_outputs)
     blind = replace(engine._decoder.with_past.inputs["input_ids"])
     monkeypatch.setattr(engine._decoder.with_past, "inputs", {"input_ids": blind})
-    assert not ignores_padding(engine._decoder, CPU, engine._probe_outputs)
+    assert not ignores_padding(engine._decoder, engine._probe_outputs)
 
 
 def test_the_model_info(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:

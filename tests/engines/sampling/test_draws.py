@@ -59,7 +59,7 @@ def test_noise_is_a_hash_of_seed_step_and_token(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("vocabulary", [7, 256, 700])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_p": 0.9, "typical_p": 0.9}])
-def test_the_first_token_of_a_race_is_drawn(seed: int, vocabulary: int, filters: dict[str, float], draw: Draw) -> None:
+def test_the_least_noise_over_p_is_drawn(seed: int, vocabulary: int, filters: dict[str, float], draw: Draw) -> None:
     logits = normal(40, vocabulary, seed=seed % 1000)
     sampling = SamplingParams(temperature=0.9, seed=seed, **filters)  # type: ignore[arg-type]
     sampled = sample([sampling] * 40, list(range(40)), logits, draw)

@@ -91,7 +91,7 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with (
         mock.patch.multiple(logprobs, _MIN_CANDIDATES=4, _MAX_CANDIDATES=8, _TIE_MARGIN=2, _RETRY_GROWTH=2),
-        mock.patch.multiple(logits_processors, _MAX_TOPK=9, _CPU_BLOCK_SCORES=50, _STRIDE=4),
+        mock.patch.multiple(logits_processors, _MAX_TOPK=9, _CPU_BLOCK_SCORES=50),
     ):
         yield
 

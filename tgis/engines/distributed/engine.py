@@ -43,7 +43,7 @@ class ShardedEngine:
     ) -> None:
         """StartError if the model cannot be sharded.
 
-        Later, `fail` gets why a rank has failed, and `forward` the heartbeats of the other ranks.
+        Later, `fail` is called with the reason when a rank fails, and `forward` with the heartbeats of the other ranks.
         """
         ranks.check_shardable(load_config(options), options.num_shards)
         threads_per_rank = max(options.num_threads // options.num_shards, 1)
@@ -58,16 +58,16 @@ class ShardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Without LoRA: the other ranks have no adapters."""
+        """The info of rank 0 with LoRA turned off, since the other ranks have no adapters."""
         return msgspec.structs.replace(self._engine.info, lora_targets={})
 
     def warm_up(self) -> None:
-        """All ranks do this after loading, without a message."""
+        """Warm this rank up; the other ranks do the same after loading, unasked."""
         with self._collective("the first pass"):
             self._engine.warm_up()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """One step on all ranks; any failure ends them all."""
+        """Run one step on all ranks; any failure ends them all."""
         with self._collective("a step"):
             message = encode_frame(ranks.StepInput.of(plan))
             for follower in self._followers:
@@ -75,7 +75,7 @@ class ShardedEngine:
             return self._engine.step(plan)
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """Only this rank keeps state of sequences."""
+        """Release sequences on this rank; the others keep no state of them."""
         self._engine.release(seqs)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class ShardedEngine:
 
 
 class RankProcess:
-    """Another rank's process, as seen from rank 0."""
+    """The process of another rank, as rank 0 sees it."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class RankProcess:
         self._socket.close()
 
     def _watch(self) -> None:
-        """Read to the end of file: heartbeats, and perhaps why it ends."""
+        """Read until end of file: heartbeats, and the reason of a failure."""
         last = ""
         try:
             for message in receive_messages(self._socket, Heartbeat | Fatal):

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _compute_steps(channel: Channel, options: EngineOptions) -> None:
-    """Do what rank 0 does, in lockstep with it, until shutdown."""
+    """Compute every step that rank 0 computes, in lockstep with it, until shutdown."""
     engine = PagedEngine(options, ranks.all_reduce_min)
     engine.warm_up()
     dtype = getattr(torch, engine.info.dtype)

@@ -1,6 +1,6 @@
 """Tensor parallelism: which models can be sharded, how the ranks meet, and what they send each other.
 
-How a model is sharded, and the all-reduces between its layers, are the business of transformers and torch.
+Transformers and torch shard the model and do the all-reduces between its layers.
 """
 
 import os
@@ -22,7 +22,7 @@ from tgis.prompts.soft_prompt import SoftPrompt
 
 
 class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one sequence computes in a step: `tokens`, after those whose keys and values are in the cache already."""
+    """The part of one sequence in a step: `tokens`, which follow those whose keys and values are in the cache."""
 
     id: int
     tokens: list[int]
@@ -33,7 +33,7 @@ class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of(cls, seq: Sequence, count: int) -> Self:
-        """The next `count` tokens of a sequence."""
+        """The input for the next `count` tokens of a sequence."""
         start = seq.num_computed_tokens
         spans = flat_spans([(seq, count)])
         soft_prompt = [token.numpy().tobytes() for span in spans for token in span.embeddings.cpu().view(torch.uint8)]
@@ -41,7 +41,7 @@ class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return cls(seq.id, tokens, start, seq.block_table, seq.wants_prompt_logprobs, soft_prompt)
 
     def to_sequence(self, dtype: torch.dtype) -> Sequence:
-        """A sequence that computes the same; the tokens before are unknown here. Embeddings are of `dtype`."""
+        """A sequence that computes the same. Its earlier tokens are placeholders; embeddings have this dtype."""
         soft_length = len(self.soft_prompt)
         request = Request(
             self.id,
@@ -58,7 +58,7 @@ class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepInput(msgspec.Struct, frozen=True, tag="step"):
-    """A plan on its way to the other ranks: all that the logits depend on, and nothing of how they are used."""
+    """A plan as it is sent to the other ranks: everything that the logits depend on, and nothing else."""
 
     seqs: list[SeqInput]
     sampled: list[int]  # indices into `seqs`, in the plan's order
@@ -66,13 +66,13 @@ class StepInput(msgspec.Struct, frozen=True, tag="step"):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        """What computes a plan."""
+        """The message for a plan."""
         indices = {seq.id: index for index, seq in enumerate(plan.seqs)}
         seqs = [SeqInput.of(seq, count) for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
         return cls(seqs, [indices[seq.id] for seq in plan.sampled], plan.has_prefill)
 
     def to_plan(self, dtype: torch.dtype) -> StepPlan:
-        """A plan for which an engine of that dtype computes the same logits."""
+        """A plan for which an engine of this dtype computes the same logits."""
         seqs = [own.to_sequence(dtype) for own in self.seqs]
         counts = [len(own.tokens) for own in self.seqs]
         return StepPlan(seqs, counts, [seqs[index] for index in self.sampled], self.has_prefill)

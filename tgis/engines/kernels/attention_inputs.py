@@ -1,4 +1,4 @@
-"""What the kernels of attention take."""
+"""The inputs of attention kernels."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from tgis.engines.transfers import to_device
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How one layer attends."""
+    """The parameters of one layer's attention."""
 
     scale: float
     window: int | None = None  # tokens that a token sees, itself included
@@ -20,7 +20,7 @@ class AttentionParams:
 
     @property
     def kind(self) -> tuple[bool, float | None, bool]:
-        """What kernels are compiled for."""
+        """The properties that kernels are specialized for."""
         return self.window is None, self.softcap, self.sinks is None
 
 
@@ -35,19 +35,19 @@ class PrefillChunk:
 
     @property
     def num_tokens(self) -> int:
-        """New ones."""
+        """Number of new tokens."""
         count: int = self.tokens.stop - self.tokens.start
         return count
 
     @property
     def seq_len(self) -> int:
-        """Up to the last token of this step."""
+        """Length of the sequence up to the last token of this step."""
         return self.num_computed_tokens + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PagedChunks:
-    """The prefill chunks of a flat batch."""
+    """The prefill chunks of a flat batch as tensors."""
 
     tokens: slice  # of the flat batch
     cu_seqlens: Tensor  # int32 [chunks + 1]: cumulative numbers of queries, from 0

@@ -29,24 +29,40 @@ from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import format_bytes, used_memory
 from tgis.engines.memory.model_size import check_model_fits
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)
 
+DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModelInfo:
-    """What a loaded model is."""
+    """Properties of a loaded model."""
 
     model_class: str
     dtype: torch.dtype
     vocab_size: int  # width of the logits
     input_vocab_size: int  # ids of input tokens are below
     encoder_decoder: bool
+
+    def engine_info(self, engine: str, options: EngineOptions, device: torch.device, **others: Any) -> EngineInfo:
+        """What an engine says of itself before `warm_up` has found its token capacity."""
+        return EngineInfo(
+            engine=engine,
+            model_class=self.model_class,
+            device=str(device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            vocab_size=self.vocab_size,
+            input_vocab_size=self.input_vocab_size,
+            encoder_decoder=self.encoder_decoder,
+            max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
+            token_capacity=0,
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +101,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, ForwardSignature]:
-    """A decoder-only model, and what its forward takes."""
+    """Load a decoder-only model; also returns the arguments that its forward takes."""
     if load_config(options).is_encoder_decoder:
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
     model = load_model(options, device)
@@ -102,7 +118,7 @@ def model_info(model: PreTrainedModel) -> LoadedModelInfo:
 
 
 def max_positions(model: PreTrainedModel) -> int:
-    """How many tokens a sequence may have, where the model looks its positions up in a table."""
+    """The size of the model's table of positions; practically unlimited if it has none."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if not any(_POSITION_TABLE.search(name) for name, _ in tensors):
         return 1 << 40
@@ -110,7 +126,7 @@ def max_positions(model: PreTrainedModel) -> int:
 
 
 def input_vocab_size(model: PreTrainedModel) -> int:
-    """How many token ids have an embedding and, where an input has logprobs, a logit."""
+    """The number of token ids with an embedding and, in a decoder-only model, a logit."""
     if model.config.is_encoder_decoder:  # some have a vocabulary of their own for each part
         return int(model.get_encoder().get_input_embeddings().num_embeddings)
     return int(min(model.get_input_embeddings().num_embeddings, model.get_output_embeddings().out_features))

@@ -1,6 +1,6 @@
 """Merge linear layers that multiply the same input, such as the projections to queries, keys and values.
 
-Which layers they are is observed in a pass of the model, so no architecture is named here.
+A pass of the model shows which layers they are, so that no architecture is named here.
 """
 
 from itertools import groupby
@@ -62,7 +62,7 @@ class MergedLinearSlice(nn.Module):  # type: ignore[misc]
 
 
 def merge_linears(model: PreTrainedModel, **inputs: Tensor) -> int:
-    """Replace layers in place; how many. `inputs` are for one pass of the model."""
+    """Replace layers in place and return their number. `inputs` are those of one pass of the model."""
     merged = 0
     for parent, names in _mergeable_groups(model, inputs):
         linears = [getattr(parent, name) for name in names]
@@ -109,8 +109,8 @@ def _same_kind(linears: list[nn.Linear]) -> bool:
 
 
 def _mergeable(linear: nn.Linear, style: str | None) -> bool:
-    """Not if the weight is more than a tensor (quantized), nor if transformers has wrapped `forward`, except for
-    column-wise sharding, which adds no communication.
+    """Whether a layer can be merged: its weight must be a plain tensor, not a quantized one, and its `forward` must not
+    be wrapped, except for column-wise sharding, which adds no communication.
     """
     if isinstance(linear.weight, DTensor):
         return style == "colwise" and linear.weight.placements == (Shard(0),)

@@ -1,8 +1,8 @@
 """Rotary embeddings of transformers' models.
 
 Where frequencies depend on the longest sequence of a pass, a sequence would change its neighbours and invalidate cached
-keys: there all get the frequencies of the longest sequence that is served. On CPUs, cosines and sines of all positions
-are computed at load.
+keys. All sequences therefore get the frequencies of the longest sequence that is served. On CPUs, cosines and sines of
+all positions are computed at load.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}  # as transformers names them
 
 
 def freeze_frequencies(model: PreTrainedModel, max_length: int) -> int:
-    """Use the frequencies of `max_length` tokens for all sequences; how many embeddings were changed."""
+    """Use the frequencies of `max_length` tokens for all sequences; returns the number of embeddings changed."""
     following = [module for module in model.modules() if _rope_types(module) & _LENGTH_DEPENDENT]
     for module in following:
         _freeze(module, torch.tensor([[max_length - 1]], device=model.device), model.dtype)
@@ -43,7 +43,7 @@ def _freeze(module: Any, positions: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
-    """Look cosines and sines up by position, which must be below `max_length`; for how many rotary embeddings."""
+    """Look up cosines and sines of positions below `max_length` in tables; returns the number of embeddings changed."""
     found = [(module, tables) for module in model.modules() if (tables := _tables(module, max_length, model.dtype))]
     for module, (cos, sin) in found:
         module.forward = partial(_look_up, cos, sin, module.forward)
@@ -59,7 +59,7 @@ def compute_angles(model: PreTrainedModel) -> None:
 
 
 def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Those of a rotary embedding that is a function of positions alone."""
+    """The tables of a rotary embedding; None unless it is a function of positions alone."""
     if not isinstance(getattr(module, "rope_type", None), str):
         return None
     if list(signature(module.forward).parameters) != ["x", "position_ids"]:

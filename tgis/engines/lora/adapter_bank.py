@@ -21,7 +21,7 @@ class AdapterBank:
     """Adapters and their columns; free columns hold arbitrary finite values."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype], min_columns: int = 0) -> None:
-        """`dtypes` of all layers: those of a half-precision model may differ."""
+        """`dtypes` are those of the layers, which may differ in a half-precision model."""
         self._dtypes = dtypes
         self._min_columns = min_columns
         self._columns: dict[LoraAdapter, slice] = {}
@@ -30,7 +30,7 @@ class AdapterBank:
         self._column_owners = torch.empty(0)
         self._moved = False  # since the last update
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # the used part of the buffers
-        self.version = 0  # of `layers`: where these tensors are and, without a minimum of columns, what they hold
+        self.version = 0  # of `layers`: of the addresses and, if there is no minimum of columns, the contents
 
     @property
     def adapters(self) -> AbstractSet[LoraAdapter]:
@@ -38,12 +38,12 @@ class AdapterBank:
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """The device of all tensors."""
         device: torch.device = self._column_owners.device
         return device
 
     def update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
-        """Add and remove adapters; if that raises, for example out of memory, none is left."""
+        """Add and remove adapters; if that raises, for example for lack of memory, the bank is empty afterwards."""
         try:
             self._update(added, removed)
         except BaseException:
@@ -53,16 +53,16 @@ class AdapterBank:
             self._publish()
 
     def clear(self) -> None:
-        """Remove all adapters, and the memory that they had."""
+        """Remove all adapters and free their memory."""
         self._rebuild([])
         self._publish()
 
     def first_columns(self, adapters: Iterable[LoraAdapter | None]) -> list[int]:
-        """Those of each adapter."""
+        """The first column of each adapter."""
         return [_NO_ADAPTER if adapter is None else self._columns[adapter].start for adapter in adapters]
 
     def foreign_columns(self, first_columns: Tensor) -> Tensor:
-        """Which columns are not those of the adapter that begins in each of `first_columns`: bool [n, 1, columns]."""
+        """Which columns belong to other adapters than those at `first_columns` [n]: bool [n, 1, columns]."""
         return first_columns[:, None, None] != self._column_owners
 
     def _update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
@@ -83,7 +83,7 @@ class AdapterBank:
         return max((columns.stop for columns in self._columns.values()), default=0)
 
     def _find_gap(self, rank: int) -> int | None:
-        """Start of `rank` free columns."""
+        """The first of `rank` adjacent free columns; None if there are none."""
         start = 0
         for columns in sorted(self._columns.values(), key=lambda columns: columns.start):
             if columns.start - start >= rank:
@@ -110,7 +110,7 @@ class AdapterBank:
             if layer is not None:
                 down[start:end] = layer.lora_a
                 up[start:end] = layer.lora_b
-            down[end : columns.stop] = 0.0  # so whatever is in `up` adds nothing
+            down[end : columns.stop] = 0.0  # so that these columns of `up` add nothing
 
     def _empty(self, like: LoraLayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         shapes = (self._capacity, like.lora_a.shape[1]), (self._capacity, like.lora_b.shape[1])

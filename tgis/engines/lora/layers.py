@@ -32,29 +32,28 @@ def lora_of(seq: Sequence) -> LoraAdapter | None:
 
 @dataclass(frozen=True, slots=True)
 class PlacedAdapters:
-    """The adapters of a pass, by part of its inputs."""
+    """The adapters of a pass, one for each part of its inputs."""
 
     first_columns: Tensor  # int64 [parts], in the bank
-    version: int  # of the bank: a pass that was recorded with another one reads something else
+    version: int  # of the bank; a pass that was recorded with another version reads other adapters
 
 
 class LoraLayers:
-    """The linear layers of a model, which adapters change inside of `applied` and `using`; None has no layers."""
+    """The linear layers of a model, which adapters change inside `applied` and `using`; none if the model is None."""
 
     def __init__(self, model: PreTrainedModel | None, kernels: CpuKernels | None = None, min_columns: int = 0) -> None:
-        """With `min_columns` of the bank, passes can be captured and replayed with other adapters."""
+        """If the bank has `min_columns`, passes can be captured, and replayed with other adapters."""
         self._kernels = kernels
         self._modules = {} if model is None else dict(_lora_targets(model))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._bank = AdapterBank({name: module.weight.dtype for name, module in self._modules.items()}, min_columns)
         self._hooks_all = False
-        self._gemms: dict[str, tuple[Gemm, Gemm]] = {}  # with the A and B matrices, packed when first needed
+        self._gemms: dict[nn.Module, tuple[Gemm, Gemm]] = {}  # A and B matrices, packed when first needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass; every adapter in the bank is here
         self._num_passes = 0
         self._foreign_columns: Tensor | None = None  # bool [parts, 1, columns], to mask; None without adapters
         self.active = False  # whether there are adapters
         self.modules = list(self._modules.values())
-        self._names = {module: name for name, module in self._modules.items()}
         self.operator: Callable[[nn.Module, Tensor, Tensor], Tensor | None] = self._change_in_place
 
     @property
@@ -63,25 +62,25 @@ class LoraLayers:
         return {name: _shape(module) for name, module in self._modules.items()}
 
     def place(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
-        """The first column of each adapter in the bank, to which new ones are added; none if nobody has an adapter."""
+        """Add new adapters to the bank; returns the first column of each adapter, or nothing if all are None."""
         used = {adapter for adapter in adapters if adapter is not None}
         if self._foreign_columns is None:  # nested: the outer pass has all of these
             self._update_bank(used)
         return self._bank.first_columns(adapters) if used else []
 
     def placed(self, first_columns: Tensor) -> PlacedAdapters | None:
-        """What `place` has returned, on the device."""
+        """The adapters of a pass from the result of `place` on the device."""
         return PlacedAdapters(first_columns, self._bank.version) if len(first_columns) else None
 
     @contextmanager
     def applied(self, adapters: Collection[LoraAdapter | None]) -> Iterator[None]:
-        """Change the layers inside of the block: their inputs have one part per adapter (a row, or a token)."""
+        """Apply adapters inside the block, where inputs of layers have one part, a row or a token, for each."""
         with self.using(self.placed(to_device(self.place(adapters), torch.int64, self._bank.device))):
             yield
 
     @contextmanager
     def using(self, placed: PlacedAdapters | None) -> Iterator[None]:
-        """The same with adapters that are in the bank."""
+        """Apply adapters that are in the bank already, inside the block."""
         outer = self._foreign_columns
         self._foreign_columns = None if placed is None else self._bank.foreign_columns(placed.first_columns)
         self.active = placed is not None
@@ -91,19 +90,19 @@ class LoraLayers:
             self._foreign_columns, self.active = outer, outer is not None
 
     def hook_all(self, operator: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
-        """Let `operator`, of a layer, its input and its output, give the output of every layer in passes with adapters,
-        whichever of them these change: what is compiled keeps the hooks that it finds.
+        """Hook every layer, since compiled graphs keep the hooks that they find: in passes with adapters `operator`
+        returns the new output for a layer, its input and its output.
         """
         self._hooks_all, self.operator = True, operator
         self._update_hooks()
 
     def unhook_all(self) -> None:
-        """Hook only layers that adapters change, as before."""
+        """Hook only layers that adapters change again."""
         self._hooks_all, self.operator = False, self._change_in_place
         self._update_hooks()
 
     def changed_output(self, layer: int, x: Tensor, output: Tensor) -> Tensor:
-        """A new output of one of `modules`."""
+        """A new tensor with the changed output of the layer at an index of `modules`."""
         delta = self._delta(self.modules[layer], x)
         return output.clone(memory_format=torch.contiguous_format) if delta is None else (output + delta).contiguous()
 
@@ -129,7 +128,7 @@ class LoraLayers:
             finally:
                 self._update_hooks()
         if used and not self._gemms:  # not in the pass, which may be recorded
-            self._gemms = {name: self._make_gemms(name) for name in self._bank.layers}
+            self._gemms = {self._modules[name]: self._make_gemms(name) for name in self._bank.layers}
 
     def _update_hooks(self) -> None:
         """Hook only layers that some adapter changes, since hooks cost time."""
@@ -148,8 +147,8 @@ class LoraLayers:
             output.add_(delta)
 
     def _delta(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """What the adapters add to the output of a layer for `x` [..., in], whose parts are consecutive: [..., out]."""
-        gemms = self._gemms.get(self._names[module])
+        """The sum [..., out] that adapters add to a layer's output for `x` [..., in], whose parts are consecutive."""
+        gemms = self._gemms.get(module)
         if gemms is None:
             return None
         down, up = gemms
@@ -165,12 +164,12 @@ class LoraLayers:
 
 
 def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:
-    """With our kernel if possible: for weights this small, oneDNN's overhead is as large as the product."""
+    """A GEMM with our kernel if possible: for small weights oneDNN's overhead is as large as the product."""
     return cpu_gemm(weight, kernels) or (lambda x, bias: linear(x, weight, bias))
 
 
 def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """All linear layers but the head and experts, which see only some tokens, in an order of their own."""
+    """The linear layers that adapters may change: not the head, nor experts, which reorder tokens."""
     head = model.get_output_embeddings()
     inside = "."  # of the last target, such as the weights that a slice shares with others
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Soft prompts in a forward pass: they replace the embeddings of placeholder tokens."""
+"""Soft prompts in a forward pass, where they replace the embeddings of placeholder tokens."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class PromptSpan:
 def embed_with_prompts(embed_tokens: torch.nn.Module, ids: Tensor, spans: Iterable[PromptSpan]) -> Tensor | None:
     """`inputs_embeds` [rows, columns, H] for `ids` [rows, columns]; None where there are no spans.
 
-    As in PEFT, prompts replace the output of the embedding layer, whatever the model does to that afterwards.
+    Like in PEFT, prompts replace the output of the embedding layer, before the model scales it, for example.
     """
     found = None
     for span in spans:

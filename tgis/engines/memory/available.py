@@ -1,5 +1,5 @@
-"""How much memory this process may still use, of a CUDA device or of the machine and its container, and how much it
-used at its peak; and the errors of steps that run out of it.
+"""The memory that is available to this process, of a CUDA device or of the machine and its container, its peak, and the
+errors of steps that run out of it.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ DEFAULT_MARGIN = 20  # percent, as in TGIS
 
 
 def memory_for_batches(options: EngineOptions, device: torch.device, default_margin: int = DEFAULT_MARGIN) -> int:
-    """Bytes for the KV cache and for steps, once the model is loaded: without a margin and the cache of adapters."""
+    """Bytes for the KV cache and for steps once the model is loaded, less a margin and the cache of adapters."""
     prompts = options.adapter_store.cache_bytes if options.adapter_store else 0
     return max(available_memory(device) - prompts, 0) * (100 - safety_margin(options, default_margin)) // 100
 
@@ -42,7 +42,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that could be allocated if nothing was."""
+    """Bytes that could be allocated by a process that has allocated nothing."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         return int(total * torch.cuda.get_per_process_memory_fraction(device))
@@ -50,14 +50,14 @@ def total_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Bytes that this process uses, of the device and of the machine."""
+    """Bytes that this process uses on the device and on the machine."""
     resident = read_proc_bytes(PROCESS / "status", "VmRSS")
     return resident + int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident
 
 
 class PeakMeter:
-    """Peak memory of this process: what torch reserved on a CUDA device, pieces that it could not use included, else
-    the resident memory.
+    """Peak memory of this process: the memory that torch reserved on a CUDA device, unused pieces included, or the
+    resident memory on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,7 +143,7 @@ def device_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def warm_up_errors() -> Iterator[None]:
-    """The same at the start, which a larger margin may help."""
+    """Turn errors of the warm-up into StartError; a larger margin may prevent them."""
     try:
         with device_errors("the warm-up"):
             yield

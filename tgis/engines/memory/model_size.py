@@ -1,6 +1,6 @@
 """Refuse a model that does not fit into memory before any weight is read.
 
-The sizes come from the model built on the meta device, and from the headers of its files, which tell what will be
+The sizes come from the model built on the meta device, and from the headers of its files, which show what will be
 converted. Where the size is unknown, as with quantized models, nothing is refused.
 """
 
@@ -54,7 +54,7 @@ def check_model_fits(
 
 
 def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
-    """Least bytes by device, of all ranks together; weights that are not converted stay mapped files."""
+    """The least bytes on each device, for all ranks together; weights that are not converted stay mapped files."""
     if device.type != "cpu":
         return {device: weights, _CPU: converted}
     linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -65,7 +65,7 @@ def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.
 
 
 def _converted_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Bytes, as `dtype`, of the weights that the files have in another floating-point type."""
+    """Bytes, after conversion to `dtype`, of the weights that the files hold in another floating-point type."""
     single = path / "model.safetensors"
     total = 0
     for file in [single] if single.is_file() else path.glob("*.safetensors"):

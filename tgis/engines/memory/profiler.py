@@ -1,6 +1,6 @@
-"""How much memory the largest steps need beside the KV cache, and so how large that can be (ESTIMATE_MEMORY).
+"""The memory that the largest steps need beside the KV cache, which gets the rest (ESTIMATE_MEMORY).
 
-auto runs dummy batches, the largest that requests can ask for, and takes the peak; manual trusts the options; off
+`auto` runs dummy batches, the largest that requests can ask for, and takes the peak; `manual` trusts the options; `off`
 counts the KV cache only.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _SHORT_LENGTH = 8  # tokens of each sequence of a full batch
 _WHOLE_LENGTH = 2048  # tokens of an input computed in one pass that memory is expected to hold without a smaller trial
-_LOGITS_COPIES = 3  # that prompt logprobs take at the same time
+_LOGITS_COPIES = 3  # of the logits of prompts that exist at the same time
 _FLOAT_BYTES = 4
 
 # The most expensive sampling: a flat distribution, sorted as a whole, of scores that the penalties have copied. One
@@ -44,7 +44,7 @@ _DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)
 
 @dataclass(frozen=True, slots=True)
 class KVCacheCost:
-    """Bytes that a padded KV cache needs at most: per token of the batch, padding included, and in addition."""
+    """The most bytes that a padded KV cache needs: for each token of the batch, padding included, and a fixed part."""
 
     bytes_per_token: float
     fixed_bytes: int
@@ -61,13 +61,13 @@ class ProfiledEngine(Engine, Protocol):
         """The present size of the KV cache."""
 
     def find_peak(self, runner: "DummyRunner") -> int:
-        """Let the runner find the peak of the largest steps."""
+        """Find the peak of the largest steps with the runner."""
 
 
 def padded_capacity(engine: ProfiledEngine, options: EngineOptions, device: torch.device, cost: KVCacheCost) -> int:
-    """Tokens of context that fit into memory, padding included, for a padded engine without sequences.
+    """Tokens of context, padding included, that fit into memory, for a padded engine that holds no sequences.
 
-    StartError where nothing would fit.
+    StartError if nothing would fit.
     """
     max_batch_size = engine.info.max_batch_size
     if options.estimate_memory == "manual":
@@ -89,7 +89,7 @@ def padded_capacity(engine: ProfiledEngine, options: EngineOptions, device: torc
 
 
 def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device) -> int:
-    """Bytes that steps need beside the KV cache, found by dummy batches; 0 where nothing can be measured."""
+    """Bytes that steps need beside the KV cache, found with dummy batches; 0 where nothing can be measured."""
     try:
         meter = PeakMeter(device)
     except OSError as error:
@@ -105,15 +105,15 @@ def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device
 
 
 def manual_capacity(max_length: int, max_batch_size: int, margin: int) -> int:
-    """Tokens of context that `manual` promises room for.
+    """Tokens of context that fit according to `manual`.
 
-    As in TGIS, but the margin counts once, and one request of the full length fits whatever the margin is.
+    Like in TGIS, but the margin counts once, and one request of the full length always fits.
     """
     return max(max_length, max_length * max_batch_size * (100 - margin) // 100)
 
 
 class DummyRunner:
-    """Runs dummy batches on an engine without sequences; peaks are in bytes beyond the model and the KV cache."""
+    """Runs dummy batches on an engine that holds no sequences; peaks are bytes beyond the model and the KV cache."""
 
     def __init__(self, engine: ProfiledEngine, meter: PeakMeter, available_bytes: int, max_top_n_tokens: int) -> None:
         self._engine = engine
@@ -121,7 +121,7 @@ class DummyRunner:
         self._available_bytes = available_bytes
         self._max_top_n_tokens = max_top_n_tokens
         self._ids = count(-2, -1)
-        self._baseline = meter.reset() - engine.kv_cache_bytes
+        self._initial_bytes = meter.reset() - engine.kv_cache_bytes
 
     def padded_peak(self, max_length: int, max_logprob_tokens: int, *, chunked: bool) -> int:
         """Peak of a padded engine, one pass of which computes prompt logprobs of at most `max_logprob_tokens`.
@@ -160,7 +160,7 @@ class DummyRunner:
         return peak
 
     def _full_batch_peak(self, max_logprob_tokens: int) -> int:
-        """Peak of as many sequences as there may be, after fewer, which tell whether all will fit."""
+        """Peak of the largest batch, after smaller ones that show whether it will fit."""
         info = self._engine.info
         length = max(1, min(_SHORT_LENGTH, info.max_prefill_tokens // info.max_batch_size))
         one = self._batch_peak(1, length, max_logprob_tokens)
@@ -170,7 +170,7 @@ class DummyRunner:
         return self._batch_peak(info.max_batch_size, length, max_logprob_tokens)
 
     def _whole_input_peak(self, max_length: int, max_logprob_tokens: int) -> int:
-        """Peak of the longest input in one pass, after shorter ones, since attention may need their square."""
+        """Peak of the longest input in one pass, after shorter ones, since attention may need memory for the square."""
         length = min(max_length, _WHOLE_LENGTH)
         peak = self._batch_peak(1, length, max_logprob_tokens)
         while length < max_length:
@@ -181,9 +181,9 @@ class DummyRunner:
         return peak
 
     def _batch_peak(self, num_seqs: int, prompt_length: int, logprob_tokens: int = 0, output_length: int = 0) -> int:
-        """Peak of prefills until a padded engine has so many sequences, and of a decode of all.
+        """Peak of the prefills of `num_seqs` sequences on a padded engine, and of a decode of all of them.
 
-        They ask for prompt logprobs if one pass may compute some.
+        They ask for prompt logprobs if `logprob_tokens` is above 0.
         """
         seqs = [
             self._sequence(prompt_length, output_length, index=index, logprobs=logprob_tokens > 0)
@@ -207,19 +207,19 @@ class DummyRunner:
             self._engine.step(plan)
         except OutOfMemory:
             raise self._refusal() from None
-        measured = self._meter.peak() - self._baseline - self._engine.kv_cache_bytes
+        measured = self._meter.peak() - self._initial_bytes - self._engine.kv_cache_bytes
         peak = max(measured, self._logits_bytes(min(sum(plan.num_scheduled_tokens), max_logprob_tokens)))
         length = max(len(seq.tokens) for seq in plan.seqs)
         log.info("  %d sequences of %d tokens: %s beside the KV cache", len(plan.seqs), length, format_bytes(peak))
         return peak
 
     def _logits_bytes(self, tokens: int) -> int:
-        """What prompt logprobs take at least; a CPU's resident memory shows them in some runs and not in others."""
+        """Bytes that prompt logprobs take at least; a CPU's resident memory does not show them in every run."""
         info = self._engine.info
         return _LOGITS_COPIES * tokens * info.vocab_size * _FLOAT_BYTES if info.device == "cpu" else 0
 
     def _sequence(self, prompt_length: int, output_length: int = 0, *, index: int, logprobs: bool) -> Sequence:
-        """Every other sequence is a token shorter, so that there is padding."""
+        """A dummy sequence; every other one is a token shorter, so that there is padding."""
         prompt_length = max(1, prompt_length - index % 2) if index else prompt_length
         info = self._engine.info
         vocab_size = min(info.vocab_size, info.input_vocab_size)

@@ -1,20 +1,27 @@
-"""A decoder of one ONNX graph or two.
+"""A decoder of one ONNX graph or two, and the files that Optimum writes them to.
+
+Decoder-only: `model.onnx`, which takes a past that may be empty; or `decoder_model_merged.onnx`; or a pair,
+`decoder_model.onnx` for the first pass and `decoder_with_past_model.onnx` for all others. An encoder-decoder has
+`encoder_model.onnx` and one of the latter two. They are in the model's directory or in `onnx` below it.
 
 Names, head counts, head sizes and dtypes come from the graphs; a graph with unknown inputs is refused.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from tgis.engines.onnx.files import GraphFiles
 from tgis.engines.onnx.kv_cache import PastKeyValues
-from tgis.engines.onnx.session import Session
-from tgis.errors import StartError
+from tgis.engines.onnx.session import NodeArg, Session
+from tgis.engines.padded.padding import token_positions
+from tgis.errors import StartError, Unsupported
 
+ENCODER, SINGLE_DECODER, MERGED_DECODER = "encoder_model.onnx", "model.onnx", "decoder_model_merged.onnx"
+DECODER, DECODER_WITH_PAST = "decoder_model.onnx", "decoder_with_past_model.onnx"
 LOGITS, PAST_PREFIX, PRESENT_PREFIX, ENCODER_INFIX = "logits", "past_key_values.", "present.", ".encoder."
 _PROBE_COLUMNS = 12
 _PROBE_LENGTHS = ([_PROBE_COLUMNS - 1, _PROBE_COLUMNS // 2 - 1], [_PROBE_COLUMNS // 2 - 1])
@@ -30,8 +37,41 @@ _KNOWN_INPUTS = {
 
 
 @dataclass(frozen=True, slots=True)
+class GraphFiles:
+    """`decoder` and `decoder_with_past` may be the same file."""
+
+    decoder: Path  # for the first pass
+    decoder_with_past: Path  # for all others
+    encoder: Path | None = None
+
+
+def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
+    """StartError names what is missing."""
+    folder = model if any(model.glob("*.onnx")) or not (model / "onnx").is_dir() else model / "onnx"
+    if not encoder_decoder:
+        return _find_decoder(folder, (SINGLE_DECODER, MERGED_DECODER))
+    if not (folder / ENCODER).is_file():
+        raise StartError(f"{folder} has no {ENCODER}, which an encoder-decoder needs (see tgis convert-to-onnx)")
+    decoder = _find_decoder(folder, (MERGED_DECODER,))
+    return GraphFiles(decoder.decoder, decoder.decoder_with_past, folder / ENCODER)
+
+
+def _find_decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
+    for name in alone:
+        if (folder / name).is_file():
+            return GraphFiles(folder / name, folder / name)
+    missing = [name for name in (DECODER, DECODER_WITH_PAST) if not (folder / name).is_file()]
+    if len(missing) == 1:
+        raise StartError(f"{folder} has no {missing[0]}, the other half of its decoder (see tgis convert-to-onnx)")
+    if missing:
+        wanted = " nor ".join((*alone, f"{DECODER} with {DECODER_WITH_PAST}"))
+        raise Unsupported(f"{folder} has no ONNX graphs, neither {wanted}: tgis convert-to-onnx makes them")
+    return GraphFiles(folder / DECODER, folder / DECODER_WITH_PAST)
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderOutputs:
-    """What a decoder's pass needs of the encoder."""
+    """The encoder's outputs as a pass of the decoder takes them."""
 
     attention_mask: Tensor  # int64 [rows, columns]
     hidden_states: Tensor  # [rows, columns, H]; only the first pass reads them
@@ -40,10 +80,11 @@ class EncoderOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The graphs, and the names of their KV cache tensors without prefixes."""
+    """The graphs, and the names of their KV cache tensors, less the prefixes."""
 
     without_past: Session
     with_past: Session
+    device: torch.device
     self_attention_names: tuple[str, ...]
     cross_attention_names: tuple[str, ...]
 
@@ -58,13 +99,13 @@ class Decoder:
             raise StartError(f"{with_past.file} takes no {PAST_PREFIX}*: it was exported without the past")
         self_attention = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
         cross_attention = tuple(name for name in names if ENCODER_INFIX in f".{name}")
-        decoder = cls(without_past, with_past, self_attention, cross_attention)
+        decoder = cls(without_past, with_past, device, self_attention, cross_attention)
         decoder._check_signatures()
         return decoder
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.with_past.inputs[PAST_PREFIX + self.self_attention_names[0]].dtype
+        return self._past_node(self.self_attention_names[0]).dtype
 
     @property
     def vocab_size(self) -> int:
@@ -75,29 +116,32 @@ class Decoder:
         """Whether a prompt may be computed in several passes: by a single graph that is made for it."""
         return self.without_past is self.with_past and "use_cache_branch" not in self.with_past.inputs
 
-    def bytes_per_token(self, names: tuple[str, ...]) -> int:
-        nodes = [self.with_past.inputs[PAST_PREFIX + name] for name in names]
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the keys and values of a token, and of an input token where there is an encoder."""
+        nodes = [self._past_node(name) for name in (*self.self_attention_names, *self.cross_attention_names)]
         return sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
 
-    def empty_logits(self, rows: int, device: torch.device) -> Tensor:
-        """Uninitialized, [rows, V]."""
-        return torch.empty((rows, self.vocab_size), dtype=self.with_past.outputs[LOGITS].dtype, device=device)
+    def empty_logits(self, rows: int) -> Tensor:
+        """Uninitialized logits [rows, V]."""
+        return torch.empty((rows, self.vocab_size), dtype=self.with_past.outputs[LOGITS].dtype, device=self.device)
 
-    def empty_past(
-        self, names: tuple[str, ...], seq_lens: list[int], device: torch.device, left_padded: bool
-    ) -> PastKeyValues:
-        """A cache without columns for new sequences."""
-        nodes = [self.with_past.inputs[PAST_PREFIX + name] for name in names]
-        shapes = [(len(seq_lens), node.dim(1), 0, node.dim(3)) for node in nodes]
-        tensors = [torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes]
-        return PastKeyValues(seq_lens, tensors, left_padded)
+    def empty_past(self, seq_lens: list[int]) -> PastKeyValues:
+        """A self-attention cache for new sequences, of which no column is computed yet."""
+        return self._empty_past(self.self_attention_names, seq_lens, left_padded=True)
+
+    def empty_cross_past(self, seq_lens: list[int]) -> PastKeyValues:
+        """A cross-attention cache for new sequences whose inputs have these lengths."""
+        return self._empty_past(self.cross_attention_names, seq_lens, left_padded=False)
 
     def run(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None = None) -> Tensor:
-        """Compute the next columns, ids [rows, columns], of sequences that are in `past`, which grows; the logits."""
+        """Compute the next columns, ids [rows, columns], of the sequences in `past`, which grows; returns the
+        logits.
+        """
         is_first = past.columns == 0
         session = self.without_past if is_first else self.with_past
         grown = past.allocate(past.columns + ids.shape[1])
-        logits = self.empty_logits(ids.numel(), ids.device).view(*ids.shape, -1)
+        logits = self.empty_logits(ids.numel()).view(*ids.shape, -1)
         outputs = {LOGITS: logits} | _named(PRESENT_PREFIX, self.self_attention_names, grown)
         if encoder_outputs is not None and is_first:
             filled = encoder_outputs.past.allocate(encoder_outputs.hidden_states.shape[1])
@@ -110,7 +154,7 @@ class Decoder:
 
     def _inputs(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None) -> dict[str, Tensor]:
         mask = past.attention_mask(past.columns + ids.shape[1]).long()
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :].contiguous()
+        positions = token_positions(mask, ids.shape[1]).contiguous()
         inputs = {
             "input_ids": ids.contiguous(),
             "attention_mask": mask.to(ids.device),
@@ -124,10 +168,19 @@ class Decoder:
             inputs["encoder_attention_mask"] = encoder_outputs.attention_mask
         return inputs
 
+    def _empty_past(self, names: tuple[str, ...], seq_lens: list[int], *, left_padded: bool) -> PastKeyValues:
+        nodes = [self._past_node(name) for name in names]
+        shapes = [(len(seq_lens), node.dim(1), 0, node.dim(3)) for node in nodes]
+        tensors = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        return PastKeyValues(seq_lens, tensors, left_padded)
+
+    def _past_node(self, name: str) -> NodeArg:
+        return self.with_past.inputs[PAST_PREFIX + name]
+
     def _check_signatures(self) -> None:
         names = (*self.self_attention_names, *self.cross_attention_names)
         for name in names:
-            shape = self.with_past.inputs[PAST_PREFIX + name].shape
+            shape = self._past_node(name).shape
             if len(shape) != 4 or shape[1] is None or shape[3] is None:
                 raise StartError(
                     f"{self.with_past.file}: {PAST_PREFIX}{name} is {shape}, not [rows, heads, columns, size]"
@@ -143,21 +196,16 @@ def _named(prefix: str, names: tuple[str, ...], tensors: list[Tensor]) -> dict[s
     return {prefix + name: tensor for name, tensor in zip(names, tensors, strict=True)}
 
 
-def ignores_padding(
-    decoder: Decoder, device: torch.device, encoder_outputs: Callable[[int], EncoderOutputs | None]
-) -> bool:
-    """Whether padding on the left changes nothing; `encoder_outputs` makes those of so many rows.
+def ignores_padding(decoder: Decoder, encoder_outputs: Callable[[int], EncoderOutputs | None]) -> bool:
+    """Whether padding on the left changes nothing; `encoder_outputs` makes the encoder's outputs of a number of rows.
 
     A graph that takes both a mask and positions need not be tried.
     """
     takes = decoder.with_past.inputs
     if "attention_mask" not in takes or "position_ids" in takes:
         return "attention_mask" in takes
-    ids = torch.arange(4, 4 + _PROBE_COLUMNS, device=device).expand(2, -1)
-    padded, alone = (
-        decoder.empty_past(decoder.self_attention_names, list(lengths), device, left_padded=True)
-        for lengths in _PROBE_LENGTHS
-    )
+    ids = torch.arange(4, 4 + _PROBE_COLUMNS, device=decoder.device).expand(2, -1)
+    padded, alone = (decoder.empty_past(list(lengths)) for lengths in _PROBE_LENGTHS)
     two, one = encoder_outputs(2), encoder_outputs(1)
     for start, stop in ((0, _PROBE_COLUMNS - 1), (_PROBE_COLUMNS - 1, _PROBE_COLUMNS)):  # without past, and with it
         found = decoder.run(padded, ids[:, start:stop], two)[1, -1]

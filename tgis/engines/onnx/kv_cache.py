@@ -1,7 +1,7 @@
 """The KV cache of ONNX graphs, whose passes read one tensor and write another that is longer.
 
-Tensors are rectangular: shorter sequences have padding on the side that the mask hides. Sequences that can share a
-pass are a sub-batch; which ones can, the model knows.
+Tensors are rectangular: shorter sequences have padding on the side that the mask hides. Sequences that share a pass are
+a sub-batch; the model says whether sequences of different lengths can.
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from tgis.engines.padded.padding import padding_mask
 
 _COLUMN_STEP = 64  # columns allocated in advance
 
@@ -20,7 +22,7 @@ class PastKeyValues:
     seq_lens: list[int]
     tensors: list[Tensor]  # contiguous
     left_padded: bool
-    spare: list[Tensor] = field(default_factory=list)  # tensors of before the last pass, for the next one to write
+    spare: list[Tensor] = field(default_factory=list)  # the tensors before the last pass, which the next one overwrites
 
     @property
     def columns(self) -> int:
@@ -33,21 +35,19 @@ class PastKeyValues:
 
     def attention_mask(self, columns: int) -> Tensor:
         """Which of the leftmost `columns` are tokens of their row: bool [rows, columns]."""
-        lengths = torch.tensor(self.seq_lens)[:, None]
-        positions = torch.arange(columns)
-        return positions >= lengths.max() - lengths if self.left_padded else positions < lengths
+        return padding_mask(self.seq_lens, columns, left_padded=self.left_padded)
 
     def allocate(self, columns: int) -> list[Tensor]:
-        """Contiguous uninitialized tensors of so many columns, in the spare memory if it is enough."""
+        """Contiguous uninitialized tensors with `columns`, in the spare memory if it is large enough."""
         self.spare = self.spare or [tensor.new_empty(0) for tensor in self.tensors]
         return [_allocate(old, tensor, columns) for old, tensor in zip(self.spare, self.tensors, strict=True)]
 
     def swap(self, tensors: list[Tensor]) -> None:
-        """Take what a pass has written; the old tensors become spare."""
+        """Take the tensors that a pass has written; the old ones become spare."""
         self.tensors, self.spare = tensors, self.tensors
 
     def remove(self, index: int) -> None:
-        """The last sequence takes the index of the removed one."""
+        """Remove a sequence; the last one takes its index."""
         self.seq_lens[index] = self.seq_lens[-1]
         self.seq_lens.pop()
         for tensor in self.tensors:
@@ -62,7 +62,7 @@ class PastKeyValues:
             self.swap([_contiguous(tensor[:, :, kept]) for tensor in self.tensors])
 
     def merge(self, others: list["PastKeyValues"]) -> None:
-        """Append the sequences of others."""
+        """Append the sequences of other caches."""
         caches = [self, *others]
         for cache in caches:
             cache.trim()
@@ -115,35 +115,32 @@ class SubBatches:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._sub_batches: list[SubBatch] = []
+        self.sub_batches: list[SubBatch] = []
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(cache.allocated_bytes for sub_batch in self._sub_batches for cache in sub_batch.caches)
-
-    def add(self, sub_batch: SubBatch) -> None:
-        self._sub_batches.append(sub_batch)
+        return sum(cache.allocated_bytes for sub_batch in self.sub_batches for cache in sub_batch.caches)
 
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
         self.num_rows -= 1
-        for sub_batch in self._sub_batches:
+        for sub_batch in self.sub_batches:
             if row in sub_batch.rows:
                 sub_batch.remove(row)
             sub_batch.rows = [row if number == self.num_rows else number for number in sub_batch.rows]
-        self._sub_batches = [sub_batch for sub_batch in self._sub_batches if sub_batch.rows]
+        self.sub_batches = [sub_batch for sub_batch in self.sub_batches if sub_batch.rows]
 
-    def regroup(self, mixed_lengths: bool) -> list[SubBatch]:
-        """As few sub-batches as possible: one if lengths can be mixed, else one for each length."""
-        found = self._sub_batches
-        groups = group_by_length([sub_batch.self_attention.seq_lens[0] for sub_batch in found], mixed_lengths)
-        self._sub_batches = [_merge([found[index] for index in group]) for group in groups]
-        return self._sub_batches
+    def regroup(self, any_length: bool) -> list[SubBatch]:
+        """Merge sub-batches: into one if it may have any length, else into one for each length."""
+        found = self.sub_batches
+        groups = group_by_length([sub_batch.self_attention.seq_lens[0] for sub_batch in found], any_length)
+        self.sub_batches = [_merge([found[index] for index in group]) for group in groups]
+        return self.sub_batches
 
 
-def group_by_length(seq_lens: list[int], mixed_lengths: bool) -> list[list[int]]:
+def group_by_length(seq_lens: list[int], any_length: bool) -> list[list[int]]:
     """Indices of sequences that can share a pass: all, or those of each length."""
-    if mixed_lengths:
+    if any_length:
         return [list(range(len(seq_lens)))]
     return [[index for index, own in enumerate(seq_lens) if own == length] for length in sorted(set(seq_lens))]
 
@@ -156,7 +153,7 @@ def _merge(group: list[SubBatch]) -> SubBatch:
 
 
 def _allocate(old: Tensor, like: Tensor, columns: int) -> Tensor:
-    """[rows, heads, columns, head size] as `like`, in the memory of `old` if it is enough."""
+    """A tensor [rows, heads, columns, head size] like `like`, in the memory of `old` if that is large enough."""
     rows, heads, _, size = like.shape
     needed = rows * heads * columns * size
     if old.untyped_storage().nbytes() < needed * like.element_size():

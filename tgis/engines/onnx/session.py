@@ -53,7 +53,9 @@ class Session:
         self.outputs = {node.name: self._node_arg(node) for node in self._session.get_outputs()}
 
     def check_signature(self, inputs: Collection[str], outputs: Mapping[str, int]) -> None:
-        """StartError unless all inputs are in `inputs` and it has `outputs` of so many axes, the last one fixed."""
+        """StartError unless all inputs are in `inputs` and the `outputs` have the given numbers of axes, the last one
+        fixed.
+        """
         if unknown := [name for name in self.inputs if name not in inputs]:
             raise StartError(f"{self.file} wants an input {unknown[0]!r:.80}, which nobody here can give")
         for name, axes in outputs.items():
@@ -107,7 +109,7 @@ def _onnxruntime() -> Any:
 
 
 def _onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """All exceptions of onnxruntime, which have no base class of their own."""
+    """The exceptions of onnxruntime, which have no common base class."""
     state = _onnxruntime().capi.onnxruntime_pybind11_state
     found = (getattr(state, name) for name in dir(state))
     return tuple(each for each in found if isinstance(each, type) and issubclass(each, Exception))

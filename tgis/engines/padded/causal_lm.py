@@ -11,6 +11,7 @@ from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, chunked_prefill
+from tgis.engines.padded.padding import right_aligned, token_positions
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
@@ -44,7 +45,7 @@ class CausalLM:
         return self._cache.allocated_bytes
 
     def token_history(self, seq: Sequence) -> list[int]:
-        """Input and generated tokens, without the soft prompt."""
+        """Input and generated tokens; placeholders of a soft prompt are left out."""
         return seq.tokens[seq.request.soft_prompt_length :]
 
     def clear(self) -> None:
@@ -59,11 +60,8 @@ class CausalLM:
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         first_row = len(self._cache.seq_lens) - len(seqs)
         lengths = [seq.num_uncomputed_tokens for seq in seqs]
-        width = max(lengths)
         prompts = [decoder_prompt(seq) for seq in seqs]
-        ids = torch.tensor(
-            [[0] * (width - seq.num_uncomputed_tokens) + seq.tokens[seq.num_computed_tokens :] for seq in seqs]
-        )
+        ids = right_aligned([seq.tokens[seq.num_computed_tokens :] for seq in seqs])
         wanting = any(seq.wants_prompt_logprobs for seq in seqs)
         chunk_tokens = self.max_logprob_tokens if wanting else MAX_PREFILL_TOKENS[self._device.type]
 
@@ -82,12 +80,12 @@ class CausalLM:
     def _forward(
         self, ids: Tensor, first_row: int, width: int, logits_to_keep: int, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """One pass for the rows from `first_row` on: ids [rows, columns], the last of `width` columns; logits.
+        """The logits of one pass for the rows from `first_row` on, ids [rows, columns] in the last of `width` columns.
 
         `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.
         """
         mask = self._cache.attention_mask(first_row, width)
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = token_positions(mask, ids.shape[1])
         arguments = {"position_ids": positions.to(self._device)} if self._signature.position_ids else {}
         if self._signature.logits_to_keep:
             arguments["logits_to_keep"] = logits_to_keep

@@ -12,7 +12,7 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.loading.loader import load_config, select_device, select_kernels
+from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, select_device, select_kernels
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors
 from tgis.engines.memory.profiler import DummyRunner, padded_capacity
@@ -22,10 +22,8 @@ from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.ops import select_ops
 from tgis.errors import OutOfMemory
-from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request
-
-_DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 
 LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # with the maximum batch size
 
@@ -36,38 +34,32 @@ def load_model(options: EngineOptions, device: torch.device, max_batch_size: int
 
 
 class PaddedEngine:
-    """A padded batch, whose sequences have the same rows here and in the model."""
+    """An engine with one padded batch, whose sequences have the same rows here and in the model."""
 
     def __init__(self, options: EngineOptions, load: LoadModel = load_model, name: str = "hf_transformers") -> None:
         torch.set_grad_enabled(False)
         self._options = options
         self._device = select_device(options)
-        max_batch_size = options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[self._device.type]
+        max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self._device.type]
         self._model = load(options, self._device, max_batch_size)
         model = self._model.info
         ops = select_ops(self._device, select_kernels(options, self._device))
         self._sampler = BatchSampler(model.vocab_size, options.eos_ids, self._device, self._model.token_history, ops)
         self._seqs: list[Sequence] = []
-        self.info = EngineInfo(
-            engine=name,
-            model_class=model.model_class,
-            device=str(self._device),
-            dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=model.vocab_size,
-            encoder_decoder=model.encoder_decoder,
+        self.info = model.engine_info(
+            name,
+            options,
+            self._device,
             padded=True,
-            max_batch_size=max_batch_size,
-            token_capacity=0,  # until `warm_up` has found it
             max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
             max_positions=self._model.max_positions,
-            input_vocab_size=model.input_vocab_size,
             decoder_start_token_id=self._model.decoder_start_token_id,
             embedding_size=self._model.embedding_size,
             lora_targets=self._model.lora.targets,
         )
 
     def warm_up(self) -> None:
-        """Generate two tokens for one sequence, then find out how many tokens of context fit into memory."""
+        """Generate two tokens for one sequence, then find the number of tokens of context that fit into memory."""
         seq = Sequence(Request(-1, tokens=[0] * 8, max_new_tokens=2), arrival_time=0.0)
         for _ in range(2):
             tokens = self.step(StepPlan.compute_all([seq])).tokens
@@ -88,12 +80,12 @@ class PaddedEngine:
         return runner.padded_peak(longest, model.max_logprob_tokens, chunked=model.chunked_prefill)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """One prefill of the plan's sequences, or one token for all sequences."""
+        """Run one prefill of the plan's sequences, or compute one token for all sequences."""
         with device_errors(f"a step of {len(plan.seqs)} rows"):
             return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """The last sequence moves to the row of each that leaves; an empty batch holds no memory."""
+        """Remove sequences; the last one moves to the row of each. An empty batch holds no memory."""
         held = [seq for seq in seqs if seq in self._seqs]
         for seq in held:
             row = self._seqs.index(seq)
@@ -104,7 +96,7 @@ class PaddedEngine:
             self._model.clear()
 
     def close(self) -> None:
-        """The process ends, and everything with it."""
+        """Do nothing: the process ends next."""
 
     def _prefill(self, new_seqs: list[Sequence]) -> StepResult:
         with self._all_or_nothing():

@@ -9,7 +9,7 @@ writes one column further right, and only at the edge are the sequences moved ba
     slot 1   . . . . . . . 0 0 0 k k k k k k | (next) . . .
     slot 2   . . . . . . . 0 k k k k k k k k | (next) . . .
 
-What is left of a sequence is finite but meaningless, and hidden by the attention mask.
+The columns to the left of a sequence are finite but meaningless, and hidden by the attention mask.
 """
 
 import math
@@ -23,8 +23,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tgis.engines.memory.profiler import KVCacheCost
+from tgis.engines.padded.padding import padding_mask
 
-_SPARE = 4  # over-allocate slots and columns by one in so many
+_SPARE = 4  # slots and columns are over-allocated by a quarter
 _COLUMN_STEP = 64
 
 
@@ -41,7 +42,7 @@ class CacheView:
 
 
 class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: buffers for all slots; `keys` and `values` are the viewed part of them."""
+    """The buffers of keys and values of one layer for all slots; `keys` and `values` are the viewed part of them."""
 
     is_sliding = False
 
@@ -71,7 +72,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys, self.values = (buffer[w.rows, :, w.read_start : w.write_end] for buffer in self.buffers)
 
     def get_seq_length(self) -> int:
-        """Columns before those of the pass."""
+        """Number of columns before those of the pass."""
         return self.cache_view.write_start - self.cache_view.read_start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -79,7 +80,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Unbounded."""
+        """The maximum length; -1 means that there is none."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
@@ -89,7 +90,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return sum(b.shape[1] * b.shape[3] * b.element_size() for b in self.buffers)
 
     def reallocate(self, rows: slice, source: slice, target: slice) -> None:
-        """Move `rows` into new buffers of the view's size; everything else becomes zero."""
+        """Move the `source` columns of `rows` to the `target` columns of new buffers, which are zero elsewhere."""
         self.keys = self.values = None  # or they would keep the old buffers alive
         for index, old in enumerate(self.buffers):
             self.buffers[index] = self._reallocated(old, rows, source, target)
@@ -99,7 +100,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             buffer[target, :, columns] = buffer[source, :, columns]
 
     def zero(self, rows: slice, columns: slice) -> None:
-        """Zero a region, since an earlier sequence may have left NaN there."""
+        """Zero a region, where an earlier sequence may have left NaN."""
         for buffer in self.buffers:
             buffer[rows, :, columns] = 0
 
@@ -118,7 +119,7 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PaddedKVCache:
-    """The slot and columns of each sequence. Rows 0 to n-1 are the first slots, without gaps."""
+    """The KV cache of all layers, and the slot and columns of each sequence. Rows 0 to n-1 are the first slots."""
 
     def __init__(self, max_slots: int) -> None:
         self._view = CacheView()
@@ -143,7 +144,7 @@ class PaddedKVCache:
 
     @property
     def cost(self) -> KVCacheCost:
-        """Known after the first pass; attention and reallocation may copy one layer's keys and values twice."""
+        """The cost, known after the first pass; attention and reallocation may copy a layer's keys and values twice."""
         each = self.bytes_per_token * (1 + 2 / len(self.past_key_values.layers))
         return KVCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
 
@@ -156,29 +157,28 @@ class PaddedKVCache:
             layer.zero(slice(first, len(self.seq_lens)), slice(0, self._end_column))
 
     def view_prefill(self, first: int, start: int, stop: int) -> int:
-        """View the rows from `first` on to compute columns start..stop of the longest; its width."""
+        """View the rows from `first` on to compute columns start..stop of the longest; returns its width."""
         width = max(self.seq_lens[first:])
         left = self._end_column - width
         self._set_view(slice(first, len(self.seq_lens)), left, left + start, left + stop)
         return width
 
     def view_decode(self) -> None:
-        """View all rows to compute one more token of each."""
+        """View all rows to compute one more token for each."""
         self._reserve(len(self.seq_lens), self.width, extra_columns=1)
         self.seq_lens = [length + 1 for length in self.seq_lens]
         self._end_column += 1
         self._view_all(self._end_column - 1)
 
     def read_all(self) -> None:
-        """View all rows to read them only."""
+        """View all rows for reading only."""
         self._view_all(self._end_column)
         for layer in self.past_key_values.layers:
             layer.refresh()
 
     def attention_mask(self, first: int, stop: int) -> Tensor:
-        """Which of the leftmost `stop` viewed columns are tokens of their row: bool [rows, stop]."""
-        lengths = torch.tensor(self.seq_lens[first:])
-        return torch.arange(stop) >= (int(lengths.max()) - lengths)[:, None]
+        """Which of the leftmost `stop` viewed columns are tokens of the rows from `first` on: bool [rows, stop]."""
+        return padding_mask(self.seq_lens[first:], stop, left_padded=True)
 
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""

@@ -1,7 +1,7 @@
-"""The models that a padded engine runs: forward passes over sequences that join and leave, and their KV caches.
+"""The interface of models that a padded engine runs: passes over sequences that join and leave, and their KV caches.
 
-Sequences have rows, 0 to n-1 without gaps, the same here and in the engine: new ones are appended, and the last one
-moves to the row of each that is removed.
+Sequences have rows, 0 to n-1 without gaps, which are the same in the model and in the engine: new sequences are
+appended, and the last one moves to the row of each that is removed.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tgis.ipc.request import TokenLogprobs
 
 # Larger passes only take longer: measured on two cores; an H200 needs thousands of tokens.
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
-MAX_LOGPROB_TOKENS = 128  # of a pass that computes prompt logprobs, since most of its memory is for their logits
+MAX_LOGPROB_TOKENS = 128  # in a pass that computes prompt logprobs, whose logits take most of its memory
 
 
 class PaddedModel(Protocol):
@@ -33,11 +33,11 @@ class PaddedModel(Protocol):
 
     @property
     def decoder_start_token_id(self) -> int | None:
-        """Of an encoder-decoder."""
+        """The token that outputs of an encoder-decoder start with; None for a decoder-only model."""
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
-        """What the caches need at most; known after the first pass."""
+        """The most memory that the caches need; known after the first pass."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -47,14 +47,14 @@ class PaddedModel(Protocol):
         """Make room for new sequences."""
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Compute all tokens of the newest sequences: the logits after each one's last, [rows, V]; prompt logprobs by
-        id, for sequences that ask for them and have generated nothing yet.
+        """Compute all tokens of the newest sequences. Returns the logits after the last token of each, [rows, V], and
+        prompt logprobs by id, for sequences that ask for them and have generated nothing yet.
 
         If it raises, the other sequences are unharmed.
         """
 
     def decode(self, last_tokens: Tensor) -> Tensor:
-        """Compute one more token of every sequence, ids [rows]; the logits after it, [rows, V]."""
+        """Compute one more token of every sequence, ids [rows]; returns the logits after it, [rows, V]."""
 
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
@@ -69,10 +69,10 @@ class PaddedModel(Protocol):
 def chunked_prefill(
     seqs: list[Sequence], chunk_size: int, forward: Callable[[int, int], Tensor]
 ) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-    """Compute the tokens of right-aligned sequences: the last logits [rows, V], and prompt logprobs by id.
+    """Compute the tokens of right-aligned sequences; returns the last logits [rows, V], and prompt logprobs by id.
 
-    `forward(start, stop)` computes at most `chunk_size` columns: logits [rows, columns, V], or only those of the last
-    column if no sequence asks for prompt logprobs.
+    `forward(start, stop)` computes at most `chunk_size` columns and returns their logits [rows, columns, V], or only
+    those of the last column if no sequence asks for prompt logprobs.
     """
     width = max(seq.num_uncomputed_tokens for seq in seqs)
     wanting = [seq for seq in seqs if seq.wants_prompt_logprobs]

@@ -1,4 +1,5 @@
-"""Positions of tokens in the decoder of an encoder-decoder: per row, where transformers counts one for the batch.
+"""Positions of tokens in the decoder of an encoder-decoder. Transformers counts one position for the whole batch; here
+each row has its own.
 
 A model whose rows would disturb each other, or whose positions cannot be set, is refused at the start.
 """
@@ -17,7 +18,7 @@ from tgis.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """How a model's decoder is told the positions of tokens."""
+    """The way to pass positions of tokens to a model's decoder."""
 
     max_positions: int  # tokens that the input, and the output, may have
     forward_arguments: Callable[[Tensor], dict[str, Tensor]]  # from positions [rows, columns] of the next pass
@@ -32,19 +33,19 @@ class PositionEmbeddings(nn.Module):  # type: ignore[misc]
         self.positions = torch.empty((0, 0), dtype=torch.int64)
 
     def forward_arguments(self, positions: Tensor) -> dict[str, Tensor]:
-        """None; the positions are set here."""
+        """Set the positions of the next pass; returns no arguments."""
         self.positions = positions
         return {}
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:  # each architecture passes something else
-        """[rows, columns, H]"""
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """The embeddings [rows, columns, H]; the arguments differ between architectures and are ignored."""
         return self.table[self.positions]
 
 
 def check_row_independence(model: PreTrainedModel) -> None:
-    """Unsupported if rows would disturb each other: experts of limited capacity, decoders that see padding.
+    """Raise Unsupported if rows would disturb each other: experts of limited capacity, decoders that see padding.
 
-    LED and FSMT, for example, attend to everything before a single token, whatever the mask.
+    LED and FSMT, for example, ignore the mask when they decode a single token.
     """
     if getattr(model.config, "num_experts", 0):
         raise _unsupported(model, "shares experts among rows")
@@ -59,7 +60,7 @@ def check_row_independence(model: PreTrainedModel) -> None:
 
 
 def find_positions(model: PreTrainedModel, max_positions: int) -> Positions:
-    """For sequences of up to `max_positions` tokens; Unsupported if the model's way is unknown."""
+    """The positions of a model for sequences of up to `max_positions` tokens; Unsupported if its way is unknown."""
     decoder = model.get_decoder()
     if "decoder_position_ids" in inspect.signature(model.forward).parameters:
         return Positions(max_positions, lambda positions: {"decoder_position_ids": positions})
@@ -77,11 +78,11 @@ def _unsupported(model: PreTrainedModel, reason: str) -> Unsupported:
 
 
 class _StopForward(Exception):
-    """Ends a pass early, with the output that it was for."""
+    """Ends a pass early, with the output that is wanted."""
 
 
 def _position_embeddings(model: PreTrainedModel, count: int) -> Tensor:
-    """Embeddings of the decoder's first positions, [count, H], taken from a pass over so many tokens."""
+    """Embeddings of the decoder's first positions, [count, H], taken from a pass over `count` tokens."""
 
     def stop(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         raise _StopForward(output)

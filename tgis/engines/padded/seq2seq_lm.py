@@ -20,6 +20,7 @@ from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
+from tgis.engines.padded.padding import left_aligned, right_aligned, token_positions
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.errors import StartError
@@ -28,11 +29,11 @@ from tgis.ipc.request import TokenLogprobs
 
 
 class OutputConstraints:
-    """What a model's generation config demands of every output, unlike its defaults for sampling."""
+    """The constraints of a model's generation config on every output; its defaults for sampling are ignored."""
 
     def __init__(self, config: GenerationConfig, vocab_size: int, device: torch.device) -> None:
-        """StartError unless the config has one token for the decoder to start with, and that and the one it forces are
-        in the vocabulary.
+        """StartError unless the config has one start token of the decoder, and this and the forced token are in the
+        vocabulary.
         """
         start = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         if not isinstance(start, int):
@@ -43,7 +44,7 @@ class OutputConstraints:
         words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
         suppressed = [*words, *(config.suppress_tokens or [])]  # such as Marian's padding
         self.decoder_start_token_id = start
-        self._forced_bos_token_id = config.forced_bos_token_id  # of every output, for example a target language
+        self._forced_bos_token_id = config.forced_bos_token_id  # starts every output: a target language
         known = [token for token in suppressed if 0 <= token < vocab_size]
         self._suppressed_token_ids = torch.tensor(known, dtype=torch.int64, device=device)
 
@@ -55,11 +56,41 @@ class OutputConstraints:
             logits[first_step_rows, self._forced_bos_token_id] = 0
 
 
-class Seq2SeqLM:
-    """A `PaddedModel`: an encoder, a decoder, and the decoder's two KV caches."""
+class EncoderDecoder:
+    """What `PaddedModel`s with an encoder share: their outputs start with a token of the model's, their inputs have no
+    logprobs.
+    """
 
     chunked_prefill = False  # the encoder needs whole inputs
-    max_logprob_tokens = 0  # inputs have no logprobs
+    max_logprob_tokens = 0
+
+    def __init__(self, config: GenerationConfig, vocab_size: int, device: torch.device) -> None:
+        self._constraints = OutputConstraints(config, vocab_size, device)
+        self.decoder_start_token_id = self._constraints.decoder_start_token_id
+
+    def token_history(self, seq: Sequence) -> list[int]:
+        """The start token and the output."""
+        return [self.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
+
+    def _prefilled(self, seqs: list[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
+        """The result of a prefill from the decoder's last logits [rows, V]."""
+        self._constraints.apply(logits, [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
+        return logits, {
+            seq.id: [first_prompt_logprobs(seq.request.logprob_options)] * len(encoder_input(seq))
+            for seq in seqs
+            if seq.wants_prompt_logprobs
+        }
+
+
+def encoder_input(seq: Sequence) -> list[int]:
+    """Placeholders of the encoder's soft prompt, then the input."""
+    prompt = encoder_prompt(seq)
+    virtual = 0 if prompt is None else len(prompt)
+    return seq.tokens[seq.request.soft_prompt_length - virtual : seq.prompt_length]
+
+
+class Seq2SeqLM(EncoderDecoder):
+    """A `PaddedModel`: an encoder, a decoder, and the decoder's two KV caches."""
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
         self.model = load_model(options, device)
@@ -68,8 +99,7 @@ class Seq2SeqLM:
         check_row_independence(self.model)
         self.info = model_info(self.model)
         self._positions = find_positions(self.model, options.max_sequence_length)
-        self._constraints = OutputConstraints(self.model.generation_config, self.info.vocab_size, device)
-        self.decoder_start_token_id = self._constraints.decoder_start_token_id
+        super().__init__(self.model.generation_config, self.info.vocab_size, device)
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self._max_batch_size = max_batch_size
@@ -88,10 +118,6 @@ class Seq2SeqLM:
     def kv_cache_bytes(self) -> int:
         return self._cross_attention_cache.allocated_bytes + self._self_attention_cache.allocated_bytes
 
-    def token_history(self, seq: Sequence) -> list[int]:
-        """The start token and the output."""
-        return [self.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
-
     def _decoder_input(self, seq: Sequence) -> list[int]:
         """The decoder's soft prompt as zeros, the start token and the output."""
         virtual = 0 if seq.adapter is None else seq.adapter.decoder_length
@@ -109,11 +135,11 @@ class Seq2SeqLM:
         self._self_attention_cache.remove(row)
 
     def append(self, seqs: list[Sequence]) -> None:
-        self._cross_attention_cache.append([len(_encoder_input(seq)) for seq in seqs])
+        self._cross_attention_cache.append([len(encoder_input(seq)) for seq in seqs])
         self._self_attention_cache.append([len(self._decoder_input(seq)) for seq in seqs])
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Encode the inputs, then decode what there is of outputs; prompt logprobs are empty."""
+        """Encode the inputs, then decode what there is of outputs."""
         first_row = len(self._self_attention_cache.seq_lens) - len(seqs)
         encoded = self._encode(seqs)
         self._cross_attention_cache.view_prefill(first_row, 0, encoded.shape[1])
@@ -122,7 +148,7 @@ class Seq2SeqLM:
         prompts = [decoder_prompt(seq) for seq in seqs]
         lengths = [len(output) for output in outputs]
         width = max(lengths)
-        ids = torch.tensor([[0] * (width - len(output)) + output for output in outputs])
+        ids = right_aligned(outputs)
         chunk_size = max(1, MAX_PREFILL_TOKENS["cpu"] // len(seqs))  # small, because every token gets logits
         for start in range(0, width, chunk_size):
             stop = min(start + chunk_size, width)
@@ -130,12 +156,7 @@ class Seq2SeqLM:
             chunk = ids[:, start:stop].to(self._device)
             embeds = embed_with_prompts(self._decoder_embed_tokens, chunk, padded_spans(prompts, lengths, start, stop))
             logits = self._forward(chunk, first_row, stop, encoded, embeds)
-        self._constraints.apply(logits[:, -1], [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
-        return logits[:, -1], {
-            seq.id: [first_prompt_logprobs(seq.request.logprob_options)] * len(_encoder_input(seq))
-            for seq in seqs
-            if seq.wants_prompt_logprobs
-        }
+        return self._prefilled(seqs, logits[:, -1])
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         self._self_attention_cache.view_decode()
@@ -156,11 +177,8 @@ class Seq2SeqLM:
 
     def _encode_batch(self, seqs: list[Sequence]) -> Iterator[tuple[Sequence, Tensor]]:
         """The output for each sequence, [columns, H]."""
-        inputs = [_encoder_input(seq) for seq in seqs]
-        lengths = torch.tensor([len(tokens) for tokens in inputs])
-        width = int(lengths.max())
-        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in inputs], device=self._device)
-        mask = (torch.arange(width) < lengths[:, None]).to(self._device)
+        inputs = [encoder_input(seq) for seq in seqs]
+        ids, mask = (each.to(self._device) for each in left_aligned(inputs))
         spans = [
             PromptSpan(row, 0, prompt) for row, seq in enumerate(seqs) if (prompt := encoder_prompt(seq)) is not None
         ]
@@ -173,12 +191,13 @@ class Seq2SeqLM:
     def _forward(
         self, ids: Tensor, first_row: int, width: int, encoded: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """One pass of the decoder for the rows from `first_row` on: ids [rows, columns], the last of `width`; logits.
+        """The logits of one pass of the decoder for the rows from `first_row` on, ids [rows, columns], the last of
+        `width`.
 
         `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.
         """
         mask = self._self_attention_cache.attention_mask(first_row, width)
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = token_positions(mask, ids.shape[1])
         output = self.model(
             attention_mask=self._cross_attention_cache.attention_mask(first_row, encoded.shape[1]).to(self._device),
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
@@ -189,10 +208,3 @@ class Seq2SeqLM:
             **self._positions.forward_arguments(positions.to(self._device)),
         )
         return output.logits
-
-
-def _encoder_input(seq: Sequence) -> list[int]:
-    """Placeholders of the encoder's soft prompt, then the input."""
-    prompt = encoder_prompt(seq)
-    virtual = 0 if prompt is None else len(prompt)
-    return seq.tokens[seq.request.soft_prompt_length - virtual : seq.prompt_length]

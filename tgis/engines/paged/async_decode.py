@@ -1,9 +1,9 @@
 """Asynchronous decoding: the next decode step is launched before the tokens of the last one are on the host.
 
-Such a step in flight is of sequences that are sure to want another token, unless the one that they are getting ends
-them; on its way into the next step that one never leaves the device. The next plan reuses the result. Sequences that
-are gone by then, or whose token turned out to be another, are not reused. All steps are in one stream of the device: a
-sequence that is given a freed block writes to it after the step in flight has, and reads what it has written itself.
+A step in flight computes sequences that will need another token unless the one being sampled ends them; that token goes
+from one step to the next without leaving the device. The next plan reuses the result, except for sequences that are
+gone by then or whose token was replaced on the host. All steps run in one stream of the device: a sequence that is
+given a freed block writes to it after the step in flight has, and reads only what it has written itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,12 +20,12 @@ from tgis.engines.sampling.grammar_masks import append_forced_tokens, has_gramma
 from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.engines.sampling.sampler import SampledTokens
 
-_COOLDOWN_STEPS = 16  # after a token that changed: where that is usual, most steps would be computed twice
+_COOLDOWN_STEPS = 16  # after a token was replaced: where that is frequent, most steps would be computed twice
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that is queued on the device, with the copy of its result to the host behind it."""
+    """A step that is queued on the device, followed by the copy of its result to the host."""
 
     sampled: SampledTokens
     prompt_chunks: list[PromptChunk]
@@ -36,21 +36,20 @@ class InFlightStep:
         self._pending = PendingCopy([*self.sampled.tables, *prompt_tables])
 
     def wait(self, prompt_logprobs: PromptLogprobs) -> tuple[StepResult, list[Sequence]]:
-        """The result, and the sequences whose token is not the one that a next step was launched with."""
-        tables = self._pending.wait()
-        count = len(self.sampled.tables)
-        result = self.sampled.result(tables[:count])
-        result.prompt_logprobs = prompt_logprobs.finish(self.prompt_chunks, tables[count:])
-        return result, self.sampled.changed(tables[:count])
+        """Wait for the result; also returns the sequences whose token is not the one on the device."""
+        self._pending.wait()
+        result = self.sampled.result()
+        result.prompt_logprobs = prompt_logprobs.finish(self.prompt_chunks)
+        return result, self.sampled.changed()
 
 
 Launch = Callable[[StepPlan], InFlightStep]
-LaunchNext = Callable[[list[Sequence], Tensor, list[int]], InFlightStep]  # newest tokens, and each sequence's index
+LaunchNext = Callable[[list[Sequence], Tensor, list[int]], InFlightStep]  # newest tokens, and their indices
 
 
 @dataclass(slots=True)
 class AsyncDecoder:
-    """The steps of one engine, from plan to result."""
+    """Runs the steps of one engine, from plan to result."""
 
     launch: Launch
     launch_next: LaunchNext | None  # without it every step is launched when it is planned
@@ -62,7 +61,7 @@ class AsyncDecoder:
     _expected_lengths: dict[int, int] = field(default_factory=dict)  # by request id: tokens when the step is reused
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Reuse what is in flight, launch the rest and the next step, and only then wait for tokens."""
+        """Reuse the step in flight, launch the rest of the plan and the next step, and only then wait for tokens."""
         reused = {seq.id for seq in plan.sampled if self._expected_lengths.get(seq.id) == len(seq.tokens)}
         steps = [self._in_flight] if self._in_flight and reused else []
         self._in_flight, self._expected_lengths = None, {}
@@ -73,7 +72,7 @@ class AsyncDecoder:
         return self._collect(plan, steps)
 
     def release(self, seqs: Iterable[Sequence]) -> None:
-        """Sequences that are gone reuse nothing."""
+        """Do not reuse the step in flight for these sequences."""
         for seq in seqs:
             self._expected_lengths.pop(seq.id, None)
         if not self._expected_lengths:
@@ -93,9 +92,9 @@ class AsyncDecoder:
         self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
-        """The sequences that want another token whatever the next one is, unless it ends them. None where one lacks a
-        block for it or has not finished its prompt, or has a grammar, which may force more tokens: what is left behind
-        needs a second step, which costs more than is gained.
+        """The sequences that need another token unless the next one ends them. Empty if one of them cannot be in the
+        next step, because it lacks a block, has not finished its prompt, or has a grammar, which may force more tokens:
+        a second step for it would cost more than is gained.
         """
         seqs = [seq for seq in plan.sampled if seq.num_remaining_tokens > 1]
         ready = all(self._has_free_slot(seq) and not has_grammar(seq) for seq in seqs)
@@ -118,7 +117,7 @@ class AsyncDecoder:
         return result
 
     def _discard(self, changed: list[Sequence]) -> None:
-        """The step in flight was launched with other tokens of these sequences."""
+        """Do not reuse the step in flight for sequences whose token was replaced after its launch."""
         if changed:
             self.release(changed)
             self.sampler.invalidate()

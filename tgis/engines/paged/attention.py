@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, as an attention function of transformers' own models.
 
-It is registered once per engine and finds the batch of the step in the object that it is a method of, since not every
-model passes unknown arguments on. The backends here are plain PyTorch and run everywhere; those of
-`tgis.engines.kernels` are faster and must give the same result.
+The function is an object that is registered once per engine and holds the batch of the step, since not every model
+passes unknown arguments on. The backends here are plain PyTorch and run everywhere; those of `tgis.engines.kernels` are
+faster and must give the same result.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,7 @@ from transformers import AttentionInterface
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cuda import has_kernels
-from tgis.engines.kernels.cuda.trials import KernelTrials
+from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.kv_cache import PagedKVCache
@@ -44,13 +43,13 @@ class PagedAttention:
     def __init__(self, name: str, block_size: int, kernels: CpuKernels | None) -> None:
         self.name = name
         self._cpu_attention = CpuAttention(kernels) if kernels else None
-        self._trials = KernelTrials()
-        self.runs_cpu_kernel = bool(kernels)  # in all layers so far
+        self._self_test = KernelSelfTest()
+        self.runs_cpu_kernel = bool(kernels)  # whether all layers so far have
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
-        self.windows: set[int | None] = set()  # that layers have passed
-        self.modules: dict[int, nn.Module] = {}  # that have called, by layer index
-        self.operator: Callable[..., Tensor] = self._attend_in_layer  # or what torch.compile can compile
+        self.windows: set[int | None] = set()  # of layers that have called
+        self.modules: dict[int, nn.Module] = {}  # layers that have called, by index
+        self.operator: Callable[..., Tensor] = self._attend_in_layer  # replaced by a custom operator for torch.compile
         AttentionInterface.register(name, self)
 
     def __call__(
@@ -66,7 +65,7 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **_others: Any,
     ) -> tuple[Tensor, None]:
-        """The output, [1, T, H, E]; the signature is that of transformers' attention functions."""
+        """The output [1, T, H, E]; an attention function of transformers."""
         return self.operator(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
 
     def _attend_in_layer(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
@@ -84,7 +83,7 @@ class PagedAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The same, in a layer with this KV cache."""
+        """The output [1, T, H, E] in a layer with this KV cache."""
         batch = self.batch
         assert batch is not None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
@@ -96,7 +95,7 @@ class PagedAttention:
         self.runs_cpu_kernel = False
         fast, plain = _select_backends(q, kv_cache, params), _TORCH_BACKENDS
         kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
-        run = partial(self._trials.run, kind)
+        run = partial(self._self_test.run, kind)
         run(fast.write, plain.write, lambda _: _slots(kv_cache, batch.slot_mapping), batch, k, v, kv_cache)
         decodes = q[: batch.num_decodes], kv_cache, params
         outputs = [run(fast.decode, plain.decode, torch.clone, batch, *decodes)] if batch.num_decodes else []
@@ -105,12 +104,12 @@ class PagedAttention:
 
 
 def _slots(kv_cache: _KVCache, slot_mapping: Tensor) -> Tensor:
-    """What they hold, flat."""
+    """The contents of the slots, flat."""
     return torch.cat([stored.flatten(0, 1)[slot_mapping].flatten() for stored in kv_cache])
 
 
 def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> _Backends:
-    """The fastest for the device, the dtypes and the parameters."""
+    """The fastest backends for the device, the dtypes and the parameters."""
     if not has_kernels(q.device):
         return _TORCH_BACKENDS
     if q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
@@ -167,7 +166,7 @@ def _triton_prefill(
 
 
 def _torch_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
-    """Sequences with one token each, q [B, H, D]: over their gathered blocks, some sequences at a time."""
+    """Attention of sequences with one token each, q [B, H, D], over their gathered blocks, some sequences at a time."""
     width = batch.block_tables.shape[1] * kv_cache[0].shape[1]
     mask = batch.decode_masks.get(params.window)
     if mask is None:
@@ -197,7 +196,7 @@ def _attend_gathered(
 def _torch_prefill(
     batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
-    """Prefill chunks, one after the other."""
+    """Attention of the prefill chunks, one after the other."""
     return [
         _torch_prefill_chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], kv_cache, params)
         for chunk in batch.chunks
@@ -207,7 +206,7 @@ def _torch_prefill(
 def _torch_prefill_chunk(
     chunk: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
-    """q [n, H, D]; keys and values are gathered from the cache if the chunk has context."""
+    """Attention of q [n, H, D]; keys and values are gathered from the cache if the chunk has context."""
     if chunk.num_computed_tokens:
         k, v = (states.index_select(0, chunk.block_table).flatten(0, 1)[: chunk.seq_len] for states in kv_cache)
     groups = q.shape[1] // k.shape[1]
@@ -222,7 +221,7 @@ def _torch_prefill_chunk(
 
 
 def _causal_mask(positions: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of `width` keys for queries at `positions` [..., n]: 0 or -inf [..., n, width]."""
+    """The mask to add to the scores of `width` keys for queries at `positions` [..., n]: 0 or -inf, [..., n, width]."""
     keys = torch.arange(width, device=positions.device)
     visible = keys <= positions[..., None]
     if window is not None:
@@ -231,7 +230,9 @@ def _causal_mask(positions: Tensor, width: int, window: int | None, dtype: torch
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
-    """q [B, K, N, D] over k and v [B, K, W, D], mask added to [B, K, N, W]; N is query heads times tokens."""
+    """Attention of q [B, K, N, D] over k and v [B, K, W, D], mask added to [B, K, N, W]; N is query heads times
+    tokens.
+    """
     if params.softcap is None and params.sinks is None:
         return scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=params.scale)
     scores = (q @ k.transpose(2, 3)).float() * params.scale

@@ -24,7 +24,7 @@ _Work = list[tuple[Sequence, range]]  # sequences and the positions that they co
 
 @dataclass
 class FlatBatch:
-    """The tokens of a step side by side: first the decodes, of one token each, then the prefill chunks."""
+    """The tokens of a step in one row: first the decodes, of one token each, then the prefill chunks."""
 
     input_ids: Tensor  # int64 [tokens]
     positions: Tensor  # int64 [tokens]
@@ -34,16 +34,16 @@ class FlatBatch:
     chunks: list[PrefillChunk]
     logits_indices: Tensor  # int64 [logits]: the tokens whose logits are wanted
     spans: list[PromptSpan]  # of soft prompts
-    all_logits: bool = False  # these are all tokens, in order
-    adapters: PlacedAdapters | None = None  # by token; None: none has any
-    step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler, in the same copy
+    all_logits: bool = False  # `logits_indices` are all tokens, in order
+    adapters: PlacedAdapters | None = None  # by token; None: no sequence has an adapter
+    step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler
     decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
-    paged_chunks: PagedChunks | None = None  # likewise
+    paged_chunks: PagedChunks | None = None  # of the chunks, made by the first layer that needs them
 
     @property
     def num_decodes(self) -> int:
-        """Sequences with one token."""
+        """Number of sequences with one token."""
         return len(self.seq_lens)
 
     @cached_property
@@ -61,16 +61,16 @@ class FlatBatch:
 
 
 class _BlockTables:
-    """The block tables of decodes in one array, where most rows stay as they are from step to step: the list of a
-    sequence only grows, until another list takes its place.
+    """The block tables of decodes in one array. Most rows stay as they are from step to step: the list of a sequence
+    only grows, until the list of another sequence takes its row.
     """
 
     def __init__(self) -> None:
         self._array: NDArray[np.int64] = np.zeros((0, 0), np.int64)
-        self._rows: list[tuple[list[int], int]] = []  # lists, and how much of them is in the array
+        self._rows: list[tuple[list[int], int]] = []  # by row: a list, and how much of it is in the array
 
     def rows(self, tables: list[list[int]], width: int) -> NDArray[np.int64]:
-        """The beginnings of these, [tables, width], padded with 0."""
+        """The first `width` blocks of each table, [tables, width], padded with 0."""
         self._make_room(len(tables), max(map(len, tables), default=0))
         for index, table in enumerate(tables):
             known, count = self._rows[index]
@@ -102,8 +102,8 @@ class BatchBuilder:
     def build(
         self, plan: StepPlan, step_metadata: NDArray[np.int64] = _NO_METADATA
     ) -> tuple[FlatBatch, dict[int, slice]]:
-        """The batch of a plan, and where in `logits_indices` the logits for prompt logprobs are, by request id. First
-        come those of the sampled sequences, in the plan's order.
+        """The batch of a plan, and the slices of `logits_indices` for prompt logprobs, by request id. The logits of the
+        sampled sequences come first, in the plan's order.
         """
         work = sorted(zip(plan.seqs, plan.num_scheduled_tokens, strict=True), key=lambda item: item[1] > 1)
         ends = dict(zip((seq.id for seq, _ in work), accumulate(count for _, count in work), strict=True))
@@ -122,8 +122,8 @@ class BatchBuilder:
     def build_next(
         self, seqs: list[Sequence], tokens: Tensor, token_indices: list[int], step_metadata: NDArray[np.int64]
     ) -> FlatBatch:
-        """The decode batch of the tokens that follow those on the host: each sequence's is in `tokens` on the device,
-        at its index.
+        """The batch that decodes one more token than the host knows: that of each sequence is in `tokens` on the
+        device, at its index.
         """
         positions = [(seq, range(len(seq.tokens), len(seq.tokens) + 1)) for seq in seqs]
         batch = self._build(positions, token_indices, list(range(len(seqs))), step_metadata)
@@ -133,7 +133,7 @@ class BatchBuilder:
     def _build(
         self, work: _Work, input_ids: list[int], logits_indices: list[int], step_metadata: NDArray[np.int64]
     ) -> FlatBatch:
-        """Without soft prompts."""
+        """The batch without the spans of soft prompts."""
         size = self._block_size
         decodes = [(seq, positions.stop) for seq, positions in work if len(positions) == 1]
         prefills = [(seq, positions) for seq, positions in work if len(positions) > 1]
@@ -165,7 +165,7 @@ class BatchBuilder:
 
 
 def _adapters(work: _Work) -> list[LoraAdapter | None]:
-    """By token; empty if no sequence has one."""
+    """The LoRA adapter of each token; empty if no sequence has one."""
     adapters = [lora_of(seq) for seq, _ in work]
     if not any(adapters):
         return []

@@ -1,9 +1,9 @@
 """PT2_COMPILE: torch.compile of the decoder layers, with their linear layers and attention as they are.
 
-Layers of the same kind share a graph, which is compiled once: it knows no layer's index, and gets the layer's KV cache
-as inputs. Attention is a custom operator in it, since no compiler knows a paged cache, and so is what LoRA adapters
-change, which come and go: passes with adapters have graphs of their own. Steps that would need a graph beyond those
-made at startup run eagerly: no request waits for a compiler.
+Layers of the same kind share a graph, which is compiled once: it does not depend on the layer's index, and gets the
+layer's KV cache as inputs. Attention is a custom operator, since compilers do not know paged caches, and so is the
+change by LoRA adapters, which come and go; passes with adapters have their own graphs. Steps that would need a graph
+beyond those made at startup run eagerly: no request waits for a compiler.
 """
 
 import logging
@@ -26,27 +26,27 @@ _ATTEND = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float? scale, int? window, float? cap,"
     " Tensor? sinks) -> Tensor"
 )
-_MAX_GRAPHS = 16  # of four kinds of layers: for one token or several, with adapters or without
+_MAX_GRAPHS = 16  # for four kinds of layers, with one token or several, with adapters or without
 _CHANGE = "lora(Tensor layer, Tensor x, Tensor output) -> Tensor"
 _running: ContextVar["CompiledLayers"] = ContextVar("the layers of the engine whose step runs")
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """Not where CPU kernels have replaced operators, which leaves a compiler nothing to gain."""
+    """Whether compiling gains anything: not where CPU kernels have replaced the operators."""
     return not any(getattr(module, "runs_cpu_kernel", False) for module in model.modules())
 
 
 class CompiledLayers:
-    """The decoder layers of one engine's model: compiled between `enable` and `freeze`, later only run."""
+    """The decoder layers of one engine's model; they are compiled between `enable` and `freeze` only."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention, lora: LoraLayers | None = None) -> None:
-        """Without `lora` no pass has adapters."""
+        """`lora` is None if no pass ever has adapters."""
         self._layers = _decoder_layers(model)
         self.attention, self.lora = attention, lora
         self._eager_operator = attention.operator
         self._stance = "force_eager"
-        self.num_eager_steps = 0  # that have no compiled graph
-        self.lora_is_eager = False  # in passes with adapters
+        self.num_eager_steps = 0  # for lack of a compiled graph
+        self.lora_is_eager = False  # whether passes with adapters run eagerly
 
     def enable(self) -> None:
         """Compile a graph for every step that has none."""
@@ -65,7 +65,7 @@ class CompiledLayers:
         self._stance = "default"
 
     def freeze(self) -> None:
-        """Compile nothing more."""
+        """Stop compiling: steps without a graph run eagerly from now on."""
         self._stance = "fail_on_recompile"
 
     def disable(self) -> None:
@@ -78,7 +78,7 @@ class CompiledLayers:
         self._stance = "force_eager"
 
     def run(self, forward: Callable[[], Tensor]) -> Tensor:
-        """A pass of the model."""
+        """Run a pass of the model."""
         if self.lora and self.lora.active and self.lora_is_eager:
             return self._run("force_eager", forward)
         try:
@@ -105,7 +105,7 @@ class CompiledLayers:
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """RuntimeError if they are not in one list."""
+    """The decoder layers of a model; RuntimeError if they are not in one list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.base_model.modules():
         if type(module) is nn.ModuleList and len(module) == count:
@@ -115,7 +115,7 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @cache
 def _library() -> torch.library.Library:
-    """The operators, for all engines of the process; they exist as long as the library does."""
+    """The custom operators for all engines of the process; they exist as long as the library does."""
     library = torch.library.Library(_NAMESPACE, "DEF")
     for name, schema, run, fake in (
         ("attend", _ATTEND, _attend, _fake_attend),

@@ -1,9 +1,9 @@
 """CUDA graphs of decode steps, captured once for some batch sizes and replayed.
 
-A captured step reads its batch from static tensors; missing rows are padded with sequences of length 0, whose keys
-and values go to a slot that nobody reads. Tokens of short prompts are rows too, since a pass outside of graphs waits
-for its launches. Steps with LoRA adapters are captured when they first occur: they read the matrices from static
-tensors too, but which layers have any is known only then.
+A captured step reads its batch from static tensors. Missing rows are padded with sequences of length 0, whose keys and
+values go to a slot that nobody reads. Tokens of short prompts are rows too, since a pass outside of graphs is bound by
+its kernel launches. Steps with LoRA adapters are captured when they first occur: they read the matrices from static
+tensors as well, but which layers have any is known only then.
 """
 
 import logging
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cuda import is_fatal
+from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.self_check import verify_steps
 from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
@@ -27,20 +27,20 @@ from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)
 
-_MAX_ATTENDED_TOKENS = 1 << 16  # of all prompt tokens of a step: each reads its whole context, which others share
+_MAX_ATTENDED_TOKENS = 1 << 16  # by all prompt tokens of a step: each reads its whole context again
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 
 def capture_sizes(max_batch_size: int) -> list[int]:
-    """Batch sizes to capture: a few padded sequences cost little, and so does a graph."""
+    """Batch sizes to capture, close enough that padding costs little."""
     sizes = {size for size in (1, 2, 4, *range(8, 64, 8), *range(64, max_batch_size, 16)) if size < max_batch_size}
     return sorted(sizes | {max_batch_size})
 
 
 def cuda_capture() -> Capture:
-    """Captures on the current CUDA device; all its graphs share their memory."""
+    """A function that captures on the current CUDA device; all its graphs share their memory."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
@@ -60,7 +60,7 @@ def cuda_capture() -> Capture:
 
 @contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """RuntimeError for what waits for a stream: a capture that fails leaves torch's allocator in a bad state."""
+    """Raise RuntimeError where the block waits for a stream: a capture that fails there breaks torch's allocator."""
     with may_wait:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -85,12 +85,12 @@ class DecodeGraphs:
         self._capture_sizes: list[int] = []
         self._captured: dict[StepKey, tuple[Replay, Tensor]] = {}
         self._inputs: StaticInputs | None = None
-        self._output: Tensor | None = None  # of all graphs
+        self._output: Tensor | None = None  # shared by all graphs
         self._capture_graph: Capture | None = None  # None: steps with adapters run eagerly
 
     def capture(self, capture_graph: Capture, device: torch.device) -> None:
-        """Capture all sizes, the largest first, so that the others reuse its memory; RuntimeError if the model does
-        what cannot be captured.
+        """Capture all sizes, the largest first, so that the others reuse its memory; RuntimeError if the model cannot
+        be captured.
         """
         inputs = self._inputs = StaticInputs(self._max_batch_size, self._max_blocks, device)
         sizes = capture_sizes(self._max_batch_size)
@@ -106,7 +106,7 @@ class DecodeGraphs:
         self._capture_graph = capture_graph
 
     def run(self, batch: FlatBatch) -> Tensor | None:
-        """The logits of a batch, which no later call changes; None if no graph is for such a batch."""
+        """The logits of a batch, which no later call changes; None if there is no graph for such a batch."""
         inputs = self._inputs
         if not self._capture_sizes or inputs is None or not inputs.fit(batch) or not _is_short(batch):
             return None
@@ -123,23 +123,22 @@ class DecodeGraphs:
         return output[:count][batch.logits_indices]  # a copy: the next replay overwrites the output
 
     def _logits(self, inputs: StaticInputs, size: int, adapters: int | None) -> Tensor:
-        """Where the first graph, the largest, leaves them: an output for each size would take much memory."""
+        """Compute logits in the output of the first graph, the largest: one output for each size would take much
+        memory.
+        """
         logits = self._forward(inputs.batch(size, adapters))  # a new batch, which keeps nothing of an earlier pass
         return logits if self._output is None else self._output[: len(logits)].copy_(logits)
 
     def _find(self, size: int, adapters: int | None, *, may_capture: bool) -> tuple[Replay, Tensor] | None:
-        """The captured step, captured now if it has adapters: for decodes, which all wait for it, not for a prompt."""
+        """The captured step. A missing one, with adapters, is captured now if it `may_capture`, and None otherwise."""
         found = self._captured.get((size, adapters))
         if found is None and may_capture and self._capture_graph and self._inputs:
             run = partial(self._logits, self._inputs, size, adapters)
             try:
                 found = _verified(run, self._capture_graph)
             except (RuntimeError, Unsupported) as error:
-                if is_fatal(error):
-                    raise
+                log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", fallback_reason(error))
                 self._capture_graph = None
-                reason = str(error).strip().splitlines()[0]
-                log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", reason)
             else:
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
         return found
@@ -150,7 +149,7 @@ def _is_short(batch: FlatBatch) -> bool:
 
 
 def _verified(run: Callable[[], Tensor], capture_graph: Capture) -> tuple[Replay, Tensor]:
-    """What is captured, once a replay has given what the pass gives; Unsupported if it does not."""
+    """Capture a pass; Unsupported if a replay does not give the same as the pass."""
     eager = run().nan_to_num()  # an adapter may overflow
     replay, output = capture_graph(run)
     replay()

@@ -14,8 +14,8 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
-from tgis.engines.kernels.cuda import is_fatal
-from tgis.engines.loading.loader import input_vocab_size, load_causal_lm, max_positions, select_device, select_kernels
+from tgis.engines.kernels.cuda.self_test import fallback_reason
+from tgis.engines.loading.loader import load_causal_lm, max_positions, model_info, select_device, select_kernels
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
@@ -47,18 +47,17 @@ from tgis.prompts.lora import LoraAdapter
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16  # tokens
-_DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
-_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # of a step without decodes: more gain no throughput
+_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # in a step without decodes; more do not raise throughput
 _MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not replayed: that alone is 1.5
-_MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # of the bank: on CPUs each column costs time
+_MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # in the bank of LoRA adapters; on CPUs each column costs time
 _EXACT_MARGIN = 8  # percent of memory for what torch's count of a GPU's memory leaves out
-_WARM_SAMPLER_ROWS = 8, 1  # of batches; the first is the one that kernels are tried with
-_ROUNDED_BLOCKS = 64  # compiled graphs are for one number of blocks: what is free varies a little from start to start
+_WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
+_ROUNDED_BLOCKS = 64  # block counts are multiples: cached graphs are for one, and free memory varies
 _CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
 
 
 class PagedEngine:
-    """Its only state of a sequence is the KV cache, the logprobs of an unfinished prompt, and a step in flight."""
+    """The engine; of a sequence it keeps the KV cache, the logprobs of an unfinished prompt, and a step in flight."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class PagedEngine:
     ) -> None:
         """Unsupported if the model's attention cannot be replaced.
 
-        `all_reduce_min` is over the ranks that share the model. With `async_decode` steps are launched before they are
-        planned: by default on CUDA, unless other ranks compute them too.
+        `all_reduce_min` returns the smallest value of all ranks that share the model. With `async_decode`, by default
+        on CUDA with a single rank, steps are launched before they are planned.
         """
         torch.set_grad_enabled(False)
         self._options = options
@@ -85,8 +84,8 @@ class PagedEngine:
         self._embed_tokens = self._model.get_input_embeddings()
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
         ops = select_ops(self._device, self._kernels)
-        self._vocab_size = int(self._model.get_output_embeddings().out_features)
-        self._sampler = BatchSampler(self._vocab_size, options.eos_ids, self._device, _token_history, ops)
+        vocab_size = model_info(self._model).vocab_size
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history, ops)
         self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device, self._lora)
         if async_decode is None:
@@ -99,33 +98,23 @@ class PagedEngine:
         self.info = self._describe(lookahead=int(async_decode))
 
     def _describe(self, lookahead: int) -> EngineInfo:
-        kind = self._device.type
-        return EngineInfo(
-            engine="tgis_native",
-            model_class=type(self._model).__name__,
-            device=str(self._device),
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            vocab_size=self._vocab_size,
-            encoder_decoder=False,
+        return model_info(self._model).engine_info(
+            "tgis_native",
+            self._options,
+            self._device,
             padded=False,
-            max_batch_size=self._options.max_batch_size or _DEFAULT_MAX_BATCH_SIZE[kind],
-            token_capacity=0,  # until `warm_up` has found it
-            max_prefill_tokens=_PREFILL_TOKENS[kind],
+            max_prefill_tokens=_PREFILL_TOKENS[self._device.type],
             block_size=self._block_size,
             lookahead=lookahead,
-            max_slowdown=_MAX_SLOWDOWN[kind],
+            max_slowdown=_MAX_SLOWDOWN[self._device.type],
             max_positions=max_positions(self._model),
-            input_vocab_size=input_vocab_size(self._model),
             embedding_size=self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0,
             lora_targets=self._lora.targets,
         )
 
+    @warm_up_errors()
     def warm_up(self) -> None:
-        """Allocate the KV cache, of the memory that the largest step leaves; compile and capture what can be."""
-        with warm_up_errors():
-            self._warm_up()
-
-    def _warm_up(self) -> None:
+        """Allocate the KV cache from the memory that the largest step leaves; compile and capture what can be."""
         bytes_per_block = self._attention.cache.bytes_per_block
         num_blocks = self._all_reduce_min(self._num_available_blocks(bytes_per_block))
         if num_blocks < 1:
@@ -158,7 +147,7 @@ class PagedEngine:
                 self._dummy_logits()
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
-        """Kernels compile when they are first used."""
+        """Sample in every way once, since kernels compile at their first use."""
         drawn = SamplingParams(temperature=1.0)
         filtered = ({"top_k": 4}, {"top_p": 0.9}, {"top_k": 4, "top_p": 0.9})
         kinds = SamplingParams(), drawn, *(msgspec.structs.replace(drawn, **each) for each in filtered)
@@ -168,7 +157,7 @@ class PagedEngine:
             self._sampler.sample_and_wait(seqs, logits[:1].repeat(count, 1))
 
     def _tabulate_angles(self, eager_logits: torch.Tensor) -> None:
-        """Where steps with the tables differ from eager ones, the model computes its angles."""
+        """Look rotary angles up in tables, unless steps with the tables differ from eager ones."""
         if not tabulate_angles(self._model, self._max_blocks * self._block_size):
             return
         try:
@@ -178,8 +167,8 @@ class PagedEngine:
             log.warning("the model computes its rotary embeddings in every step: %s", error)
 
     def _dummy_logits(self, adapter: LoraAdapter | None = None) -> torch.Tensor:
-        """Those of a prefill and of a decode, [2, V]. A compiler expects sizes that are equal now, such as the number
-        of tokens and a head's, to be equal always: hence 13.
+        """The logits of a prefill and of a decode, [2, V]. The prefill has 13 tokens: a compiler assumes that sizes
+        which are equal now, such as the number of tokens and the size of a head, are always equal.
         """
         seq = dummy_sequence(list(range(1, 15)), self._block_size)
         seq.adapter = adapter
@@ -190,7 +179,7 @@ class PagedEngine:
         return torch.cat(logits)
 
     def _compile(self, eager_logits: torch.Tensor) -> None:
-        """Compile what steps need; where that fails, they run eagerly."""
+        """Compile the model's layers; where that fails, steps run eagerly."""
         if not can_compile(self._model):
             warn(self._options, "PT2_COMPILE has no effect: CPU kernels have replaced the model's operators already")
             return
@@ -205,7 +194,13 @@ class PagedEngine:
             self._compiled.enable()
             verify_steps("compiled", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            self._do_without_compiling(error)
+            text = f"PT2_COMPILE has no effect: {fallback_reason(error)}"
+            if self._compiled:
+                self._compiled.disable()
+            if self._options.compile:
+                warn(self._options, text)
+            else:
+                log.warning("%s", text)
         else:
             if adapter:
                 self._compile_lora(self._compiled, adapter, changed_logits)
@@ -215,25 +210,12 @@ class PagedEngine:
             self._lora.clear()
 
     def _compile_lora(self, compiled: CompiledLayers, adapter: LoraAdapter, eager_logits: torch.Tensor) -> None:
-        """The same for passes with adapters."""
+        """Compile the graphs of passes with LoRA adapters."""
         try:
             verify_steps("compiled", self._dummy_logits(adapter), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            if is_fatal(error):
-                raise
+            log.warning("passes with LoRA adapters are not compiled: %s", fallback_reason(error))
             compiled.lora_is_eager = True
-            log.warning("passes with LoRA adapters are not compiled: %s", str(error).strip().splitlines()[0])
-
-    def _do_without_compiling(self, error: Exception) -> None:
-        if is_fatal(error):
-            raise error
-        if self._compiled:
-            self._compiled.disable()
-        text = f"PT2_COMPILE has no effect: {str(error).strip().splitlines()[0]}"
-        if self._options.compile:
-            warn(self._options, text)
-        else:
-            log.warning("%s", text)
 
     def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
@@ -245,20 +227,18 @@ class PagedEngine:
                 graphs.capture(capture, self._device)
             verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype)
         except (RuntimeError, Unsupported) as error:
-            if is_fatal(error):
-                raise
+            log.warning("decode steps run without CUDA graphs: %s", fallback_reason(error))
             self._graphs = None
-            log.warning("decode steps run without CUDA graphs: %s", str(error).strip().splitlines()[0])
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Compute the scheduled tokens, or what is left to compute of them."""
+        """Compute the scheduled tokens, except those that a step in flight computes already."""
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
             return self._decoder.step(plan)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute_logits(self, plan: StepPlan) -> tuple[torch.Tensor, dict[int, slice]]:
-        """The logits of a step, and the slices of them for prompt logprobs, as `BatchBuilder.build` has them."""
+        """The logits of a step, and the slices of them for prompt logprobs, in the order of `BatchBuilder.build`."""
         batch, prompt_slices = self._batch_builder.build(plan)
         return self._run_model(batch), prompt_slices
 
@@ -274,7 +254,7 @@ class PagedEngine:
         return runner.paged_peak(self._options.max_sequence_length, self._attention.cache.num_blocks)
 
     def close(self) -> None:
-        """The process ends, and everything with it."""
+        """Do nothing: the process ends next."""
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device."""
@@ -291,7 +271,7 @@ class PagedEngine:
         return InFlightStep(self._sample(batch, self._run_model(batch)), [])
 
     def _sample(self, batch: FlatBatch, logits: torch.Tensor) -> SampledTokens:
-        """`logits` are those of the first of `batch.logits_indices`."""
+        """Sample from `logits`, which are those of the first `batch.logits_indices`."""
         count = len(logits)
         newest = batch.input_ids[:count] if batch.all_logits else batch.input_ids[batch.logits_indices[:count]]
         return self._sampler.sample(logits, newest, batch.step_metadata)
@@ -321,7 +301,7 @@ class PagedEngine:
         return logits if selects or batch.all_logits else logits[batch.logits_indices]
 
     def _num_available_blocks(self, bytes_per_block: int) -> int:
-        """What there is memory for, but no more than the largest batch can fill."""
+        """The number of blocks that fit into memory, but no more than the largest batch can fill."""
         useful = self.info.max_batch_size * self._max_blocks
         if self._options.kv_cache_bytes is not None:
             return min(useful, self._options.kv_cache_bytes // self._options.num_shards // bytes_per_block)
@@ -333,7 +313,7 @@ class PagedEngine:
         return min(useful, available)
 
     def _available_kv_bytes(self) -> int:
-        """Of this rank: ranks share the machine's memory, but have a GPU each."""
+        """Bytes for the KV cache of this rank: ranks share the machine's memory, but have a GPU each."""
         measures = self._options.estimate_memory != "off"
         peak = profile(self, self._options, self._device) if measures else 0  # first: libraries take memory in a step
         on_cpu = self._device.type == "cpu"
@@ -346,5 +326,5 @@ class PagedEngine:
 
 
 def _token_history(seq: Sequence) -> list[int]:
-    """Prompt and generated tokens, without those of a soft prompt."""
+    """Prompt and generated tokens; placeholders of a soft prompt are left out."""
     return seq.tokens[seq.request.soft_prompt_length :]

@@ -6,8 +6,8 @@ from tgis.engines.kernels.cpu.huge_pages import empty_in_huge_pages
 
 
 class PagedKVCache:
-    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen. In which
-    order the numbers of a block are is up to what writes it.
+    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen. The order
+    of the numbers in a block is that of the kernel that writes it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -20,12 +20,12 @@ class PagedKVCache:
 
     @property
     def bytes_per_block(self) -> int:
-        """Over all layers seen."""
+        """Bytes of a block in all layers seen."""
         return sum(int(t[0].nbytes) for layer in self._layers.values() for t in layer)
 
     @property
     def nbytes(self) -> int:
-        """Of all layers seen."""
+        """Bytes of all layers seen."""
         return self.bytes_per_block * self.num_blocks
 
     def __getitem__(self, layer_index: int) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ class PagedKVCache:
         return self._layers[layer_index]
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of any layer, for states like `key` and `value` [1, heads, tokens, head size]."""
+        """Keys and values of any layer, allocated for states like `key` and `value` [1, heads, tokens, head size]."""
         if index not in self._layers:
             self._layers[index] = self._allocate(key), self._allocate(value)
         return self._layers[index]

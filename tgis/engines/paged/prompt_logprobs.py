@@ -1,4 +1,4 @@
-"""Logprobs of prompts that are computed in chunks, reported when a prompt is done."""
+"""Logprobs of prompts that are computed in chunks; they are reported when the prompt is done."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,19 +6,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.sampling.logprobs import (
-    HostTable,
-    LogprobTable,
-    first_prompt_logprobs,
-    prompt_logprob_table,
-    token_logprobs,
-)
+from tgis.engines.sampling.logprobs import LogprobTable, first_prompt_logprobs, prompt_logprob_table, token_logprobs
 from tgis.ipc.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """The prompt tokens of a sequence that a step predicts."""
+    """The prompt tokens of a sequence that one step predicts."""
 
     seq: Sequence
     num_targets: int
@@ -33,22 +27,21 @@ class PromptLogprobs:
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # by request id
 
     def start(self, plan: StepPlan, prompt_slices: dict[int, slice], logits: Tensor) -> list[PromptChunk]:
-        """The chunks of a plan, while they are on the device; `prompt_slices` of `logits` by request id."""
+        """The chunks of a plan, with tables on the device; `prompt_slices` are the slices of `logits` by request id."""
         work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         return [
             _prompt_chunk(seq, count, logits[prompt_slices[seq.id]]) for seq, count in work if seq.id in prompt_slices
         ]
 
-    def finish(self, chunks: Iterable[PromptChunk], tables: Iterable[HostTable]) -> dict[int, list[TokenLogprobs]]:
-        """The logprobs of prompts that are done now, by request id; `tables` are those of the chunks that have one."""
-        done, on_host = {}, iter(tables)
+    def finish(self, chunks: Iterable[PromptChunk]) -> dict[int, list[TokenLogprobs]]:
+        """The logprobs of prompts that are done now, by request id; the chunks' tables are on the host."""
+        done = {}
         for chunk in chunks:
             seq, options = chunk.seq, chunk.seq.request.logprob_options
             if not seq.num_computed_tokens:
                 self._logprobs[seq.id] = [first_prompt_logprobs(options)]
             if chunk.table:
-                rows = next(on_host).rows
-                self._logprobs[seq.id] += [token_logprobs(row, options) for row in rows]
+                self._logprobs[seq.id] += [token_logprobs(row, options) for row in chunk.table.rows]
             else:
                 self._logprobs[seq.id] += [TokenLogprobs()] * chunk.num_targets
             if chunk.is_last:
@@ -56,7 +49,7 @@ class PromptLogprobs:
         return done
 
     def release(self, seqs: Iterable[Sequence]) -> None:
-        """Forget those of their unfinished prompts."""
+        """Forget the logprobs of unfinished prompts."""
         for seq in seqs:
             self._logprobs.pop(seq.id, None)
 

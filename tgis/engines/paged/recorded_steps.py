@@ -1,8 +1,8 @@
-"""Decode steps on CPUs, recorded for each number of sequences when it first occurs, and replayed. Those with LoRA
+"""Decode steps on CPUs, recorded for each number of sequences when it first occurs, and replayed. Steps with LoRA
 adapters are recorded anew whenever other adapters come or go.
 
-What has been recorded in one step is compared with the next one, which is computed both ways: it must give the same
-bits, since which steps are replayed depends on what else is in the batch.
+A recorded step is verified by computing the next one both ways. The bits must be the same, since which steps are
+replayed depends on what else is in the batch.
 """
 
 import logging
@@ -29,7 +29,7 @@ class _RecordedStep:
 
 
 class RecordedSteps:
-    """The steps of one engine. A model that cannot be recorded runs eagerly."""
+    """The recorded steps of one engine. A model that cannot be recorded runs eagerly."""
 
     def __init__(
         self, forward: Callable[[FlatBatch], Tensor], kernels: CpuKernels, max_batch_size: int, max_blocks: int
@@ -51,18 +51,12 @@ class RecordedSteps:
         self._sequences[: batch.num_decodes, 2] = batch.seq_lens
         try:
             logits = self._run(batch.num_decodes, batch.adapters.version if batch.adapters else None)
-        except Unsupported as error:
-            self._disable(str(error))
-            return None
         except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
-            self._disable(repr(error))
+            self._enabled = False
+            self._steps.clear()
+            log.warning("decode steps are not recorded: %s", error if isinstance(error, Unsupported) else repr(error))
             return None
         return logits if batch.all_logits else logits[batch.logits_indices]
-
-    def _disable(self, reason: str) -> None:
-        self._enabled = False
-        self._steps.clear()
-        log.warning("decode steps are not recorded: %s", reason)
 
     def _run(self, count: int, adapters: int | None) -> Tensor:
         batch = self._inputs.batch(count, adapters)

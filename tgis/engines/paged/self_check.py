@@ -1,8 +1,8 @@
 """A check at load that paged attention can replace a model's own: both must give the same.
 
-What each layer's attention makes of the same queries, keys and values is compared closely. The logits are too in
-single and double precision; in half precision the rounding of a deep model makes them differ by several percent,
-so that they show only what is wrong around attention, such as positions.
+The outputs of each layer's attention for the same queries, keys and values are compared closely. The logits are, too,
+in single and double precision; in half precision the rounding of a deep model makes them differ by several percent, so
+that they reveal only errors around attention, such as wrong positions.
 """
 
 import sys
@@ -56,14 +56,14 @@ def verify_attention(
 
 
 def verify_steps(kind: str, found: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
-    """Unsupported unless the logits of steps that are computed in another way agree with those of eager ones."""
+    """Raise Unsupported unless the logits of steps that are computed in another way agree with those of eager ones."""
     full_precision = dtype in _TOLERANCE  # in which parts of the models are computed in float32 nevertheless
     tolerance = _TOLERANCE[torch.float32] if full_precision else _HALF_LOGITS_TOLERANCE
     _compare(found, eager, tolerance, f"{kind} steps do not give the logits of eager ones")
 
 
 def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool = False) -> Sequence:
-    """A sequence of no request, in the first blocks."""
+    """A sequence that belongs to no request and uses the first blocks."""
     options = LogprobOptions(input_tokens=prompt_logprobs)
     seq = Sequence(Request(-1, tokens, 2, logprob_options=options), arrival_time=0.0)
     seq.block_table = list(range(-(-len(tokens) // block_size)))
@@ -83,7 +83,7 @@ def dummy_adapter(targets: dict[str, tuple[int, int]], dtype: torch.dtype, devic
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """What a layer passed to the model's own attention function, and what came back."""
+    """A call of the model's own attention function by a layer: arguments and output."""
 
     module: nn.Module
     states: tuple[Tensor, ...]  # queries, keys and values, each [1, heads, tokens, size]
@@ -92,7 +92,7 @@ class _AttentionCall:
 
 
 def _own_logits(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, list[_AttentionCall]]:
-    """The logits with the model's own attention, and the calls of that, where it can be replaced."""
+    """The logits with the model's own attention, and its calls where it can be replaced."""
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     calls: list[_AttentionCall] = []
 
@@ -115,7 +115,7 @@ def _own_logits(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, list
 def _paged_logits(
     tokens: list[int], attention: PagedAttention, compute_logits: ComputeLogits, calls: list[_AttentionCall]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The logits with paged attention, and what that makes of the same queries, keys and values, by call."""
+    """The logits with paged attention, and its output for the states of each of these calls."""
     block_size = attention.cache.block_size
     seq = dummy_sequence(tokens, block_size, prompt_logprobs=True)
     attention.cache = PagedKVCache(len(seq.block_table), block_size)

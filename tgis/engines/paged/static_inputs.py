@@ -1,6 +1,7 @@
-"""The tensors that steps read their batch from when they are replayed: captured as CUDA graphs, or recorded.
+"""The static tensors from which replayed steps, captured as CUDA graphs or recorded, read their batch.
 
-Every token is a row, as of a sequence that decodes: those of a prompt share its block table, and each sees one more.
+Every token is a row, like a sequence that decodes: the tokens of a prompt share its block table, and each sees one
+more.
 """
 
 from typing import TypeVar
@@ -15,7 +16,7 @@ _Step = TypeVar("_Step")
 
 
 def without_stale(steps: dict[StepKey, _Step], adapter_version: int | None) -> dict[StepKey, _Step]:
-    """Those that can be replayed, now that the adapters' bank has this version."""
+    """The steps that can still be replayed now that the adapters' bank has this version."""
     return {key: step for key, step in steps.items() if key[1] in (None, adapter_version)}
 
 
@@ -30,11 +31,11 @@ class StaticInputs:
         self._indices = torch.arange(max_rows, device=device)
 
     def fit(self, batch: FlatBatch) -> bool:
-        """Whether the batch has so few tokens, and none of a soft prompt."""
+        """Whether the batch has no more tokens than there are rows, and no soft prompts."""
         return not batch.spans and len(batch.input_ids) <= self._max_rows
 
     def batch(self, size: int, adapter_version: int | None = None) -> FlatBatch:
-        """The first `size` rows, whose logits are in their order; with adapters of a version of their bank."""
+        """A batch of the first `size` rows, with all logits; its adapters are those of a version of their bank."""
         input_ids, positions, slot_mapping, seq_lens, adapters, tables = (buffer[:size] for buffer in self._buffers)
         return FlatBatch(
             *(input_ids, positions, slot_mapping, tables, seq_lens, [], self._indices[:size], []),
@@ -43,7 +44,7 @@ class StaticInputs:
         )
 
     def copy_from(self, batch: FlatBatch) -> None:
-        """Make it the first rows."""
+        """Copy a batch to the first rows."""
         *columns, block_tables = (buffer[: len(batch.input_ids)] for buffer in self._buffers)
         seq_lens = batch.positions + 1 if batch.chunks else batch.seq_lens
         inputs = [batch.input_ids, batch.positions, batch.slot_mapping, seq_lens]
@@ -55,7 +56,7 @@ class StaticInputs:
             block_tables[chunk.tokens, : len(chunk.block_table)].copy_(chunk.block_table)
 
     def pad(self, first: int, last: int, slot: int) -> None:
-        """Make others rows of sequences of length 0, whose keys and values go to a slot that nobody reads."""
+        """Make rows `first` to `last` sequences of length 0, whose keys and values go to a slot that nobody reads."""
         _, _, slot_mapping, seq_lens, *_ = self._buffers
         slot_mapping[first:last].fill_(slot)
         seq_lens[first:last].zero_()

@@ -1,4 +1,4 @@
-"""The sampler of an engine: one batch after another, mostly of the same sequences, and what it keeps of them."""
+"""The sampler of an engine, which keeps tensors on the device while consecutive batches have the same sequences."""
 
 from collections.abc import Callable, Iterable
 
@@ -21,8 +21,8 @@ _Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequ
 
 
 class BatchSampler:
-    """A step is `prepare`, then `sample`. Consecutive steps of the same sequences reuse what is on the device: the
-    parameters, and the token histories, to which the newest tokens are appended.
+    """Samples one batch after another. A step is `prepare`, then `sample`. Consecutive steps of the same sequences
+    reuse what is on the device: the parameters, and the token histories, to which the newest tokens are appended.
     """
 
     def __init__(
@@ -33,22 +33,22 @@ class BatchSampler:
         history_of: Callable[[Sequence], list[int]],
         ops: SamplingOps,
     ) -> None:
-        """`vocab_size` is the width of the logits; penalties on the end of a sequence apply to all of `eos_ids`, a
-        repetition penalty and a watermark to the tokens that `history_of` returns, the newest last.
+        """`vocab_size` is the width of the logits. Penalties on the end of a sequence apply to all of `eos_ids`; a
+        repetition penalty and a watermark apply to the tokens that `history_of` returns, the newest last.
         """
         self._vocab_size = vocab_size
         self._device = device
         self._history_of = history_of
         self._ops = ops
         self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
-        self._sampled_lengths: _Lengths | None = None  # of the last step, if the next one may reuse it
-        self._next_lengths: _Lengths = []  # of the step that is prepared
+        self._sampled_lengths: _Lengths | None = None  # in the last step; None if the next one must not reuse it
+        self._next_lengths: _Lengths = []  # in the step that is prepared
         self._append_newest = False
         self._set_batch([])
 
     def prepare(self, seqs: list[Sequence], lookahead: int = 0) -> NDArray[np.int64]:
-        """The step metadata [2, B] that `sample` takes on the device: how many tokens each sequence has generated, and
-        the key of its noise. The newest `lookahead` tokens, at most one, are on the device only.
+        """The step metadata [2, B] that `sample` takes on the device: the number of generated tokens and the noise key
+        of each sequence. The newest `lookahead` tokens, at most one, are on the device only.
         """
         self._next_lengths = [(seq.id, len(seq.tokens) + lookahead) for seq in seqs]
         advanced = self._is_next(self._next_lengths)
@@ -61,7 +61,8 @@ class BatchSampler:
         return np.stack([num_generated, keys])
 
     def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
-        """One token per sequence from `logits` [B, V], which may be overwritten; `newest` [B] are the tokens before.
+        """Sample a token for each sequence from `logits` [B, V], which may be overwritten. `newest` [B] are the last
+        tokens.
 
         Nothing here waits for the device. The tokens of sequences with a grammar must all be on the host.
         """
@@ -78,15 +79,16 @@ class BatchSampler:
         return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, masks.problems if masks else {})
 
     def sample_and_wait(self, seqs: list[Sequence], logits: Tensor) -> StepResult:
-        """A whole step, of sequences whose tokens are all on the host."""
+        """Run a whole step for sequences whose tokens are all on the host."""
         with torch.inference_mode():
             step_metadata = to_device(self.prepare(seqs), torch.int64, self._device)
             newest = to_device([seq.tokens[-1] for seq in seqs], torch.int64, self._device)
             sampled = self.sample(logits, newest, step_metadata)
-            return sampled.result(PendingCopy(sampled.tables).wait())
+            PendingCopy(sampled.tables).wait()
+            return sampled.result()
 
     def invalidate(self) -> None:
-        """Reuse nothing in the next step: a token that was on the device only has turned out to be another."""
+        """Reuse nothing in the next step: a token that was on the device only was replaced on the host."""
         self._sampled_lengths = None
 
     def _is_next(self, lengths: _Lengths) -> bool:

@@ -1,7 +1,7 @@
-"""The tokens that grammars allow the rows of a batch next.
+"""Which tokens the grammars of a batch allow next.
 
-Masks are made on the host: with the one of the next token a step ends, if it is to be found out whether it is forced;
-else while a GPU still computes the logits.
+Masks are made on the host. Where a forced token may follow, the mask of the next token is made at the end of a step,
+otherwise while a GPU still computes the logits.
 """
 
 from dataclasses import dataclass, field
@@ -25,35 +25,32 @@ def has_grammar(seq: Sequence) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """Those of the rows with a grammar, in their order."""
+    """What the grammars of a batch forbid; a row without a grammar may get any token."""
 
-    forbidden: Tensor  # bool [rows with a grammar, V]
+    forbidden: Tensor  # bool [B, V]
     only_eos: Tensor  # bool [B, 1]: nothing but the end is allowed
     problems: dict[int, str] = field(default_factory=dict)  # by request id: why there is no mask
 
     @classmethod
     def of(cls, seqs: list[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        """None if no row has a grammar."""
-        constrained = [seq for seq in seqs if has_grammar(seq)]
-        if not constrained:
+        """The masks of a step; None if no row has a grammar."""
+        table = next((seq.grammar.table for seq in seqs if has_grammar(seq)), None)
+        if table is None:
             return None
-        table = constrained[0].grammar.table
-        masks, problems, ends = [], {}, set()
-        for seq in constrained:
-            try:
-                mask = seq.grammar.mask(seq.tokens[seq.prompt_length :])
-            except GrammarError as error:
-                problems[seq.id] = str(error)
-                mask = ~table.new_mask()
-            if table.only_eos(mask):
-                ends.add(seq.id)
-            masks.append(mask)
-        only_eos = to_device([[seq.id in ends] for seq in seqs], torch.bool, device)
+        everything, problems = ~table.new_mask(), {}
+        masks = [everything] * len(seqs)
+        for row, seq in enumerate(seqs):
+            if has_grammar(seq):
+                try:
+                    masks[row] = seq.grammar.mask(seq.tokens[seq.prompt_length :])
+                except GrammarError as error:
+                    problems[seq.id] = str(error)
+        only_eos = to_device([[table.only_eos(mask)] for mask in masks], torch.bool, device)
         return cls(_unpack(~np.stack(masks), device)[:, :vocab_size], only_eos, problems)
 
 
 def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:
-    """Take the tokens that a grammar forces after those of a step, without a pass for each."""
+    """Append the tokens that a grammar forces after those of a step, which then need no pass of the model each."""
     for seq, tokens in zip(seqs, result.tokens, strict=True):
         if tokens and has_grammar(seq) and not _wants_logprobs(seq):
             generated = seq.tokens[seq.prompt_length :] + tokens
@@ -69,7 +66,7 @@ def _wants_logprobs(seq: Sequence) -> bool:
 
 
 def _unpack(packed: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """The bits of each row, as bool."""
+    """Unpack the bits of each row to bool."""
     if device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little").view(np.bool_))
     on_device = to_device(packed, torch.uint8, device)

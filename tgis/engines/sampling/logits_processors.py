@@ -1,4 +1,4 @@
-"""What changes scores after the penalties: temperature, and the filters, over the best candidates.
+"""Temperature and the filters top_k, top_p and typical_p, which see only the best candidates of a row.
 
 No filter changes the order of tokens, so a list of the best ones is enough as long as it is long enough:
 `Candidates.exact` says so for each row, and the caller retries rows that are not exact with a longer list. Nothing here
@@ -6,7 +6,7 @@ waits for the device.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
@@ -22,18 +22,27 @@ _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE_MASK = 0x7FFFFFFF  # the bits of a float32 but the sign
 _ID_BITS = 32  # of a sort key, below the score
 _ID_MASK = (1 << _ID_BITS) - 1
-_STRIDE = 256  # tokens per block of a blocked argmax
 _MAX_TOPK = 256  # beyond it a full sort takes no longer than topk
 _CPU_BLOCK_SCORES, _GPU_BLOCK_SCORES = 1 << 19, 1 << 24  # scores per block: what fits the cache, or at least the memory
 
 
 def column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One parameter of all rows, [b, 1]."""
+    """A parameter of all rows as a column [b, 1]."""
     return to_device(values, dtype, device)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
+class Rows:
+    """Tensors with a row for each of some sequences, and what they have in common."""
+
+    def take(self, rows: Tensor | slice) -> Self:
+        """A copy with some of the rows."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return type(self)(*(each[rows] if isinstance(each, Tensor) else each for each in values))
+
+
+@dataclass(frozen=True, slots=True)
+class Filters(Rows):
     """Temperature and filters of some rows, each [b, 1]; None where no row has the filter."""
 
     temperature: Tensor  # float64; 1 for a greedy row
@@ -43,7 +52,7 @@ class Filters:
 
     @classmethod
     def of(cls, params: list[SamplingParams], vocab_size: int, device: torch.device) -> Self:
-        """A greedy row has none; a top_k of the whole vocabulary is off."""
+        """The filters of rows with these parameters: a greedy row has none; a top_k of the whole vocabulary is off."""
         params = [SamplingParams(temperature=1.0) if row.greedy else row for row in params]
         return cls(
             column([max(row.temperature, MIN_DIVISOR) for row in params], torch.float64, device),
@@ -52,35 +61,26 @@ class Filters:
             _column_if_used([row.typical_p for row in params], 1.0, torch.float64, device),
         )
 
-    def take(self, rows: Tensor) -> "Filters":
-        """Those of some of the rows."""
-        filters = (self.top_k, self.top_p, self.typical_p)
-        return Filters(self.temperature[rows], *(None if each is None else each[rows] for each in filters))
-
 
 def _column_if_used(values: list[float], off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return column(values, dtype, device) if any(value != off for value in values) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Rows):
     """The scores of some rows after penalties, and what scales them."""
 
     values: Tensor  # [b, V] any float
     max_score: Tensor  # [b, 1] float32; not finite if the row is unusable
     temperature: Tensor  # [b, 1] float64
 
-    def take(self, rows: Tensor | slice) -> "Scores":
-        """Those of some of the rows."""
-        return Scores(self.values[rows], self.max_score[rows], self.temperature[rows])
-
     def row_blocks(self) -> list[slice]:
-        """The rows in blocks whose intermediate results are of bounded size."""
+        """Slices of the rows, so that intermediate results for one of them have a bounded size."""
         size = self._rows_per_block()
         return [slice(start, start + size) for start in range(0, len(self.values), size)]
 
     def map_row_blocks(self, function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-        """`function` of row indices, called for a block of them at a time."""
+        """Wrap `function` of row indices so that it is called for one block of rows at a time."""
         return lambda rows, length: torch.cat([function(some, length) for some in rows.split(self._rows_per_block())])
 
     def _rows_per_block(self) -> int:
@@ -88,12 +88,12 @@ class Scores:
         return max(1, (_CPU_BLOCK_SCORES if self.values.is_cpu else _GPU_BLOCK_SCORES) // vocab_size)
 
     def scaled_logits(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(score - max) / temperature, [b, V]."""
+        """(score - max) / temperature, [b, V], in `dtype`."""
         return torch.sub(self.values.to(dtype), self.max_score).div_(self.temperature.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxStats:
+class SoftmaxStats(Rows):
     """Statistics over the whole vocabulary, each [b, 1] float64; any number where nobody needs them."""
 
     mass: Tensor  # the sum of exp(logits)
@@ -101,27 +101,23 @@ class SoftmaxStats:
 
     @classmethod
     def zeros(cls, scores: Scores) -> Self:
-        """For rows that need none."""
+        """Placeholders for rows that need no statistics."""
         zeros = torch.zeros_like(scores.temperature)
         return cls(zeros, zeros)
 
     @classmethod
     def of(cls, scores: Scores) -> Self:
-        """Without the entropy."""
+        """The mass only; the entropy is 0."""
         blocks = [scores.take(rows).scaled_logits().exp_().sum(-1, keepdim=True) for rows in scores.row_blocks()]
         mass = torch.cat(blocks).double()
         return cls(mass, torch.zeros_like(mass))
 
     @classmethod
     def with_entropy(cls, scores: Scores) -> Self:
-        """With the entropy, which takes about twice as long."""
+        """Mass and entropy, which takes about twice as long."""
         blocks = [_mass_and_mean(scores.take(rows)) for rows in scores.row_blocks()]
         mass, mean = torch.cat(blocks).double().split(1, -1)
         return cls(mass, mass.log() - mean / mass)
-
-    def take(self, rows: Tensor) -> "SoftmaxStats":
-        """Those of some of the rows."""
-        return SoftmaxStats(self.mass[rows], self.entropy[rows])
 
 
 def _mass_and_mean(scores: Scores) -> Tensor:
@@ -130,24 +126,8 @@ def _mass_and_mean(scores: Scores) -> Tensor:
     return torch.stack([mass.sum(-1), torch.linalg.vecdot(mass, logits)], -1)
 
 
-def argmax_lowest_id(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest of `values` [b, V] and its id, the lowest of equal ones, each [b, 1].
-
-    As `max`, but in two steps of which the first is vectorized.
-    """
-    vocab_size = values.shape[1]
-    whole = vocab_size // _STRIDE
-    maxima = values[:, : whole * _STRIDE].unflatten(1, (whole, _STRIDE)).amax(-1)
-    if whole * _STRIDE < vocab_size:
-        maxima = torch.cat([maxima, values[:, whole * _STRIDE :].amax(-1, keepdim=True)], -1)
-    first = maxima.argmax(-1, keepdim=True) * _STRIDE
-    ids = (first + torch.arange(_STRIDE, device=values.device)).clamp(max=vocab_size - 1)
-    at = values.gather(1, ids).argmax(-1, keepdim=True)
-    return maxima.amax(-1, keepdim=True), ids.gather(1, at)
-
-
 def _sort_by_score(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort [b, C] float32 and their ids by descending score, equal ones by ascending id."""
+    """Sort float32 scores [b, C] and their ids by descending score, equal scores by ascending id."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: the two are equal scores
     descending = ~(bits ^ ((bits >> 31) & _MAGNITUDE_MASK))
     keys = _sort((descending.long() << _ID_BITS) | ids)
@@ -156,12 +136,12 @@ def _sort_by_score(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sort(keys: Tensor) -> Tensor:
-    """The rows of int64 `keys`, each sorted; numpy does it with vector instructions, much faster than torch."""
+    """Sort each row of int64 `keys`; on CPUs numpy uses vector instructions and is much faster than torch."""
     return torch.from_numpy(np.sort(keys.numpy(), axis=-1)) if keys.is_cpu else keys.sort(-1).values
 
 
 def _top_tokens(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of `values` [b, V] and their ids, sorted; which of equal ones at the end is undefined."""
+    """The `count` best of `values` [b, V] and their ids, sorted; of equal ones at the end an arbitrary choice."""
     if count <= _MAX_TOPK:
         values, ids = values.topk(min(count, values.shape[1]))
         return _sort_by_score(values.float(), ids)
@@ -183,8 +163,8 @@ class Candidates:
     mass: Tensor  # [b, C] float64, exp(logits) of kept tokens, else 0
     complete: Tensor  # [b, 1] bool
     exact: Tensor  # [b, 1] bool: the list was long enough for every filter so far
-    total_mass: Tensor  # [b, 1] float64, of all kept tokens; of an incomplete row as the caller says
-    entropy: Tensor  # [b, 1] float64, of an incomplete row, as the caller says
+    total_mass: Tensor  # [b, 1] float64, of all kept tokens; for an incomplete row given by the caller
+    entropy: Tensor  # [b, 1] float64, of the distribution; used for incomplete rows only
 
     @classmethod
     def of(cls, scores: Scores, stats: SoftmaxStats, count: int) -> Self:
@@ -209,7 +189,7 @@ class Candidates:
             self._typical_p(filters.typical_p)
 
     def kept_logits(self) -> Tensor:
-        """Those of kept tokens, else -inf, [b, C]."""
+        """The logits [b, C], -inf for tokens that the filters removed."""
         return self.logits.masked_fill(~self.kept, -torch.inf)
 
     def _keep(self, kept: Tensor, complete: Tensor) -> None:

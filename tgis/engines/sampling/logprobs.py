@@ -1,18 +1,18 @@
-"""What requests want to know about tokens: logprob, rank and the best candidates.
+"""Details of tokens that requests ask for: logprob, rank and the best candidates.
 
-Everything about some rows is one float64 table, so that a single transfer brings it from the device. Columns: token,
+All details of some rows are one float64 table, so that a single transfer brings it from the device. Columns: token,
 state, logprob, rank, number of candidates, then the ids and the logprobs of the best tokens.
 """
 
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tgis.engines.sampling.logits_processors import Candidates, Scores, SoftmaxStats, column
+from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column
 from tgis.engines.transfers import Download
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
@@ -20,7 +20,7 @@ _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
 _MIN_CANDIDATES, _MAX_CANDIDATES = 16, 256  # of the first list
 _TIE_MARGIN = 12  # extra candidates for those that tie with the last one needed
 _RETRY_GROWTH = 32  # times, when a list was too short
-_CANDIDATE_LIMIT = 1 << 40  # far beyond any vocabulary: a list of so many is always long enough
+_CANDIDATE_LIMIT = 1 << 40  # far beyond any vocabulary: such a list is always long enough
 
 Retry = Callable[[Tensor, int], Tensor]  # row indices, number of candidates -> their table
 
@@ -34,50 +34,48 @@ class RowState(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobRequest:
-    """What some rows ask for."""
+class LogprobRequest(Rows):
+    """The details that some rows ask for."""
 
     logprobs: bool  # whether any does
     ranks: bool  # whether any does
     top_n: Tensor  # [b, 1] int64
-    max_top: int  # how many of the best tokens hold the reported candidates of every row
+    max_top: int  # length of a list of best tokens that holds the candidates to report of every row
 
     @classmethod
     def of(cls, rows: Sequence[LogprobOptions], vocab_size: int, device: torch.device) -> "LogprobRequest":
-        """The options of all rows as tensors."""
+        """What the options of these rows ask for together."""
         top_n = [min(row.top_n_tokens, vocab_size) for row in rows]
         max_top = min((_MAX_TIE_FACTOR + 1) * max(top_n), vocab_size)
         logprobs, ranks = any(row.logprobs for row in rows), any(row.ranks for row in rows)
         return cls(logprobs, ranks, column(top_n, torch.int64, device), max_top)
 
-    def take(self, rows: Tensor) -> "LogprobRequest":
-        """That of some of the rows."""
-        return LogprobRequest(self.logprobs, self.ranks, self.top_n[rows], self.max_top)
-
 
 @dataclass(frozen=True, slots=True)
-class ChosenTokens:
+class ChosenTokens(Rows):
     """One token per row, each column [b, 1]."""
 
     token_ids: Tensor
     logprob: Tensor
     rank: Tensor
 
-    def take(self, rows: Tensor) -> "ChosenTokens":
-        """Those of some of the rows."""
-        return ChosenTokens(self.token_ids[rows], self.logprob[rows], self.rank[rows])
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogprobTable:
-    """A table of some rows on the device, and how to compute some of them again from more candidates."""
+    """A table of some rows on the device, how to compute some of them again from more candidates, and its copy on the
+    host once that has arrived.
+    """
 
     table: Tensor
     num_candidates: int = 0
     retry: Retry | None = None  # None where all rows are exact
+    rows: list[list[float]] = field(default_factory=list)  # on the host
+    changed: list[int] = field(default_factory=list)  # rows whose token is not the one on the device: it was inexact
 
-    def resolve(self, rows: list[list[float]]) -> list[int]:
-        """Replace inexact rows of the copy on the host until all are exact; returns those whose token has changed."""
+    def receive(self, numbers: list[float]) -> None:
+        """Take the copy, and replace inexact rows until all are exact."""
+        count, width = self.table.shape
+        rows = self.rows = [numbers[row * width : (row + 1) * width] for row in range(count)]
         first_tokens: dict[int, float] = {}
         num_candidates = self.num_candidates
         while inexact := [i for i, row in enumerate(rows) if row[1] == RowState.INEXACT]:
@@ -88,15 +86,7 @@ class LogprobTable:
             for i, row in zip(inexact, found, strict=True):
                 first_tokens.setdefault(i, rows[i][0])
                 rows[i] = row
-        return [i for i, token in first_tokens.items() if rows[i][0] != token]
-
-
-@dataclass(frozen=True, slots=True)
-class HostTable:
-    """A table on the host."""
-
-    rows: list[list[float]]
-    changed: list[int]  # rows that were inexact and whose token is not the one in the device's table
+        self.changed = [i for i, token in first_tokens.items() if rows[i][0] != token]
 
 
 class PendingCopy:
@@ -106,33 +96,30 @@ class PendingCopy:
         self._tables = tables
         self._download = Download(torch.cat([each.table.flatten() for each in tables])) if tables else None
 
-    def wait(self) -> list[HostTable]:
-        """Wait for the copy."""
-        numbers = self._download.wait() if self._download else []
-        on_host, start = [], 0
+    def wait(self) -> None:
+        """Wait for the copy; the tables have their rows then."""
+        numbers, start = self._download.wait() if self._download else [], 0
         for each in self._tables:
-            count, width = each.table.shape
-            rows = [numbers[start + i * width : start + (i + 1) * width] for i in range(count)]
-            on_host.append(HostTable(rows, each.resolve(rows)))
-            start += count * width
-        return on_host
+            end = start + each.table.numel()
+            each.receive(numbers[start:end])
+            start = end
 
 
 def initial_num_candidates(needed: int, vocab_size: int) -> int:
-    """How many candidates to list at first to have `needed` of them and likely those that tie."""
+    """The length of the first list of candidates: enough for `needed` of them and probably those that tie."""
     count = -(-(needed + _TIE_MARGIN) // _MIN_CANDIDATES) * _MIN_CANDIDATES
     return min(count, _MAX_CANDIDATES, vocab_size)
 
 
 def table_without_candidates(max_score: Tensor, chosen: ChosenTokens) -> Tensor:
-    """The table of rows that ask for no candidates; `max_score` [b, 1]."""
+    """The table for rows that ask for no candidates; `max_score` [b, 1]."""
     return _concat_columns(chosen, _invalid_state(max_score), torch.zeros_like(chosen.token_ids))
 
 
 def table_with_candidates(
     max_score: Tensor, chosen: ChosenTokens, candidates: Candidates, request: LogprobRequest
 ) -> Tensor:
-    """The table of rows with their best tokens, of those that were kept."""
+    """The table for rows that ask for their best tokens among the kept candidates."""
     last = candidates.ids.shape[1] - 1
     count = candidates.kept.sum(-1, keepdim=True)
     first = candidates.kept.byte().argmax(-1, keepdim=True)
@@ -155,7 +142,7 @@ def _concat_columns(chosen: ChosenTokens, state: Tensor, *others: Tensor) -> Ten
 
 
 def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
-    """1 + how many tokens have a higher score than those of `token_ids`, [b, 1]."""
+    """The ranks of `token_ids` [b, 1]: 1 + the number of tokens with a higher score."""
     values, own = scores.values, scores.values.gather(1, token_ids)
     return 1 + torch.cat([(values[rows] > own[rows]).sum(-1, keepdim=True) for rows in scores.row_blocks()])
 
@@ -163,7 +150,7 @@ def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
 def logprob_table(
     scores: Scores, stats: SoftmaxStats, token_ids: Tensor, rank: Tensor, request: LogprobRequest
 ) -> LogprobTable:
-    """What is asked about `token_ids` [b, 1], in rows without filters."""
+    """The table of `token_ids` [b, 1] in rows without filters."""
     logit = (scores.values.gather(1, token_ids).double() - scores.max_score) / scores.temperature
     chosen = ChosenTokens(token_ids, logit - stats.mass.log(), rank)
 
@@ -181,7 +168,7 @@ def logprob_table(
 
 
 def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
-    """What `options` ask for, from a row of a table."""
+    """The details that `options` ask for, from a row of a table."""
     _, _, logprob, rank, num_top, *best = row
     half = len(best) // 2
     top = list(zip(map(int, best[:half]), best[half:], strict=True))[: int(num_top)]
@@ -193,7 +180,9 @@ def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
 
 
 def _top_candidates(best: list[tuple[int, float]], n: int, logprobs: bool) -> list[tuple[int, float]]:
-    """At most 4 n of `best`, those with the lowest ids; by logprob if it is asked for, else by id without it."""
+    """At most 4 n of `best`, preferring those with low ids; sorted by logprob, or by id where no logprobs are asked
+    for.
+    """
     by_id = sorted(best)[: _MAX_TIE_FACTOR * n]
     if not logprobs:
         return [(token, 0.0) for token, _ in by_id]
@@ -201,24 +190,25 @@ def _top_candidates(best: list[tuple[int, float]], n: int, logprobs: bool) -> li
 
 
 def first_prompt_logprobs(options: LogprobOptions) -> TokenLogprobs:
-    """Those of the first prompt token: nothing predicts it."""
+    """The logprobs of the first prompt token, which nothing predicts."""
     return TokenLogprobs(math.nan if options.logprobs else 0.0)
 
 
 def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> list[TokenLogprobs]:
-    """Those of prompt `tokens` [T], each of which the same row of `logits` [T, V] predicts.
+    """The logprobs of prompt `tokens` [T], each predicted by the same row of `logits` [T, V].
 
-    They are of the raw logits: no penalty, no temperature. Where these are not finite, the logprob is NaN.
+    They come from the raw logits, before penalties and temperature. Where these are not finite, the logprob is NaN.
     """
     if not tokens or not options.wants_details:
         return [TokenLogprobs() for _ in tokens]
     with torch.inference_mode():
-        (on_host,) = PendingCopy([prompt_logprob_table(logits, tokens, options)]).wait()
-    return [token_logprobs(row, options) for row in on_host.rows]
+        table = prompt_logprob_table(logits, tokens, options)
+        PendingCopy([table]).wait()
+    return [token_logprobs(row, options) for row in table.rows]
 
 
 def prompt_logprob_table(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> LogprobTable:
-    """The same while it is on the device."""
+    """The table of prompt `tokens` for `prompt_logprobs`, while it is on the device."""
     max_score, vocab_size = logits.amax(-1, keepdim=True).float(), logits.shape[1]
     scores = Scores(logits, max_score, torch.ones_like(max_score, dtype=torch.float64))
     targets = column(tokens, torch.int64, logits.device)

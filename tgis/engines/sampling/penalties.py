@@ -1,4 +1,4 @@
-"""Penalties: what changes the scores of some rows, in place, before the temperature and the filters.
+"""Penalties change the scores of some rows in place, before the temperature and the filters.
 
 Nothing here waits for the device, except a watermark for the newest tokens: its green lists are made on the host, so
 that they are the same with every device and detectors can make them again.
@@ -27,12 +27,12 @@ _CACHED_LISTS = 1024  # of watermarks: a random permutation takes about a millis
 
 
 class TokenHistory:
-    """Tokens of every row as one tensor, int64 [rows, columns]. Unused columns repeat a row's first token, so they add
-    no id; those of a row without tokens are 0.
+    """The tokens of every row in one tensor, int64 [rows, columns]. Unused columns repeat the row's first token, so
+    that they add no id, or are 0 in a row without tokens.
     """
 
     def __init__(self, histories: Iterable[list[int]], device: torch.device) -> None:
-        """By row."""
+        """`histories` are the tokens of each row."""
         tokens = list(histories)
         lengths = [len(own) for own in tokens]
         self._max_length = max(lengths)
@@ -44,7 +44,7 @@ class TokenHistory:
         self.ids = to_device(ids, torch.int64, device)
 
     def append(self, newest: Tensor) -> None:
-        """One more token of every row, [rows]."""
+        """Append one token to every row, [rows]."""
         if self._max_length == self.ids.shape[1]:
             self.ids = torch.cat([self.ids, self.ids[:, :1].expand(-1, _SPARE_COLUMNS)], 1)
         self.ids.scatter_(1, self.lengths[:, None], newest[:, None])
@@ -54,7 +54,7 @@ class TokenHistory:
 
 @dataclass(frozen=True, slots=True)
 class Histories:
-    """What penalties look at, for the whole batch."""
+    """The tokens of the whole batch that penalties depend on."""
 
     tokens: TokenHistory | None  # what a repetition penalty and a watermark apply to; None: no row has one
     outputs: TokenHistory | None  # what the model has generated; None: no row has a frequency or presence penalty
@@ -63,7 +63,9 @@ class Histories:
 
 
 class _Penalty(Protocol):
-    """One kind, made for the rows that use it: `rows` [r, 1] of the scores, `in_batch` [r] of the whole batch."""
+    """A kind of penalty for the rows that use it: `rows` [r, 1] are indices into the scores, `in_batch` [r] into the
+    batch.
+    """
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, eos: Tensor) -> None: ...
 
@@ -75,7 +77,9 @@ class _Penalty(Protocol):
 
 
 class _Watermark:
-    """The soft red list of Kirchenbauer et al. 2023: the last token seeds a random part that gains."""
+    """The soft red list of Kirchenbauer et al. 2023: the last token seeds a random part of the vocabulary that
+    gains.
+    """
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, _eos: Tensor) -> None:
         marks = [row.watermark or (0.0, 0.0) for row in params]
@@ -100,7 +104,7 @@ class _Watermark:
 
 @functools.lru_cache(_CACHED_LISTS)
 def _green_list(token: int, gamma: float, vocab_size: int) -> NDArray[np.uint8]:
-    """The ids that a watermark prefers after `token`, a bit for each of the vocabulary."""
+    """The ids that a watermark prefers after `token`, one bit for each id of the vocabulary."""
     generator = torch.Generator().manual_seed(_WATERMARK_KEY * token % (2**64 - 1))
     is_green = np.zeros(vocab_size, np.bool_)
     is_green[torch.randperm(vocab_size, generator=generator)[: int(vocab_size * gamma)].numpy()] = True
@@ -108,6 +112,8 @@ def _green_list(token: int, gamma: float, vocab_size: int) -> NDArray[np.uint8]:
 
 
 class _LogitBias:
+    """A constant for each of some tokens."""
+
     def __init__(self, params: list[SamplingParams], rows: Tensor, _in_batch: Tensor, _eos: Tensor) -> None:
         biases = [row.logit_bias or {} for row in params]
         counts = to_device([len(own) for own in biases], torch.int64, rows.device)
@@ -124,7 +130,7 @@ class _LogitBias:
 
 
 class _EndPenalty:
-    """Minimum length and length penalty."""
+    """Minimum length and length penalty, which change the scores of the tokens that end a sequence."""
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, eos: Tensor) -> None:
         lengths = [row.length_penalty or (0, 1.0) for row in params]
@@ -151,6 +157,8 @@ class _EndPenalty:
 
 
 class _RepetitionPenalty:
+    """Divides the scores of tokens that were there before, or multiplies them if they are negative."""
+
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, _eos: Tensor) -> None:
         self._rows, self._in_batch = rows, in_batch
         penalties = [max(row.repetition_penalty, MIN_DIVISOR) for row in params]
@@ -169,7 +177,7 @@ class _RepetitionPenalty:
 
 
 class _OutputPenalty:
-    """Frequency and presence penalty, which count generated tokens only."""
+    """Frequency and presence penalty, for generated tokens only."""
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, _eos: Tensor) -> None:
         self._rows, self._in_batch = rows[:, 0], in_batch
@@ -193,10 +201,10 @@ _KINDS: tuple[type[_Penalty], ...] = (_Watermark, _LogitBias, _EndPenalty, _Repe
 
 
 class Penalties:
-    """All penalties of some rows."""
+    """The penalties of some rows, in the order in which they apply."""
 
     def __init__(self, params: list[SamplingParams], indices: list[int], eos: Tensor) -> None:
-        """`indices` are those of the rows in the whole batch; `eos` [ids] int64."""
+        """`indices` are the places of the rows in the whole batch; `eos` [ids] int64."""
         self._penalties = []
         for kind in _KINDS:
             if rows := [row for row, own in enumerate(params) if kind.used_by(own)]:
@@ -206,21 +214,21 @@ class Penalties:
 
     @staticmethod
     def used_by(params: SamplingParams) -> bool:
-        """Whether a row has any."""
+        """Whether a row has a penalty."""
         return any(kind.used_by(params) for kind in _KINDS)
 
     @staticmethod
     def need_tokens(params: SamplingParams) -> bool:
-        """Whether those of a row look at the tokens so far."""
+        """Whether a penalty of the row depends on the tokens so far."""
         return _RepetitionPenalty.used_by(params) or _Watermark.used_by(params)
 
     @staticmethod
     def need_outputs(params: SamplingParams) -> bool:
-        """Whether those of a row look at the generated tokens."""
+        """Whether a penalty of the row depends on the generated tokens."""
         return _OutputPenalty.used_by(params)
 
     def __bool__(self) -> bool:
-        """Whether any row has one."""
+        """Whether any row has a penalty."""
         return bool(self._penalties)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:

@@ -1,6 +1,6 @@
-"""Samples the next token of every row of a batch, and says what was asked about it.
+"""Samples the next token of every row of a batch, and finds the details that were asked for.
 
-There are four methods, and each row pays for its own only.
+There are four methods; rows are grouped by method, so that each pays for its own only.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from tgis.engines.sampling.draws import draw_filtered
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import (
-    HostTable,
     LogprobRequest,
     LogprobTable,
     RowState,
@@ -35,7 +34,7 @@ _TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one step, for the whole batch."""
+    """The inputs of sampling in one step, for the whole batch."""
 
     logits: Tensor  # [B, V] of any float dtype; may be overwritten
     histories: Histories
@@ -48,19 +47,21 @@ Method = Callable[["SamplingGroup", StepInputs], LogprobTable]
 
 
 class SamplingGroup:
-    """Rows that are sampled by the same method, and their parameters."""
+    """The rows of a batch that are sampled by the same method, and their parameters."""
 
     def __init__(self, method: Method, seqs: list[Sequence], indices: list[int], vocab_size: int, eos: Tensor) -> None:
-        """The sequences at `indices` of the batch; `eos` [ids] are the tokens of penalties on the end of a sequence."""
+        """The rows are those at `indices` of the batch; penalties on the end of a sequence apply to tokens `eos`
+        [ids].
+        """
         params = [seqs[index].request.sampling_params for index in indices]
         options = [_logprob_options(seqs[index]) for index in indices]
         needed = max(max(p.top_k or _TOP_P_CANDIDATES, o.top_n_tokens) for p, o in zip(params, options, strict=True))
         is_whole_batch = len(indices) == len(seqs)
         self.method = method
         self.indices = indices
-        self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)  # the same
+        self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)
         self.penalties = Penalties(params, indices, eos)
-        self.constrained = _constrained_rows(seqs, indices, eos.device)
+        self.constrained = any(has_grammar(seqs[index]) for index in indices)
         self.filters = Filters.of(params, vocab_size, eos.device)
         self.logprob_request = LogprobRequest.of(options, vocab_size, eos.device)
         # Without top_k the filters of a row need the mass of the whole vocabulary.
@@ -74,40 +75,21 @@ class SamplingGroup:
             values = values if values.dtype == torch.float64 else values.float()
             self.penalties.apply(values, step.histories)
         if self.constrained and step.masks:
-            rows, mask_rows = self.constrained
-            forbidden = step.masks.forbidden[mask_rows]
-            if isinstance(rows, slice):
-                values.masked_fill_(forbidden, -torch.inf)
-            else:
-                values[rows] = values[rows].masked_fill_(forbidden, -torch.inf)
+            values.masked_fill_(step.masks.forbidden[self.selector], -torch.inf)
         return values
 
     def scores(self, step: StepInputs) -> Scores:
-        """The same, with what scales them."""
+        """The rows' scores after the penalties, and what scales them."""
         values = self.values(step)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
 
     def stats(self, scores: Scores) -> SoftmaxStats:
-        """What logprobs of rows without filters need."""
+        """The statistics that logprobs of rows without filters need."""
         return SoftmaxStats.of(scores) if self.logprob_request.logprobs else SoftmaxStats.zeros(scores)
 
 
-def _constrained_rows(
-    seqs: list[Sequence], indices: list[int], device: torch.device
-) -> tuple[Tensor | slice, Tensor | slice] | None:
-    """Which rows of a group have a grammar, and their rows in the masks of the whole batch; None if no row has."""
-    mask_rows = {index: row for row, index in enumerate(i for i, seq in enumerate(seqs) if has_grammar(seq))}
-    rows = [row for row, index in enumerate(indices) if index in mask_rows]
-    if not rows:
-        return None
-    if len(rows) == len(seqs):
-        return slice(None), slice(None)  # the same
-    own_masks = [mask_rows[indices[row]] for row in rows]
-    return to_device(rows, torch.int64, device), to_device(own_masks, torch.int64, device)
-
-
 def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[SamplingGroup]:
-    """The batch by method; `eos` [ids] are the tokens that penalties on the end of a sequence apply to."""
+    """Group a batch by method; penalties on the end of a sequence apply to tokens `eos` [ids]."""
     indices: dict[Method, list[int]] = {}
     for index, seq in enumerate(seqs):
         method = _method(seq, vocab_size)
@@ -117,7 +99,7 @@ def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of one step while they are on the device, and what turns their tables into a result on the host."""
+    """The tokens of one step on the device, and the step's result once their tables are on the host."""
 
     seqs: list[Sequence]
     groups: list[SamplingGroup]
@@ -126,7 +108,9 @@ class SampledTokens:
     problems: dict[int, str] = field(default_factory=dict)  # of grammars, by request id
 
     def token_ids(self) -> Tensor:
-        """Those of the sequences, int64 [B]: valid ids even of invalid rows; an inexact row may get another one."""
+        """The tokens of the sequences, int64 [B]. Invalid rows have some valid id; the token of an inexact row may
+        change.
+        """
         columns = [each.table[:, 0].long().clamp(0, self.vocab_size - 1) for each in self.tables]
         if len(columns) == 1:
             return columns[0]
@@ -135,10 +119,10 @@ class SampledTokens:
             token_ids[group.selector] = column
         return token_ids
 
-    def result(self, tables: list[HostTable]) -> StepResult:
-        """The result of the step, from the tables on the host."""
+    def result(self) -> StepResult:
+        """The result of the step, once the tables are on the host."""
         rows: dict[int, list[float]] = {}
-        for group, table in zip(self.groups, tables, strict=True):
+        for group, table in zip(self.groups, self.tables, strict=True):
             rows.update(zip(group.indices, table.rows, strict=True))
         options = [_logprob_options(seq) for seq in self.seqs]
         asked = any(own.wants_details for own in options)
@@ -155,14 +139,14 @@ class SampledTokens:
         result.failed |= {seq_id: (FailureKind.GRAMMAR, problem) for seq_id, problem in self.problems.items()}
         return result
 
-    def changed(self, tables: list[HostTable]) -> list[Sequence]:
+    def changed(self) -> list[Sequence]:
         """The sequences whose token is not the one of `token_ids`."""
-        pairs = zip(self.groups, tables, strict=True)
+        pairs = zip(self.groups, self.tables, strict=True)
         return [self.seqs[group.indices[row]] for group, table in pairs for row in table.changed]
 
 
 def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
-    """The best token, of equal ones that of the lowest id, in the logits' own dtype."""
+    """The best token in the logits' own dtype, of equal ones the lowest id."""
     return LogprobTable(step.ops.best_tokens(step.logits[group.selector], details=False))
 
 
@@ -185,7 +169,7 @@ def _sample_full(group: SamplingGroup, step: StepInputs) -> LogprobTable:
 
 
 def _sample_filtered(group: SamplingGroup, step: StepInputs) -> LogprobTable:
-    """A draw from what the filters keep."""
+    """A draw from the tokens that the filters keep."""
     scores, keys = group.scores(step), step.noise_keys[group.selector]
     stats = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
 
@@ -208,6 +192,6 @@ def _method(seq: Sequence, vocab_size: int) -> Method:
 
 
 def _logprob_options(seq: Sequence) -> LogprobOptions:
-    """What is asked about the tokens that it generates."""
+    """The details that are asked for about the tokens that a sequence generates."""
     options = seq.request.logprob_options
     return options if options.generated_tokens else LogprobOptions()

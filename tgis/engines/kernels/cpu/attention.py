@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 
-_DTYPES = (torch.float32, torch.bfloat16)
 _SIZE_MULTIPLE = 16  # of head sizes: the lanes of the widest vectors
 _MAX_SIZE = 512  # of heads, and
 _MAX_GROUP = 256  # of query heads that share a KV head: so that scratch memory fits on the stack of a thread
@@ -41,24 +40,19 @@ class _WriteArgs(ctypes.Structure):
 
 class CpuAttention:
     """The kernels for caches `k_cache` [blocks, block size, K, D] and `v_cache` [blocks, block size, K, E], which are
-    contiguous and of the dtype of the queries, keys and values. Within a block, the numbers are not in this order but
-    in that of attention_tile.h.
+    contiguous and have the dtype of the queries, keys and values. The order of the numbers within a block is that of
+    attention_tile.h.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:
-        self._attend = {
-            dtype: kernels.function("paged_attention", dtype, [ctypes.POINTER(_AttentionArgs)], ctypes.c_int)
-            for dtype in _DTYPES
-        }
-        self._write = {
-            dtype: kernels.function("write_kv_cache", dtype, [ctypes.POINTER(_WriteArgs)]) for dtype in _DTYPES
-        }
+        self._attend = kernels.functions("paged_attention", [ctypes.POINTER(_AttentionArgs)], ctypes.c_int)
+        self._write = kernels.functions("write_kv_cache", [ctypes.POINTER(_WriteArgs)])
 
     @staticmethod
     def supports(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         sizes, group = (k_cache.shape[3], v_cache.shape[3]), q.shape[1] // k_cache.shape[2]
         fits = group <= _MAX_GROUP and all(size <= _MAX_SIZE and size % _SIZE_MULTIPLE == 0 for size in sizes)
-        same_dtype = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in _DTYPES
+        same_dtype = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in DTYPES
         return fits and same_dtype and k_cache.shape[1] % _PANEL == 0
 
     def write_kv_cache(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

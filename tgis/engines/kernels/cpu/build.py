@@ -1,6 +1,6 @@
 """Compiles the C kernels, one library for each instruction set.
 
-Of the standard library only: setup.py runs this file where nothing is installed.
+Imports the standard library only: setup.py runs this file where nothing is installed.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_SOURCES = ("argmax.c", "attention.c", "elementwise.c", "gemm.c", "gemm_amx.c", "race.c", "replay.c")
+_SOURCES = ("argmax.c", "attention.c", "elementwise.c", "gemm.c", "gemm_amx.c", "gumbel_max.c", "replay.c")
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 _TIMEOUT_SECONDS = 300.0
 
@@ -26,7 +26,7 @@ def isa_flags() -> dict[str, tuple[str, ...]]:
 
 
 def source_files() -> list[Path]:
-    """What the libraries are made from; empty in an installed wheel."""
+    """The sources of the libraries; empty in an installed wheel."""
     return sorted(_HERE.glob("*.[ch]"))
 
 
@@ -39,7 +39,7 @@ def source_hash(isa: str) -> str:
 
 
 def compile_library(isa: str, compiler: str, directory: Path, more_flags: tuple[str, ...] = ()) -> Path:
-    """The library, in `directory`, as are its object files; OSError or TimeoutExpired if that fails.
+    """Compile the library and its object files in `directory`; OSError or TimeoutExpired if that fails.
 
     OpenMP is not linked: its functions must be those of the library that PyTorch has loaded.
     """

@@ -1,7 +1,7 @@
 """RMS norms, rotary embeddings and gated activations of transformers' models, each in one pass by elementwise.c.
 
-Models write these in many ways. What a module or function computes is therefore compared with the kernel's formula on
-random numbers, in float32 whatever the model's dtype, and only what agrees is replaced.
+Models write these in many ways. The output of a module or function is therefore compared with the kernel's formula on
+random numbers, in float32 for every dtype, and only where the two agree is it replaced.
 """
 
 import copy
@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, linear, silu
 from transformers import PreTrainedModel
 
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 
-_DTYPES = (torch.float32, torch.bfloat16)
 _TOLERANCE = 1e-5  # relative to the largest number of a row
 _APPLY_ROTARY = "apply_rotary_pos_emb"  # as transformers' modelling files call it
-_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of it
+_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of that function
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 
@@ -33,7 +32,7 @@ _ApplyRotary = Callable[..., tuple[Tensor, Tensor]]
 
 def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
     """Replace norms, gated MLPs and rotary embeddings of a CPU model in place; how many modules were changed."""
-    if kernels is None or model.dtype not in _DTYPES:
+    if kernels is None or model.dtype not in DTYPES:
         return 0
     replaced = [*_replacements(model, kernels, _as_rms_norm), *_replacements(model, kernels, _as_gated_mlp)]
     for parent, name, module in replaced:
@@ -94,11 +93,11 @@ class GatedMlp(nn.Module):  # type: ignore[misc]
         self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
         argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
         self._plain = plain.forward
-        self._functions = {dtype: kernels.function("gated_activation", dtype, argtypes) for dtype in _DTYPES}
+        self._functions = kernels.functions("gated_activation", argtypes)
         self._is_gelu = int(activation == "gelu_tanh")
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             return self._plain(x)
         return self.down_proj(self._multiply(self.gate_proj(x), self.up_proj(x)))
 
@@ -118,12 +117,12 @@ class RotaryEmbedding:
     def __init__(self, kernels: CpuKernels) -> None:
         tensors, pointers = [ctypes.POINTER(_RotaryTensor)] * 2, [ctypes.c_void_p] * 2
         argtypes = tensors + pointers + [ctypes.c_int64] * 5
-        self._functions = {dtype: kernels.function("rotary_embedding", dtype, argtypes) for dtype in _DTYPES}
+        self._functions = kernels.functions("rotary_embedding", argtypes)
 
     def apply_or_fall_back(
         self, plain: _ApplyRotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """By `plain` where dtypes differ: some half-precision models keep their angles in float32."""
+        """Apply the kernel, or `plain` where dtypes differ: some half-precision models keep their angles in float32."""
         same_dtype = q.dtype == k.dtype == cos.dtype == sin.dtype
         return (self if same_dtype else plain)(q, k, cos, sin, unsqueeze_dim)
 
@@ -160,7 +159,7 @@ class _RotaryTensor(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, dims: tuple[int, int, int]) -> Self:
-        """`dims` are those of batch, heads and tokens."""
+        """`dims` are the axes of batch, heads and tokens."""
         strides = (itemgetter(*dims)(t.stride()) for t in (x, y))
         return cls(x.data_ptr(), y.data_ptr(), x.shape[dims[1]], x.shape[3], *strides)
 
@@ -176,11 +175,11 @@ def _replacements(
 
 
 def _as_rms_norm(module: nn.Module, kernels: CpuKernels) -> RmsNorm | None:
-    """The same as the module, if that is an RMS norm."""
+    """A replacement for the module, if that is an RMS norm."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
-    if weight is None or len(parameters) != 1 or weight.ndim != 1 or weight.dtype not in _DTYPES:
+    if weight is None or len(parameters) != 1 or weight.ndim != 1 or weight.dtype not in DTYPES:
         return None
     if not isinstance(eps, float) or isinstance(weight, DTensor) or "forward" in vars(module):
         return None
@@ -189,7 +188,7 @@ def _as_rms_norm(module: nn.Module, kernels: CpuKernels) -> RmsNorm | None:
 
 
 def _computes_rms_norm(module: nn.Module, eps: float, offset: float) -> bool:
-    """Also where the mean is not 0, and where numbers are so small that eps matters."""
+    """Compare with the formula, also where the mean is not 0 and where numbers are so small that eps matters."""
     module = copy.deepcopy(module).float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, len(module.weight), generator=generator) + 1
@@ -203,7 +202,7 @@ def _computes_rms_norm(module: nn.Module, eps: float, offset: float) -> bool:
 
 
 def _as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:
-    """The same as the module, if that is one."""
+    """A replacement for the module, if that is a gated MLP."""
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names or "forward" in vars(module):
         return None
@@ -213,7 +212,7 @@ def _as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:
 
 
 def _computes_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor]) -> bool:
-    """Tried with small projections, of small and large numbers."""
+    """Compare with the formula for small projections, and small and large numbers."""
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (partial(linear, weight=weight) for weight in torch.randn(3, 8, 8, generator=generator))
     x = torch.randn(64, 8, generator=generator) * torch.logspace(-1, 2, 64)[:, None]
@@ -236,7 +235,7 @@ def _applies_rotary(module: nn.Module) -> bool:
 
 @cache
 def _computes_rotary(function: _ApplyRotary) -> bool:
-    """For whole heads, and for a part of each head if the function accepts that."""
+    """Compare with `_rotate_halves` for whole heads, and for a part of each head if the function accepts that."""
     if list(signature(function).parameters) != _PARAMETERS:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -247,7 +246,7 @@ def _computes_rotary(function: _ApplyRotary) -> bool:
 
 
 def _matches_rotate_halves(function: _ApplyRotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool | None:
-    """None if the function does not accept these shapes."""
+    """Whether the function rotates halves; None if it does not accept these shapes."""
     try:
         found = function(q, k, cos, sin)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What multiplies by a weight on CPUs: a packed copy of it, and the function that knows this packing."""
+"""GEMMs on CPUs: a packed copy of a weight, and the function that multiplies by this packing."""
 
 import ctypes
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class OneDnnGemm:
 
 
 class CpuGemm:
-    """The same by gemm.c or gemm_amx.c. What a row gives does not depend on the rows beside it, to the last bit."""
+    """A GEMM by gemm.c or gemm_amx.c. The bits of a row do not depend on the rows beside it."""
 
     def __init__(self, weight: Tensor, kernels: CpuKernels, function: str = "gemm") -> None:
         self._function = kernels.function(function, weight.dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4)
@@ -68,7 +68,7 @@ def cpu_gemm(weight: Tensor, kernels: CpuKernels | None) -> CpuGemm | None:
 
 
 def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
-    """All of ours that can multiply by this weight, by the instructions that they use."""
+    """Our GEMMs that can multiply by this weight, by the instruction set that they use."""
     if kernels is None or not _is_packable(weight):
         return {}
     made: dict[str, MakeGemm] = {kernels.library_isa: partial(CpuGemm, kernels=kernels)}
@@ -78,7 +78,7 @@ def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]
 
 
 def is_right(make: MakeGemm, dtype: torch.dtype) -> bool:
-    """Whether it computes what float64 does, within rounding, and the same for rows alone."""
+    """Whether a GEMM gives the result of float64 within rounding, and the same bits for each row alone."""
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (
         torch.randn(*size, generator=generator).to(dtype) for size in ((70, 96), (70,), (40, 96))

@@ -1,6 +1,6 @@
-"""Memory of huge pages for what every step reads: looking up the addresses of 4 KiB pages slows reading down.
+"""Tensors in huge pages, for memory that every step reads: address translation of 4 KiB pages slows reading down.
 
-Where the system has none, it is memory like any other.
+Where the system has no huge pages, it is ordinary memory.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class HugePages:
-    """Tensors side by side."""
+    """Allocates tensors side by side in huge pages."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)

@@ -33,13 +33,14 @@ _HERE = Path(__file__).parent
 _CPUINFO = Path("/proc/cpuinfo")
 _UNUSED_SECONDS = 30 * 24 * 3600
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
+DTYPES = tuple(_SUFFIXES)
 
 _AVX2 = frozenset({"avx2", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _AVX512_BF16 = _AVX512 | {"avx512_bf16"}
 _AMX = frozenset({"amx_tile", "amx_bf16"})
 
-# What CPU_ISA may name, and the flags of /proc/cpuinfo that it takes; the last that a CPU has is the best.
+# The values of CPU_ISA and the flags of /proc/cpuinfo that they need; the last that a CPU supports is the best.
 ISAS: dict[str, frozenset[str]] = {
     "generic": frozenset(),
     "avx2": _AVX2,
@@ -48,7 +49,7 @@ ISAS: dict[str, frozenset[str]] = {
     "amx": _AVX512_BF16 | _AMX,
 }
 
-# Is told of every call of a kernel before it is made: the function of ctypes, and the arguments.
+# Called before every call of a kernel, with the ctypes function and the arguments.
 call_recorder: ContextVar[Callable[[Any, tuple[Any, ...]], None] | None] = ContextVar("call_recorder", default=None)
 
 
@@ -61,7 +62,7 @@ class CpuKernels:
 
     @property
     def library_isa(self) -> str:
-        """What it was compiled for. That for AMX is the one for AVX512-BF16, with one function more."""
+        """The instruction set of the library: that for AVX512-BF16 also has the function for AMX."""
         return _library_isa(self.isa)
 
     @property
@@ -69,12 +70,16 @@ class CpuKernels:
         return Path(self._library._name)
 
     def function(self, name: str, dtype: torch.dtype, argtypes: list[Any], restype: Any = None) -> Callable[..., Any]:
-        """One that is compiled for each dtype. It takes nothing but pointers and integers of 64 bits, so that calls can
-        be replayed, and returns nothing or, as an integer, whether it failed.
+        """The function of this name for a dtype. It takes nothing but pointers and integers of 64 bits, so that calls
+        can be replayed, and returns nothing or, as an integer, whether it failed.
         """
         function = self._library[f"{name}_{_SUFFIXES[dtype]}"]
         function.argtypes, function.restype = argtypes, restype
         return KernelFunction(function)
+
+    def functions(self, name: str, argtypes: list[Any], restype: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
+        """The function of this name for each dtype."""
+        return {dtype: self.function(name, dtype, argtypes, restype) for dtype in DTYPES}
 
 
 class KernelFunction:
@@ -94,7 +99,7 @@ class KernelFunction:
 
 @cache
 def load_kernels(cpu_isa: str, cache_dir: str) -> CpuKernels | None:
-    """The kernels that CPU_ISA names; None if that is `none` or they cannot be had, which the log says.
+    """The kernels that CPU_ISA names; None, with a line in the log, if that is `none` or they cannot be loaded.
 
     StartError if the CPU cannot execute them.
     """
@@ -137,7 +142,7 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 
 def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
-    """The name of the CPU, as far as Linux knows it."""
+    """The name of the CPU according to Linux."""
     return _cpuinfo(cpuinfo, "model name") or _cpuinfo(cpuinfo, "CPU part") or platform.machine()
 
 
@@ -179,7 +184,7 @@ def _compile(isa: str, path: Path) -> None:
 
 
 def _remove_unused(directory: Path, used: Path) -> None:
-    """Those of older sources, once no server has started with them for a while."""
+    """Remove libraries of older sources that no server has started with for a while."""
     with contextlib.suppress(OSError):  # the directory may be read-only
         os.utime(used)
         for path in directory.glob("*.so"):
@@ -188,6 +193,6 @@ def _remove_unused(directory: Path, used: Path) -> None:
 
 
 def _check_trusted(path: Path) -> None:
-    """Code is loaded from there."""
+    """Raise PermissionError if others could write there: code is loaded from it."""
     if refusal := trust_of_this_process().refusal(entries_of(path)):
         raise PermissionError(refusal)

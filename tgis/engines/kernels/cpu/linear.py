@@ -10,7 +10,7 @@ from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
 
 
 class PackedLinear(nn.Linear):  # type: ignore[misc]
-    """An `nn.Linear` with a packed copy of its weight; of a sharded weight, of the local part.
+    """An `nn.Linear` with a packed copy of its weight, or of the local part of a sharded weight.
 
     It subclasses `nn.Linear` so that transformers installs the same communication around it.
     """
@@ -56,7 +56,7 @@ def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> int:
 
 
 def _is_packable(linear: nn.Linear) -> bool:
-    """Not where transformers wraps the forward of an unsharded layer, or shards one without wrapping it."""
+    """Whether a layer can be replaced: not if its forward is wrapped without sharding, or sharded without wrapping."""
     weight, is_wrapped = linear.weight, "forward" in vars(linear)
     same_dtype = linear.bias is None or linear.bias.dtype == weight.dtype
     return same_dtype and weight.device.type == "cpu" and isinstance(weight, DTensor) == is_wrapped

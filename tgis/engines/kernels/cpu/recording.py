@@ -68,7 +68,7 @@ class KernelCalls:
     """Calls of C kernels, one after the other."""
 
     def __init__(self, replay: Callable[..., int], calls: list[_Call], names: list[str]) -> None:
-        """`names` are those of the functions."""
+        """`names` are the names of the functions."""
         self.names = names
         self._replay = replay
         self._calls = (_Call * len(calls))(*calls)
@@ -123,7 +123,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not by importing it."""
+        """Keep torch from importing dynamo to find out."""
         return False
 
     def __torch_dispatch__(
@@ -209,7 +209,7 @@ class _Memory:
         return self.empty(x).copy_(x)
 
     def borrowed(self, x: Tensor) -> Tensor:
-        """The same tensor; if it is one of these, without being a reason not to give its memory to another."""
+        """A view that does not keep its pool block alive; a tensor of other memory is returned itself."""
         address = _address(x)
         if address not in self._blocks:
             return x
@@ -252,7 +252,7 @@ def _word(argument: Any) -> int:
 
 
 def _address(x: Tensor) -> int | None:
-    """None of what has no address, such as a weight that oneDNN has packed."""
+    """The address of a tensor's memory; None if it has none, such as a weight that oneDNN has packed."""
     return x.untyped_storage().data_ptr() if x.layout == torch.strided else None
 
 

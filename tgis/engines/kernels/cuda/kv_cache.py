@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""The new keys and values of a step into their slots of the paged KV cache, in one Triton kernel."""
+"""Writes the new keys and values of a step to their slots of the paged KV cache, in one Triton kernel."""
 
 import triton
 import triton.language as tl
@@ -45,7 +45,7 @@ def _write_token(
     block_k: tl.constexpr,
     block_v: tl.constexpr,
 ) -> None:
-    """All heads of one token."""
+    """Write all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.load(slot_mapping + token).to(tl.int64) * num_heads  # row of heads in the caches
     head = tl.arange(0, block_heads)[:, None]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
-from tgis.engines.kernels.cuda.online_softmax import LOG2_E, add_tile, attention_scores
+from tgis.engines.kernels.cuda.paged_prefill import LOG2_E, add_tile, attention_scores
 
 _NO_WINDOW = 2**31 - 1
 _MIN_DOT = 16  # smallest dimension of tl.dot
@@ -86,9 +86,9 @@ def _partition_splits(
     padded_seqs: tl.constexpr,
     tile: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """By sequence the number of splits and the index of the first one; and how many tokens a split has.
+    """The number of splits of each sequence, the index of its first one, and the number of tokens in a split.
 
-    Every sequence has one; spare splits go to sequences that see more than an equal share of all tokens.
+    Every sequence has a split; spare ones go to sequences that see more than an equal share of all tokens.
     """
     index = tl.arange(0, padded_seqs)
     visible = tl.minimum(tl.load(seq_lens + index, mask=index < num_seqs, other=0), window).to(tl.int32)
@@ -132,7 +132,7 @@ def _split_attention(
     block_m: tl.constexpr,
     block_k: tl.constexpr,
 ) -> None:
-    """One split, for `block_m` query heads of one KV head; a sequence of a single split is finished here."""
+    """Compute one split for `block_m` query heads of one KV head; a sequence with a single split is finished here."""
     split = tl.program_id(1)
     counts, firsts, size = _partition_splits(seq_lens, num_seqs, num_splits, window, padded_seqs, tile)
     seq = tl.sum((firsts + counts <= split).to(tl.int32), 0)
@@ -199,7 +199,7 @@ def _combine_splits(
     v_size: tl.constexpr,
     block_v: tl.constexpr,
 ) -> None:
-    """One head of one of the sequences that have several splits: the mean of these, weighted by their log-sum-exp."""
+    """Combine the splits of one sequence for one head: their mean, weighted by log-sum-exp."""
     nth, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     counts, firsts, _ = _partition_splits(seq_lens, num_seqs, num_splits, window, padded_seqs, tile)
     number = tl.cumsum((counts > 1).to(tl.int32), 0)  # of such sequences, up to each

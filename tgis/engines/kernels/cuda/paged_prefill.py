@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams, PagedChunks
-from tgis.engines.kernels.cuda.online_softmax import LOG2_E, add_tile, attention_scores
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # softmax is computed to the base of 2
 _NO_WINDOW = 2**31 - 1
 _MIN_DOT = 16  # smallest dimension of tl.dot
 _QUERY_BYTES, _KEY_BYTES = 16384, 16384  # of a tile
@@ -84,7 +84,7 @@ def _prefill_attention(
     block_k: tl.constexpr,
     block_v: tl.constexpr,
 ) -> None:
-    """`block_m` queries of one chunk for one head; the last ones first, which see the most."""
+    """Compute `block_m` queries of one chunk for one head; the last queries, which see the most, start first."""
     head, chunk = tl.program_id(1), tl.program_id(2)
     chunk_start = tl.load(cu_seqlens + chunk)
     num_queries = tl.load(cu_seqlens + chunk + 1) - chunk_start
@@ -124,3 +124,26 @@ def _prefill_attention(
     finished = (acc / running_sum[:, None]).to(output.dtype.element_ty)
     out_mask = (row < num_queries)[:, None] & (v_offsets < v_size)
     tl.store(output + (token_of_row * num_heads + head) * v_size + v_offsets, finished, mask=out_mask)
+
+
+@triton.jit
+def attention_scores(query: tl.tensor, k: tl.tensor, scale: tl.tensor, softcap: tl.constexpr) -> tl.tensor:
+    """The scores of queries [m, d] and keys [d, n], times log2(e)."""
+    scores = tl.dot(query, k, input_precision="ieee") * scale
+    if softcap is not None:
+        scores = softcap * (1 - 2 / (1 + tl.exp(scores * (2 / softcap))))  # softcap * tanh(scores / softcap)
+    return scores * LOG2_E
+
+
+@triton.jit
+def add_tile(
+    scores: tl.tensor, v: tl.tensor, acc: tl.tensor, running_max: tl.tensor, running_sum: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of online softmax: the weighted sum of values, the highest score and the sum of weights, once a tile
+    [m, n] of scores and its values [n, e] have been added. Rows may have seen no key.
+    """
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights, rescale = tl.exp2(scores - shift[:, None]), tl.exp2(running_max - shift)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_max, running_sum * rescale + tl.sum(weights, 1)

@@ -23,7 +23,7 @@ MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied per call, unless a singl
 
 @dataclass(frozen=True, slots=True)
 class VarlenBatch:
-    """Consecutive prefill chunks of a flat batch that go into one call."""
+    """Consecutive prefill chunks of a flat batch that are computed by one call."""
 
     tokens: slice  # of the flat batch
     cu_seqlens: Tensor  # int32 [2, chunks + 1]: cumulative query lengths and sequence lengths, from 0
@@ -65,8 +65,8 @@ def varlen_prefill(
     batches: list[VarlenBatch],
     params: AttentionParams,
 ) -> list[Tensor]:
-    """The outputs [tokens, H, D] by batch, of flat queries [T, H, D] and new keys and values [T, K, D]. The caches of
-    the layer, [blocks, block size, K, D], already hold the new ones.
+    """The outputs [tokens, H, D] of each batch, for flat queries [T, H, D] and new keys and values [T, K, D]. The
+    caches of the layer, [blocks, block size, K, D], already hold the new ones.
     """
     window_size = (-1 if params.window is None else params.window - 1, 0)
     outputs = []

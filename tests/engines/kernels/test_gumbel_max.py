@@ -1,33 +1,33 @@
-"""Races in C, for every instruction set, against plain PyTorch: the same tokens."""
+"""Draws in C, for every instruction set, against plain PyTorch: the same tokens."""
 
 import math
 
 import pytest
 import torch
 from cpu_kernels import kernels_of, num_threads
-from race_cases import CASES, Case, inputs
+from gumbel_max_cases import CASES, Case, inputs
 
 from tgis.engines.kernels.cpu.build import isa_flags
-from tgis.engines.kernels.cpu.race import CpuRace
+from tgis.engines.kernels.cpu.sampling import CpuGumbelMax
 from tgis.engines.sampling import draws
 from tgis.engines.sampling.logits_processors import Scores
 
 
 @pytest.fixture(params=list(isa_flags()))
-def kernel(request: pytest.FixtureRequest) -> CpuRace:
-    return CpuRace(kernels_of(request.param))
+def kernel(request: pytest.FixtureRequest) -> CpuGumbelMax:
+    return CpuGumbelMax(kernels_of(request.param))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_tokens_are_those_of_plain_pytorch(kernel: CpuRace, case: Case, threads: int) -> None:
+def test_tokens_are_those_of_plain_pytorch(kernel: CpuGumbelMax, case: Case, threads: int) -> None:
     scores, keys = inputs(case)
     with num_threads(threads):
         found = kernel(scores.values, scores.max_score, scores.temperature, keys)
     assert torch.equal(found, draws.draw(scores, keys))
 
 
-def test_scores_may_be_a_view(kernel: CpuRace) -> None:
+def test_scores_may_be_a_view(kernel: CpuGumbelMax) -> None:
     whole, keys = torch.randn(5, 3, 700), torch.arange(5)[:, None]
     for values in (whole[:, -1], whole.transpose(1, 2)[..., 0], whole[:0, 0]):
         count = len(values)
@@ -37,7 +37,7 @@ def test_scores_may_be_a_view(kernel: CpuRace) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_without_finite_scores_gets_some_token(kernel: CpuRace, bad: float) -> None:
+def test_a_row_without_finite_scores_gets_some_token(kernel: CpuGumbelMax, bad: float) -> None:
     values = torch.full((3, 100), bad)
     ones = torch.ones(3, 1, dtype=torch.float64)
     found = kernel(values, values.amax(-1, keepdim=True), ones, torch.arange(3)[:, None])

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cuda import is_fatal
-from tgis.engines.kernels.cuda.trials import KernelTrials
+from tgis.engines.kernels.cuda.self_test import KernelSelfTest, is_fatal
 
 X = torch.arange(6, dtype=torch.bfloat16)
 
@@ -27,9 +26,9 @@ def test_a_kernel_that_gives_the_same_is_compared_once_for_each_kind() -> None:
         calls.append("plain")
         return x + 1
 
-    trials = KernelTrials()
+    self_test = KernelSelfTest()
     for kind in ("a", "a", "b", "a"):
-        assert torch.equal(trials.run(kind, kernel, counted, torch.clone, X), kernel(X))
+        assert torch.equal(self_test.run(kind, kernel, counted, torch.clone, X), kernel(X))
         calls.pop()
     assert calls == ["kernel", "plain", "kernel", "kernel", "kernel", "plain", "kernel", "kernel"]
 
@@ -53,9 +52,9 @@ def not_compiled(_: Tensor) -> Tensor:
 def test_another_leaves_the_work_to_pytorch(
     kernel: Callable[[Tensor], Tensor], dtype: torch.dtype, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trials, x = KernelTrials(), X.to(dtype)
+    self_test, x = KernelSelfTest(), X.to(dtype)
     for kind in ("a", "a", "b"):
-        assert torch.equal(trials.run(kind, kernel, plain, torch.clone, x), plain(x))
+        assert torch.equal(self_test.run(kind, kernel, plain, torch.clone, x), plain(x))
     assert len(caplog.messages) == 2
     first, second = caplog.messages
     assert "(1 kernels failed so far)" in first
@@ -68,8 +67,8 @@ def test_a_share_of_integers_may_differ_where_near_ties_decide() -> None:
         return x + 1 + (x == 9)
 
     x = torch.arange(100)
-    assert torch.equal(KernelTrials(0.02).run("a", kernel, plain, torch.clone, x), kernel(x))
-    assert torch.equal(KernelTrials().run("a", kernel, plain, torch.clone, x), plain(x))
+    assert torch.equal(KernelSelfTest(0.02).run("a", kernel, plain, torch.clone, x), kernel(x))
+    assert torch.equal(KernelSelfTest().run("a", kernel, plain, torch.clone, x), plain(x))
 
 
 def test_numbers_that_are_not_finite_must_be_the_same() -> None:
@@ -79,22 +78,22 @@ def test_numbers_that_are_not_finite_must_be_the_same() -> None:
     def kernel(x: Tensor) -> Tensor:
         return x + 1.00001
 
-    assert torch.equal(KernelTrials().run("a", kernel, plain, torch.clone, x)[:1], kernel(x)[:1])
+    assert torch.equal(KernelSelfTest().run("a", kernel, plain, torch.clone, x)[:1], kernel(x)[:1])
     for index, other in enumerate(problems.values(), 1):
 
         def wrong(x: Tensor, index: int = index, other: float = other) -> Tensor:
             return kernel(x).index_fill(0, torch.tensor(index), other)
 
-        assert torch.equal(KernelTrials().run("a", wrong, plain, torch.clone, x)[:1], plain(x)[:1])
+        assert torch.equal(KernelSelfTest().run("a", wrong, plain, torch.clone, x)[:1], plain(x)[:1])
 
 
 def test_a_device_out_of_memory_is_no_trial() -> None:
     def kernel(_: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    trials = KernelTrials()
+    self_test = KernelSelfTest()
     with pytest.raises(torch.OutOfMemoryError):
-        trials.run("a", kernel, plain, torch.clone, X)
+        self_test.run("a", kernel, plain, torch.clone, X)
 
 
 @pytest.mark.parametrize(

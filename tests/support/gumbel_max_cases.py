@@ -1,7 +1,7 @@
-"""Test cases of races over whole vocabularies: the CPU kernel, and the GPU kernel on a GPU or interpreted.
+"""Test cases of draws from whole vocabularies: the CPU kernel, and the GPU kernel on a GPU or interpreted.
 
-Triton decides at import whether to interpret, so `TRITON_INTERPRET=1 python race_cases.py` runs as a process of its
-own. It prints one line of JSON: for each case the share of rows whose token is not that of plain PyTorch.
+Triton decides at import whether to interpret, so `TRITON_INTERPRET=1 python gumbel_max_cases.py` runs as a process of
+its own. It prints one line of JSON: for each case the share of rows whose token is not that of plain PyTorch.
 """
 
 import json
@@ -56,26 +56,26 @@ def inputs(case: Case) -> tuple[Scores, Tensor]:
     return Scores(values, values.amax(-1, keepdim=True).float(), temperature), keys
 
 
-def changed(case: Case, race: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], device: str) -> float:
+def changed(case: Case, draw: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], device: str) -> float:
     """The share of rows with another token than in plain PyTorch; infinite if one is not of a near tie."""
     scores, keys = inputs(case)
     on_device = (each.to(device) for each in (scores.values, scores.max_score, scores.temperature, keys))
-    found = race(*on_device).cpu()
-    arrivals = scores.scaled_logits(torch.float64) - exponential_noise(keys, torch.arange(case.vocab_size)).log()
-    late = arrivals.amax(-1, keepdim=True) - arrivals.gather(1, found)
+    found = draw(*on_device).cpu()
+    noisy = scores.scaled_logits(torch.float64) - exponential_noise(keys, torch.arange(case.vocab_size)).log()
+    below = noisy.amax(-1, keepdim=True) - noisy.gather(1, found)
     other = found != draws.draw(scores, keys)
-    return math.inf if (late > 1e-5).any() else other.double().mean().item()
+    return math.inf if (below > 1e-5).any() else other.double().mean().item()
 
 
 def main() -> None:
     from triton_interpreter import repair
 
-    from tgis.engines.kernels.cuda.race import race_winners
+    from tgis.engines.kernels.cuda.sampling import gumbel_max
 
     repair()
     cases = {name: replace(case, rows=min(case.rows, 5)) for name, case in CASES.items()}
     del cases["bfloat16"]  # Triton cannot interpret it
-    print(json.dumps({name: changed(case, race_winners, "cpu") for name, case in cases.items()}))
+    print(json.dumps({name: changed(case, gumbel_max, "cpu") for name, case in cases.items()}))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Kernels are tried where they run: one that does not compile for a device, or does not give there what PyTorch gives,
-is not used.
+"""Which Triton kernels are used: none on an unsuitable device, and none that fails its self-test there, because it does
+not compile or does not give what PyTorch gives.
 """
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-from tgis.engines.kernels.cuda import is_fatal
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +18,32 @@ _HALF_TOLERANCE = 0.02
 _Result = TypeVar("_Result")
 
 
-class KernelTrials:
-    """The first use of each kernel, for each kind of arguments that it is compiled for, computes both ways."""
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton serves this device."""
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether the device is out of memory or lost, so that computing the same in another way would fail too."""
+    is_of_capture = "captur" in str(error)  # in all messages of cudaErrorStreamCapture...
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError) and not is_of_capture
+    )
+
+
+def fallback_reason(error: Exception) -> str:
+    """Why something is computed in another way after this error, in a line; a fatal error is raised again."""
+    if is_fatal(error):
+        raise error
+    return str(error).strip().splitlines()[0]
+
+
+class KernelSelfTest:
+    """Compares each kernel with PyTorch at its first use, for each kind of arguments that it is compiled for."""
 
     def __init__(self, max_other_integers: float = 0.0) -> None:
-        """A share of integers may differ, such as tokens that near ties decide."""
+        """`max_other_integers` is the share of integers that may differ, such as tokens that near ties decide."""
         self._max_other_integers = max_other_integers
         self._passed: dict[tuple[Callable[..., Any], Hashable], bool] = {}
 
@@ -35,7 +55,7 @@ class KernelTrials:
         outputs: Callable[[_Result], Tensor],
         *arguments: Any,
     ) -> _Result:
-        """What the kernel makes of the arguments, or else PyTorch; `outputs` of the results are compared."""
+        """Call the kernel, or PyTorch if the self-test fails, which compares `outputs` of both results."""
         if kernel is plain:
             return plain(*arguments)
         key = kernel, kind
@@ -48,7 +68,7 @@ class KernelTrials:
         return kernel(*arguments) if self._passed[key] else plain(*arguments)
 
     def _problem(self, kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> str | None:
-        """Why the kernel cannot be used; the device must have been fit before."""
+        """Why the kernel cannot be used; fatal errors of the device are raised."""
         try:
             return _difference(kernel(), plain(), self._max_other_integers)
         except Exception as error:  # compilers raise anything
@@ -58,7 +78,7 @@ class KernelTrials:
 
 
 def _difference(found: Tensor, expected: Tensor, max_other_integers: float) -> str | None:
-    """How much the two differ, if that is more than rounding explains."""
+    """A description of the difference, if it is more than rounding explains."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if not found.is_floating_point():
