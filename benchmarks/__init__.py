@@ -1,1 +1,1 @@
-"""Benchmarks and the soak tests for the developers of this project; not part of the package."""
+"""Benchmarks and soak tests for developers of this project; not part of the package."""

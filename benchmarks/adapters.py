@@ -1,4 +1,4 @@
-"""`python -m benchmarks.adapters`: the cost of LoRA adapters, all in one batch, beside a batch without any.
+"""`python -m benchmarks.adapters`: the throughput of a batch with LoRA adapters, relative to a batch without.
 
 SmolLM2 with random adapters of the attention layers, and of all linear layers. The last line is one JSON object.
 """
@@ -52,7 +52,7 @@ def _suffixes(targets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _tokens_per_second(stub: GenerationServiceStub, streams: int, adapters: list[str]) -> float:
-    """Output tokens per second of concurrent calls, which take the adapters in turn; "" is none."""
+    """Output tokens per second of concurrent calls that use the adapters round robin; "" is no adapter."""
     stopping = pb.StoppingCriteria(max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS)
     names = itertools.cycle(adapters)
     calls = [

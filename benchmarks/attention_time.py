@@ -1,4 +1,4 @@
-"""The speed of attention over the paged KV cache on this machine's GPU: `python -m benchmarks.attention_time`.
+"""`python -m benchmarks.attention_time`: the speed of attention over the paged KV cache on this machine's GPU.
 
 Decode in GB/s of keys and values read, prefill in TFLOP/s, beside the GPU's own copy and matrix multiply.
 A case runs in a CUDA graph, over the KV caches of enough layers to overflow the L2 cache. The last line is JSON.
@@ -19,7 +19,7 @@ from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk,
 from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
 
 BLOCK, REPEATS = 16, 20
-_WARM_SECONDS = 0.2  # of replays that do not count: an idle GPU has a low clock
+_WARM_SECONDS = 0.2  # replays before the measurement: an idle GPU has a low clock
 _MEASURED_SECONDS = 0.1  # at least
 _BEYOND_CACHE = 1 << 29  # bytes
 
@@ -88,7 +88,7 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
-    """Microseconds, and GB/s of keys and values read."""
+    """Time of one decode step's attention in microseconds, and GB/s of keys and values read."""
     from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - Triton comes with torch for CUDA only
 
     per_token = 4 * shape.kv_heads * shape.size
@@ -118,7 +118,7 @@ def decode(lengths: list[int], shape: Shape) -> dict[str, float]:
 
 
 def prefill(rows: int, before: int, count: int, softcap: float | None = None) -> dict[str, float]:
-    """Milliseconds, and TFLOP/s of causal attention."""
+    """Time of prefill attention in milliseconds, and TFLOP/s of causal attention."""
     from tgis.engines.kernels.cuda.paged_prefill import paged_prefill  # noqa: PLC0415 - as above
 
     shape, width = Shape(), -(-(before + count) // BLOCK)

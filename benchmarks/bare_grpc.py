@@ -1,4 +1,4 @@
-"""A bare grpc.aio server on uvloop: sends messages made beforehand, once a step to all of its streams.
+"""A bare grpc.aio server on uvloop: sends prebuilt messages, one per step, to all of its streams.
 
 `python -m benchmarks.bare_grpc STEP_SECONDS TOKENS` prints its port.
 """

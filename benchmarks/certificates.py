@@ -1,4 +1,4 @@
-"""Certificates and private keys made on the spot."""
+"""Creates certificates and private keys for benchmarks and tests."""
 
 import datetime
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Pair:
 
 
 def make_pair(issuer: Pair | None = None, days: int = 1) -> Pair:
-    """A leaf for localhost, or an authority when it has no issuer."""
+    """A leaf certificate for localhost, or a CA certificate if there is no issuer."""
     private = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "leaf" if issuer else "authority")])
     now = datetime.datetime.now(datetime.UTC)

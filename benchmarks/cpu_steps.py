@@ -1,9 +1,9 @@
-"""`python -m benchmarks.cpu_steps`: decode steps on this CPU beside the time that their linear layers take at least.
+"""`python -m benchmarks.cpu_steps`: decode steps on this CPU, and the lower bounds of their linear layers.
 
-Reading takes their bytes over the read bandwidth, multiplying their multiply-adds over what a GEMM reaches all of whose
-numbers are in a cache. The layers are also measured alone, by every GEMM that this CPU can run, one after the other as
-in a step. Steps of llama.cpp, if llama-cpp-python is there, alternate with those of tgis. The last line is one JSON
-object.
+The bound of reading is the weights' bytes over the read bandwidth; the bound of multiplying is the multiply-adds over
+the rate of a GEMM whose operands are in the cache. The layers are also measured alone, one after the other as in a
+step, with every GEMM that this CPU can run. Steps of llama.cpp, if llama-cpp-python is installed, alternate with those
+of tgis. The last line is one JSON object.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import baseline
-from benchmarks.mixed import TimedEngine, engine_options, load_warm_engine
+from benchmarks import transformers_generate
+from benchmarks.batching_policies import TimedEngine, engine_options, load_warm_engine
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import Simulation, TraceRequest
@@ -45,7 +45,7 @@ Times = dict[int, float]  # milliseconds by number of rows or sequences
 
 @dataclass(slots=True)
 class DecodeTimer:
-    """An engine that notes how long the steps take in which all sequences decode."""
+    """An engine that records the times of steps in which all sequences decode."""
 
     engine: TimedEngine
     seconds: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ def measure_machine(kernels: CpuKernels | None, dtype: torch.dtype) -> dict[str,
 
 
 def _read_gb_s(kernels: CpuKernels | None) -> float:
-    """Of PyTorch's sum or a GEMM of ours with one row, whichever reads memory faster."""
+    """The read bandwidth: that of PyTorch's sum or of our GEMM with one row, whichever is higher."""
     weight = torch.ones(READ_BYTES // 2048, 1024, dtype=torch.bfloat16)
     gemms = [make(weight) for make in our_gemms(weight, kernels).values()]
     runs = [weight.view(torch.float32).sum, *(partial(gemm, weight[:1], None) for gemm in gemms)]
@@ -82,14 +82,14 @@ def _read_gb_s(kernels: CpuKernels | None) -> float:
 
 
 def _multiply_add_g_s(kernels: CpuKernels | None, dtype: torch.dtype) -> float:
-    """Of the fastest GEMM, with 512 rows of a weight for each thread."""
+    """The multiply-add rate of the fastest GEMM, with 128 rows and a weight of 512 x 512 for each thread."""
     weight, x = (torch.ones(rows, 512, dtype=dtype) for rows in (512 * torch.get_num_threads(), 128))
     runs = [partial(make(weight), x, None) for make in _gemms(weight, kernels).values()]
     return int(weight.numel()) * len(x) / min(_best_seconds(*runs)) / 1e9
 
 
 def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, Times]:
-    """Milliseconds for all of them, by GEMM and number of rows; the best of runs that alternate between the GEMMs."""
+    """Milliseconds of all linear layers by GEMM and number of rows: the best of runs that alternate between GEMMs."""
     names = list(_gemms(weights[0], kernels))
     layers = {name: [_gemms(weight, kernels)[name](weight) for weight in weights] for name in names}
     found: dict[str, Times] = {name: {} for name in names}
@@ -112,7 +112,7 @@ def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
 
 
 def _best_seconds(*runs: Callable[[], object]) -> list[float]:
-    """Of each, after a first round in which nothing is measured."""
+    """The best time of each action, after an unmeasured first round."""
     found = [[_seconds(run) for run in runs] for _ in range(1 + REPEATS)]
     return [min(times) for times in zip(*found[1:], strict=True)]
 
@@ -124,7 +124,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def measure_steps(model: Path, dtype: str, cache: Path) -> dict[str, Times]:
-    """Decode steps of tgis_native and of llama.cpp, if it is there: medians of rounds that alternate."""
+    """Decode steps of tgis_native and, if it is installed, of llama.cpp: medians of alternating rounds."""
     engine, limits = load_warm_engine(engine_options("tgis_native", model, dtype, max(STREAMS), cache))
     ways: dict[str, Callable[[], Times]] = {"tgis": partial(_time_engine, engine, limits)}
     if dtype == "bfloat16" and find_spec("llama_cpp"):
@@ -134,7 +134,7 @@ def measure_steps(model: Path, dtype: str, cache: Path) -> dict[str, Times]:
 
 
 def _time_engine(engine: Engine, limits: BatchLimits) -> Times:
-    """Planning included."""
+    """Median times of decode steps, planning included, by number of streams."""
     found = {}
     for streams in STREAMS:
         timer = DecodeTimer(TimedEngine(engine))
@@ -144,7 +144,7 @@ def _time_engine(engine: Engine, limits: BatchLimits) -> Times:
 
 
 def _time_llama_cpp(model: Path) -> Times:
-    """In a process with threads of its own."""
+    """Times of llama.cpp, measured in a process of its own, so that no thread pool is shared."""
     lengths = ("--input-tokens", str(INPUT_TOKENS), "--steps", str(STEPS))
     command = [sys.executable, "-m", "benchmarks.llama_cpp", str(model), *lengths]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -152,11 +152,11 @@ def _time_llama_cpp(model: Path) -> Times:
 
 
 def measure_transformers(model: nn.Module) -> Times:
-    """A step of `generate`."""
+    """The time of one step of `generate`: a long run minus a short one, over the difference in steps."""
     found = {}
     for streams in STREAMS:
         inputs = torch.randint(1000, (streams, INPUT_TOKENS))
-        few, many = (baseline.time_generate(model, inputs, tokens) for tokens in (2, 2 + STEPS))
+        few, many = (transformers_generate.time_generate(model, inputs, tokens) for tokens in (2, 2 + STEPS))
         found[streams] = 1e3 * (many - few) / STEPS
     return found
 
@@ -164,14 +164,14 @@ def measure_transformers(model: nn.Module) -> Times:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_steps", description=__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--cpu-isa", default="auto", metavar="NAME", help="as the option CPU_ISA of the server")
+    parser.add_argument("--cpu-isa", default="auto", metavar="NAME", help="like the server's option CPU_ISA")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     args = parser.parse_args(arguments)
     torch.set_num_threads(usable_cores())
     torch.set_grad_enabled(mode=False)
     kernels, path = load_kernels(args.cpu_isa, str(args.cache)), ensure("smollm2", args.cache)
     machine = measure_machine(kernels, getattr(torch, args.dtype))
-    model = baseline.load(str(path), args.dtype, "cpu")
+    model = transformers_generate.load(str(path), args.dtype, "cpu")
     weights = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
     read_ms = sum(weight.nbytes for weight in weights) / machine["read_gb_s"] / 1e6
     multiply_ms = sum(weight.numel() for weight in weights) / machine["multiply_add_g_s"] / 1e6  # for each row

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.draws`: what a draw costs, and how many sampled texts change when others run beside them.
+"""`python -m benchmarks.draws`: the cost of a draw, and how many sampled texts depend on the rest of the batch.
 
-Every text is generated alone, and again in batches that others join and leave. The models have random weights, many
-tokens and flat tails: where neighbours change a sum by rounding, nothing is more sensitive. The last line is JSON.
+Every text is generated alone, and again in batches that others join and leave. The models have random weights, a large
+vocabulary and flat tails: the most sensitive case for rounding errors that depend on the batch. The last line is JSON.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from benchmarks.mixed import engine_options, load_warm_engine
+from benchmarks.batching_policies import engine_options, load_warm_engine
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine
@@ -36,7 +36,7 @@ from tgis.engines.sampling.ops import Draw, select_ops
 from tgis.ipc.request import Request, SamplingParams
 
 VOCAB_SIZE, WIDTH, SPREAD = 32_000, 256, 3.0  # tokens, hidden size, standard deviation of the logits
-BESIDE = 16  # sequences at the same time
+BESIDE = 16  # sequences of a batch
 COST_ROWS, COST_VOCAB_SIZE, REPEATS = (1, 8, 64), 49_152, 30
 TOKEN_IDS = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -80,7 +80,7 @@ Texts = list[list[int]]
 
 
 def make_model(config: PreTrainedConfig, directory: Path) -> Path:
-    """Random weights through which numbers keep their size."""
+    """Save a model with random weights, scaled so that activations keep their magnitude."""
     torch.manual_seed(0)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config, dtype=torch.float32)
@@ -93,7 +93,7 @@ def make_model(config: PreTrainedConfig, directory: Path) -> Path:
 
 
 def make_requests(count: int) -> list[Request]:
-    """Of 4 to 40 tokens in and 8 to 24 out, each with its seed."""
+    """Requests of 4 to 40 tokens in and 8 to 24 out, each with its own seed."""
     rng = random.Random(1)
     prompts = [[rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(4, 40))] for _ in range(count)]
     params = [msgspec.structs.replace(SAMPLING[number % len(SAMPLING)], seed=number) for number in range(count)]
@@ -104,7 +104,7 @@ def make_requests(count: int) -> list[Request]:
 
 
 def generate(engine: Engine, limits: BatchLimits, requests: list[Request], at_once: int) -> Texts:
-    """The tokens of each request, when so many run at the same time."""
+    """The tokens of each request, with at most `at_once` of them running."""
     batcher, waiting, texts = Batcher(limits, eos_ids=[]), requests[::-1], dict[int, list[int]]()
     while len(texts) < len(requests):
         while waiting and len(requests) - len(waiting) - len(texts) < at_once:
@@ -122,7 +122,7 @@ def count_changed(left: Texts, right: Texts) -> int:
 
 
 def measure_texts(cases: list[Case], count: int, cache: Path) -> list[dict[str, Any]]:
-    """For each model, engine and dtype how many texts change beside others, and between the engines."""
+    """How many texts change in a batch, and between the engines, for each model, engine and dtype."""
     requests, rows = make_requests(count), []
     alone: dict[tuple[str, str], Texts] = {}  # by model and dtype
     with tempfile.TemporaryDirectory() as directory:
@@ -146,7 +146,7 @@ def measure_texts(cases: list[Case], count: int, cache: Path) -> list[dict[str, 
 
 
 def measure_cost(cache: Path) -> dict[str, dict[int, float]]:
-    """Milliseconds of a draw from the whole vocabulary of SmolLM2 for some numbers of rows."""
+    """Milliseconds of a draw from SmolLM2's whole vocabulary, by number of rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = load_kernels("auto", str(cache)) if device.type == "cpu" else None
     ways = {"PyTorch": draws.draw, f"kernel ({kernels.isa if kernels else device})": select_ops(device, kernels).draw}
@@ -159,7 +159,7 @@ def measure_cost(cache: Path) -> dict[str, dict[int, float]]:
 
 
 def _milliseconds(draw: Draw, values: torch.Tensor) -> float:
-    """The median."""
+    """The median time of a draw."""
     temperature = torch.ones(len(values), 1, dtype=torch.float64, device=values.device)
     scores = Scores(values, values.amax(-1, keepdim=True).float(), temperature)
     keys = torch.arange(len(values), device=values.device)[:, None]
@@ -173,7 +173,7 @@ def _milliseconds(draw: Draw, values: torch.Tensor) -> float:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draws", description=__doc__)
-    parser.add_argument("--texts", type=int, default=1000, metavar="N", help="of each model; 0 leaves them out")
+    parser.add_argument("--texts", type=int, default=1000, metavar="N", help="texts of each model; 0 skips them")
     parser.add_argument("--models", default=",".join(CONFIGS), metavar="NAME,...")
     parser.add_argument("--dtypes", default="float32,bfloat16", metavar="NAME,...")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")

@@ -1,8 +1,8 @@
-"""CPU time of the front-end process for each streamed token, at the pace of real engines, and what gRPC takes of it.
+"""CPU time of the front-end process per streamed token, at the pace of real engines, and gRPC's share of it.
 
-The fake engine makes a token for every stream once a step. A bare grpc.aio server, which sends messages made
-beforehand at the same pace, shows what no front end can save with this library. It is CPU time of one process: what
-else runs matters less than for tokens/s, as long as streams keep up, that is, while there is a message for each token.
+The fake engine makes one token for every stream in each step. A bare grpc.aio server, which sends prebuilt messages at
+the same pace, is the lower bound for any front end on this library. CPU time of one process depends less on what else
+runs than tokens/s do, as long as the streams keep up, i.e. there is one message per token.
 """
 
 import argparse
@@ -34,7 +34,7 @@ STREAMS_PER_CONNECTION = 64
 
 @dataclass(frozen=True, slots=True)
 class FrontEndReport:
-    """Medians. Messages per token are below 1 where streams did not keep up."""
+    """Medians of the rounds; messages per token are below 1 where streams did not keep up."""
 
     streams: int
     step_ms: float
@@ -69,14 +69,14 @@ def _measure(streams: int, seconds: float, cache: Path, output_tokens: int) -> F
 
 
 def _stream_and_time(pid: int, target: str, streams: int, output_tokens: int) -> tuple[float, int]:
-    """Seconds of CPU of the server, and the messages that it has sent."""
+    """CPU seconds of the server, and the number of messages it sent."""
     before = cpu_seconds(pid)
     num_messages = asyncio.run(stream(target, streams, output_tokens))
     return cpu_seconds(pid) - before, num_messages
 
 
 async def stream(target: str, streams: int, output_tokens: int) -> int:
-    """Run so many streams at once; how many messages they got."""
+    """Run concurrent streams; return the number of messages they received."""
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text="a" * INPUT_TOKENS))
     request.params.stopping.max_new_tokens = output_tokens
     data, connections = request.SerializeToString(), math.ceil(streams / STREAMS_PER_CONNECTION)
@@ -99,7 +99,7 @@ async def _count(call: "grpc.aio.UnaryStreamCall[bytes, bytes]") -> int:
 
 @contextlib.contextmanager
 def bare_server(step_seconds: float, output_tokens: int) -> Iterator[tuple[int, str]]:
-    """Its process and address."""
+    """Run `benchmarks.bare_grpc`; yield its process and address."""
     command = (sys.executable, "-m", "benchmarks.bare_grpc", str(step_seconds), str(output_tokens))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -119,7 +119,7 @@ def print_reports(reports: Sequence[FrontEndReport]) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end", description=__doc__)
-    parser.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS, metavar="N", help="of each stream")
+    parser.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS, metavar="N", help="tokens of each stream")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     args = parser.parse_args(arguments)
     reports = measure_front_end(args.cache, args.output_tokens)

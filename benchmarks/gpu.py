@@ -1,11 +1,11 @@
 """`make bench-gpu`: the speed of tgis_native on one GPU, with a model of random weights that is made here.
 
-First a tiny model is served, which shows in a minute whether anything works; if not, nothing else is measured. Then
-attention by itself, the engine alone with static batches and a mixed load, the kernels that decode steps consist of,
-and the server with streams, the last three compiled and not. Times are wall-clock times, prompts are random tokens.
-Needs no network and no files; `--model` keeps the model for the next command. A part that fails does not stop the
-others; the last line is one JSON object, with failures under "error" and what was logged from WARNING up, such as what
-runs eagerly after all, under "warnings". `--shape tiny` runs all of it on any machine.
+The parts: a tiny model that is served (a smoke test of a minute; if it fails, nothing else runs), attention alone, the
+engine alone with static batches and a mixed load, a profile of decode steps by kernel, and the server with streams. The
+last three run compiled and eagerly. Times are wall-clock times, prompts are random tokens. Needs no network and no
+files; `--model` keeps the model for the next command. A part that fails does not stop the others. The last line is one
+JSON object, with failures under "error", and under "warnings" what was logged from WARNING up, such as what fell back
+to eager execution. `--shape tiny` runs all of it on any machine.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.autograd import DeviceType
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.mixed import MAX_SEQUENCE_LENGTH, TimedEngine, engine_options, load_warm_engine
+from benchmarks.batching_policies import MAX_SEQUENCE_LENGTH, TimedEngine, engine_options, load_warm_engine
 from benchmarks.serving import running_server
 from benchmarks.suite import run_load as load_server
 from tgis.batcher.capacity import BatchLimits
@@ -94,12 +94,12 @@ SEED = 1
 PARTS = ("smoke", "attention", "alone compiled", "profile compiled", "served compiled", "alone", "profile", "served")
 _ROUNDS = 4  # requests of each stream of a served load
 _PART_MINUTES = 4.0
-_PROFILED_STEPS = range(40, 50)  # of a run; all prompts are computed before
-_PROFILED_KERNELS = 25  # that take most time
+_PROFILED_STEPS = range(40, 50)  # steps of a run after all prompts are computed
+_PROFILED_KERNELS = 25  # the most expensive ones
 
 
 def make_model(shape: Shape, directory: Path) -> None:
-    """Random weights, and a tokenizer with the model's vocabulary size."""
+    """Save a model with random weights, and a tokenizer with its vocabulary size."""
     config = LlamaConfig(**shape.config, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(SEED)
@@ -110,7 +110,7 @@ def make_model(shape: Shape, directory: Path) -> None:
 
 
 def _tokenizer(size: int) -> Tokenizer:
-    """A byte-level BPE filled up with words that no merge produces: every text is encoded as bytes."""
+    """A byte-level BPE padded with tokens that no merge produces: every text is encoded as bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [chr(ord("a") + n) for n in range(26)]
     words = ("".join(word) for length in (3, 4) for word in product(letters, repeat=length))
@@ -132,7 +132,7 @@ def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tup
         vocab_size = shape.config["vocab_size"]
         return Simulation(limits, TimedEngine(engine), jobs, len(jobs), vocab_size).run().summary()
 
-    run([TraceRequest(0.0, *shape.alone[-1][1:])] * most)  # does not count
+    run([TraceRequest(0.0, *shape.alone[-1][1:])] * most)  # warm-up
     for name, jobs in cases.items():
         summary = run(jobs)
         print(f"{name:<24}{summary['tokens_per_second']:>10,.0f} tokens/s", flush=True)
@@ -150,8 +150,9 @@ class _ProfiledEngine:
     """Profiles some steps of an engine."""
 
     engine: TimedEngine
-    profiler: Any = field(default_factory=partial(torch.profiler.profile, acc_events=True))  # or it warns
-    seconds: float = 0.0  # of these steps but the first, for which the profiler starts
+    # acc_events=True avoids a warning
+    profiler: Any = field(default_factory=partial(torch.profiler.profile, acc_events=True))
+    seconds: float = 0.0  # of the profiled steps but the first, which includes the start of the profiler
     _count: int = 0
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
@@ -170,8 +171,9 @@ class _ProfiledEngine:
 
 
 def measure_kernels(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What decode steps of one sequence and of the largest batch consist of: for each kernel, or operator on a CPU, its
-    milliseconds and calls in a step.
+    """Milliseconds and calls per decode step of each kernel (each operator on a CPU).
+
+    Measured with one sequence and with the largest batch.
     """
     engine, limits = _load_engine(shape, model, compiled=compiled)
     new, out = shape.served_tokens[0], _PROFILED_STEPS.stop + 10
@@ -184,7 +186,7 @@ def measure_kernels(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tu
 
 def _kernel_times(profiled: _ProfiledEngine) -> dict[str, Any]:
     steps, on_gpu = len(_PROFILED_STEPS), torch.cuda.is_available()
-    device = DeviceType.CUDA if on_gpu else DeviceType.CPU  # operators count the time of their kernels, too
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU  # an operator's CUDA time would include its kernels'
     events = [event for event in profiled.profiler.key_averages() if event.device_type == device]
     times = [event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in events]
     spent = {event.key: (us, event.count) for event, us in zip(events, times, strict=True)}
@@ -197,7 +199,7 @@ def _kernel_times(profiled: _ProfiledEngine) -> dict[str, Any]:
 
 
 def mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
-    """For the large shape, 226 tokens in and 191 out on average."""
+    """Requests of log-normal lengths; for the large shape 226 tokens in and 191 out on average."""
     most = MAX_SEQUENCE_LENGTH // 2 - 1
     for job in lognormal_trace(shape.mixed_requests, 1.0, SEED, *shape.mixed_tokens):
         yield replace(job, prompt_tokens=min(job.prompt_tokens, most), output_tokens=min(job.output_tokens, most))
@@ -210,7 +212,7 @@ def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) ->
     with _server_log() as log, running_server(model, cache, *options, log=log) as server:
         print(f"ready after {server.start_seconds:.1f} s", flush=True)
         yield "start_seconds", round(server.start_seconds, 1)
-        load_server(server.target, max(shape.served), max(shape.served), *shape.served_tokens)  # does not count
+        load_server(server.target, max(shape.served), max(shape.served), *shape.served_tokens)  # warm-up
         for streams in shape.served:
             level = load_server(server.target, streams, _ROUNDS * streams, *shape.served_tokens)
             speed, first = level["output_tokens_per_s"], level["ttft_ms"]["p50"]
@@ -221,7 +223,7 @@ def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) ->
 
 @contextlib.contextmanager
 def _server_log() -> Iterator[Path]:
-    """A file, which is shown at the end."""
+    """A log file, which is printed at the end of the block."""
     with tempfile.NamedTemporaryFile(suffix=".log") as file:
         try:
             yield Path(file.name)
@@ -230,7 +232,7 @@ def _server_log() -> Iterator[Path]:
 
 
 def smoke(cache: Path) -> Iterator[tuple[str, Any]]:
-    """A tiny model, served and compiled."""
+    """Serve a tiny model, compiled."""
     with tempfile.TemporaryDirectory() as directory:
         make_model(SHAPES["tiny"], Path(directory))
         yield from measure_server(SHAPES["tiny"], Path(directory), cache, compiled=True)
@@ -271,7 +273,7 @@ class _WarningList(logging.Handler):
 
 
 def run_part_process(*command: str, seconds: float) -> dict[str, Any]:
-    """The figures that a Python process prints as lines of JSON; under "error" why it failed, as after so long."""
+    """The figures that a process prints as lines of JSON; under "error" why it failed, a timeout included."""
     figures: dict[str, Any] = {}
     started = time.monotonic()
     command = (sys.executable, *command)
@@ -305,25 +307,25 @@ def main(arguments: list[str]) -> int:
     """Make the model and run the parts, each in its own process; exit code 1 if one failed."""
     parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, after every part")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="keep the model there, and use the one that is there")
-    parser.add_argument("--minutes", type=float, metavar="M", help="for all parts, by default 4 for each")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="keep the model there, or use the one found there")
+    parser.add_argument("--minutes", type=float, metavar="M", help="time limit of all parts, by default 4 minutes each")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.part:
         run_part(args.part, SHAPES[args.shape], args.model, args.cache)
         return 0
     for library, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
-        os.environ.setdefault(variable, str(args.cache.absolute() / library))  # where servers with this cache have it
+        os.environ.setdefault(variable, str(args.cache.absolute() / library))  # as servers with this cache do
     report: dict[str, Any] = {"shape": asdict(SHAPES[args.shape])}
     parts = _in_order(args.parts.split(","))
     end = time.monotonic() + 60 * (args.minutes or _PART_MINUTES * len(parts))
     with tempfile.TemporaryDirectory() as temporary:
         for number, part in enumerate(parts):
             print(f"== {part}", file=sys.stderr, flush=True)
-            seconds = (end - time.monotonic()) / (len(parts) - number)  # what one leaves is for the others
+            seconds = (end - time.monotonic()) / (len(parts) - number)  # unused time goes to the parts that follow
             shared = ("--shape", args.shape, "--cache", str(args.cache), "--model", str(args.model or temporary))
             itself = ("benchmarks.gpu", *shared, "--part", part)
             command = ("benchmarks.attention_time",) if part == "attention" else itself
@@ -337,7 +339,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _in_order(parts: list[str]) -> list[str]:
-    """The model is made for the parts that need it, after the smoke test, for which it would be too large."""
+    """The parts in order: those that need no large model, then making it, then the rest."""
     first = [part for part in ("smoke", "attention") if part in parts]
     others = [part for part in parts if part not in first]
     return [*first, *(["model"] if others else []), *others]

@@ -1,8 +1,8 @@
-"""A model of step times on an H200, through the real batcher: `python -m benchmarks.gpu_model`.
+"""`python -m benchmarks.gpu_model`: predicted throughput on an H200, by a model of step times and the real batcher.
 
-What `make bench-gpu` should measure for Llama 3.1 8B in bfloat16, beside vLLM 0.24 on the same machine: for finding
-where time goes, and what a policy is worth, without a GPU. The constants are counted bytes over measured bandwidth and
-estimated launches; nothing here has been measured on a device. The last line is JSON.
+Predicts what `make bench-gpu` measures for Llama 3.1 8B in bfloat16, relative to vLLM 0.24 on the same machine; it
+shows without a GPU where time goes and what a policy is worth. The constants are counted bytes over measured bandwidth,
+and estimated launches; nothing here has been measured on a device. The last line is JSON.
 """
 
 import json
@@ -18,41 +18,45 @@ from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import Simulation, TraceRequest
 
-BYTES_PER_SECOND = 3.75e12  # of long reads
-KV_BYTES = 2 * 32 * 8 * 128 * 2  # of a token in all layers
+BYTES_PER_SECOND = 3.75e12  # bandwidth of long reads
+KV_BYTES = 2 * 32 * 8 * 128 * 2  # per token, all layers
 PROMPT_TOKENS_PER_SECOND = 42_500
-HOST_SECONDS = 5e-3  # of a pass with prompts: planning, the batch, sampling's launches
+HOST_SECONDS = 5e-3  # CPU work of a pass with prompts: planning, batch, launches of sampling
 VLLM = (203, 1454, 6612, 9714, 22_481, 10_478)  # tokens/s of the loads of `benchmarks.gpu`, the mixed one last
-LAYERS, HEADS, PROGRAMS_AT_ONCE = 32, 32, 132 * 16  # of a GPU, with four warps each
-CAPTURED_KERNEL, KERNEL, WAVE = 1.5e-6, 3e-6, 1e-6  # seconds: small kernels in a graph, others, idle programs
-MAX_ATTENDED_TOKENS = 1 << 16  # of the prompt tokens of a captured step
+LAYERS, HEADS, PROGRAMS_AT_ONCE = 32, 32, 132 * 16  # programs of four warps that a GPU runs at once
+CAPTURED_KERNEL, KERNEL, WAVE = (
+    1.5e-6,
+    3e-6,
+    1e-6,
+)  # seconds: a small kernel in a graph, outside of one, a wave of idle programs
+MAX_ATTENDED_TOKENS = 1 << 16  # by all prompt tokens of a captured step
 LIMITS = BatchLimits(256, 900_000, 8192, block_size=16, lookahead=1, max_slowdown=8.0)  # the defaults on CUDA
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """Seconds of a step."""
+    """An engine that computes nothing: its step times follow from the batch."""
 
-    decode_rows: tuple[tuple[int, float], ...]  # batch size and what a captured decode step takes beside the rest
-    layer_kernels: int  # of a layer in a captured step
-    step_kernels: int  # of a step outside of the graph: its inputs, greedy sampling, its results
-    combines_all_rows: bool  # attention's second pass has programs for each row, not only for those with several splits
-    pass_seconds: float  # of any other pass, at least: its launches
-    captures_prompts: bool  # short ones
+    decode_rows: tuple[tuple[int, float], ...]  # (batch size, seconds of a captured step's weights and activations)
+    layer_kernels: int  # kernels of a layer in a captured step
+    step_kernels: int  # kernels outside of the graph: inputs, greedy sampling, results
+    combines_all_rows: bool  # attention's second pass runs for all rows, not only for those with several splits
+    pass_seconds: float  # lower bound of a pass that is not captured: its launches
+    captures_prompts: bool  # short prompts are computed by captured steps
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
         return [[0]] * len(plan.sampled), self._seconds(plan)
 
     def with_lora(self) -> "GpuModel":
-        """All passes have adapters."""
+        """The same model where every pass has LoRA adapters."""
         kernels, seconds = self.layer_kernels + LORA_KERNELS, self.pass_seconds + LORA_PASS
         return replace(self, layer_kernels=kernels, pass_seconds=seconds)
 
     def release(self, seqs: Iterable[Sequence]) -> None:
-        """Nothing is kept."""
+        """There is nothing to release."""
 
     def _seconds(self, plan: StepPlan) -> float:
-        """Decodes were launched before prompts were there, and run while those are prepared."""
+        """Seconds of a step: its decodes are launched first and run while its prompts are prepared."""
         decodes = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
         decode_seconds = self._captured_seconds(len(decodes), sum(decodes)) if decodes else 0.0
         work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
@@ -72,7 +76,7 @@ class GpuModel:
         return attended * KV_BYTES / BYTES_PER_SECOND + self.decode_seconds(rows)
 
     def decode_seconds(self, rows: int) -> float:
-        """Of a captured step, without reading the KV cache."""
+        """Seconds of a captured step, without reading the KV cache."""
         combined = rows if self.combines_all_rows else min(rows, 66)  # spare splits: 4 programs a multiprocessor
         waves = LAYERS * ceil(combined * HEADS / PROGRAMS_AT_ONCE) * WAVE
         kernels = LAYERS * self.layer_kernels * CAPTURED_KERNEL + self.step_kernels * KERNEL
@@ -85,13 +89,13 @@ class GpuModel:
         raise ValueError(f"more than {self.decode_rows[-1][0]} rows")
 
 
-BYTES = (1, 4.0e-3), (64, 4.4e-3), (256, 7.9e-3)  # weights and activations at the bandwidth, products
+BYTES = (1, 4.0e-3), (64, 4.4e-3), (256, 7.9e-3)  # weights and activations read at the bandwidth, products
 UNFUSED = (1, 4.26e-3), (64, 4.96e-3), (256, 9.26e-3)  # with the activations of every small operator
 EAGER = GpuModel(UNFUSED, 47, 28, combines_all_rows=False, pass_seconds=30e-3, captures_prompts=True)
 COMPILED = GpuModel(BYTES, 10, 28, combines_all_rows=False, pass_seconds=9.5e-3, captures_prompts=True)
-C51A0FB: dict[str, Any] = {"step_kernels": 45, "combines_all_rows": True, "captures_prompts": False}  # a revision
-PIECEWISE_PASS = 3e-3  # of a pass whose layers are graphs between one attention and the next
-LORA_KERNELS, LORA_PASS = 28, 7e-3  # four kernels for each of seven linear layers; their launches outside of graphs
+C51A0FB: dict[str, Any] = {"step_kernels": 45, "combines_all_rows": True, "captures_prompts": False}  # that revision
+PIECEWISE_PASS = 3e-3  # launches of a pass with piecewise CUDA graphs
+LORA_KERNELS, LORA_PASS = 28, 7e-3  # four kernels for each of seven linear layers; their launches in a pass, seconds
 MODELS = {
     "captured, c51a0fb": replace(EAGER, layer_kernels=48, **C51A0FB),
     "captured": EAGER,
@@ -108,7 +112,7 @@ MODELS = {
 
 
 def ratios(model: GpuModel, limits: BatchLimits = LIMITS) -> list[float]:
-    """Tokens/s over vLLM's, by load."""
+    """Tokens/s relative to vLLM's, by load."""
     shape = SHAPES["llama-3.1-8b"]
     loads = [[TraceRequest(0.0, new, out)] * rows for rows, new, out in shape.alone]
     loads.append(list(mixed_jobs(shape)))

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.interrupted_starts`: SIGTERM at random moments of the start of a server.
+"""`python -m benchmarks.interrupted_starts`: SIGTERM at random moments while a server starts.
 
-It must end within a second without a traceback, leave no process behind, and have the exit code 0 once its first line
-has run; before, it may die of the signal. The last line is one JSON object; the exit code is 1 when anything is wrong.
+The server must end within a second, without a traceback and without leaving a process behind. Its exit code must be 0
+once its first line has run; before that, the signal may kill it. The last line is one JSON object; the exit code is 1
+when anything is wrong.
 """
 
 import argparse
@@ -24,25 +25,25 @@ from tgis.models.fake import make_fake_model
 
 EXIT_SECONDS = 1.0
 TIMEOUT_SECONDS = 60.0
-_MARK = "TGIS_INTERRUPTED_START"  # a variable in the environment of all processes of a start
+_MARK = "TGIS_INTERRUPTED_START"  # environment variable that marks all processes of a start
 _ERRORS = re.compile(r"Traceback|Exception ignored|Fatal Python error|ERROR|CRITICAL|^tgis: ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One that was interrupted; times are in seconds."""
+    """A start that was interrupted; times are in seconds."""
 
     engine: str
-    moment: float  # of the signal, since the start
+    moment: float  # from the start to the signal
     handled: bool  # whether the first line had run
     code: int
     duration: float  # from the signal to the exit
-    cpu_seconds: float  # of the front end in that time, and of an engine from its start on
+    cpu_seconds: float  # of the front end from the signal on, and of an engine process in all
     left_behind: float  # from the exit until all its processes had ended
     output: str
 
     def problems(self) -> list[str]:
-        """What must not be."""
+        """What is wrong with this start; empty if nothing is."""
         found = []
         if self.code and (self.handled or self.code != -signal.SIGTERM):
             found.append(f"exit code {self.code}")
@@ -56,7 +57,7 @@ class Start:
 
 
 def interrupt(engine: str, command: list[str], moment: float, mark: str) -> Start:
-    """Start a server and end it at that moment."""
+    """Start a server and send SIGTERM after `moment` seconds."""
     with tempfile.TemporaryFile() as output:
         environment = os.environ | {_MARK: mark}
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -77,7 +78,7 @@ def interrupt(engine: str, command: list[str], moment: float, mark: str) -> Star
 
 
 def _wait(process: subprocess.Popen[bytes]) -> tuple[int, float]:
-    """The exit code and the CPU time; kills a process that does not end."""
+    """Wait for the exit code and the CPU time; kill a process that does not end."""
     until = time.monotonic() + TIMEOUT_SECONDS
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)

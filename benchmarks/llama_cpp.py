@@ -1,8 +1,7 @@
-"""`python -m benchmarks.llama_cpp MODEL`: decode steps of llama.cpp in bfloat16, the peer of `benchmarks.cpu_steps`.
+"""`python -m benchmarks.llama_cpp MODEL`: decode steps of llama.cpp in bfloat16, which `benchmarks.cpu_steps` compares.
 
-It takes llama-cpp-python and gguf. MODEL is a Llama in the format of transformers, of which a GGUF file is written
-first. The last line is one JSON object: milliseconds of `llama_decode`, without choosing tokens, by number of
-sequences.
+Needs llama-cpp-python and gguf. MODEL is a Llama in the format of transformers; a GGUF file is written from it first.
+The last line is one JSON object: milliseconds of `llama_decode`, without sampling, by number of sequences.
 """
 
 import argparse
@@ -44,7 +43,7 @@ _Row = tuple[int, int, int]  # sequence, position, token
 
 
 def write_gguf(model: Path, path: Path) -> None:
-    """Weights in bfloat16, norms in float32, no tokenizer."""
+    """Write a GGUF file: weights in bfloat16, norms in float32, no tokenizer."""
     config = LlamaConfig.from_pretrained(model)
     writer = GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -75,7 +74,7 @@ def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, config: LlamaConf
         _, _, layer, part = stem.split(".", 3)
         own = f"blk.{layer}.{_LAYER_TENSORS[part]}"
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(own.rpartition(".")[2])
-    if heads:  # llama.cpp rotates neighbours, transformers halves of a head
+    if heads:  # rotary embeddings: llama.cpp pairs neighbours, transformers the halves of a head
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     numbers = tensor.float().contiguous().numpy()
     if numbers.ndim == 1:
@@ -87,7 +86,7 @@ def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, config: LlamaConf
 
 @contextmanager
 def _context(model: Any, streams: int, tokens: int) -> Iterator[Any]:
-    """For so many sequences of so many tokens."""
+    """A llama.cpp context for `streams` sequences of `tokens` tokens each."""
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_seq_max = streams * tokens, streams
     params.n_batch = params.n_ubatch = max(tokens, streams)
@@ -101,7 +100,7 @@ def _context(model: Any, streams: int, tokens: int) -> Iterator[Any]:
 
 
 def _decode(context: Any, rows: list[_Row], vocab_size: int) -> tuple[list[int], float]:
-    """The best next token of each row, and the seconds that its logits took."""
+    """The most probable next token of each row, and the seconds that `llama_decode` took."""
     batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
     batch.n_tokens = len(rows)
     for i, (sequence, position, token) in enumerate(rows):
@@ -109,7 +108,7 @@ def _decode(context: Any, rows: list[_Row], vocab_size: int) -> tuple[list[int],
         batch.seq_id[i][0] = sequence
     started = time.perf_counter()
     status = llama_cpp.llama_decode(context, batch)
-    logits = llama_cpp.llama_get_logits(context)  # waits for them
+    logits = llama_cpp.llama_get_logits(context)  # waits for the computation
     seconds = time.perf_counter() - started
     assert status == 0, status
     found = np.ctypeslib.as_array(logits, (len(rows), vocab_size)).argmax(1).tolist()
@@ -118,7 +117,7 @@ def _decode(context: Any, rows: list[_Row], vocab_size: int) -> tuple[list[int],
 
 
 def measure_steps(model: Any, prompt: list[int], streams: int, steps: int) -> tuple[float, list[int]]:
-    """Milliseconds of a step in which so many sequences decode after the same prompt, and the tokens of one of them."""
+    """Milliseconds of a decode step of several sequences with the same prompt, and the tokens of one of them."""
     vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     with _context(model, streams, len(prompt) + steps + 1) as context:
         tokens, _ = _decode(context, [(0, i, token) for i, token in enumerate(prompt)], vocab_size)
@@ -149,7 +148,7 @@ def measure(directory: Path, all_streams: Iterable[int], input_tokens: int, step
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.llama_cpp", description=__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL", help="model directory")
-    parser.add_argument("--streams", default="1,8,32", metavar="N,...", help="sequences of a step")
+    parser.add_argument("--streams", default="1,8,32", metavar="N,...", help="numbers of sequences per step")
     parser.add_argument("--input-tokens", type=int, default=130, metavar="N")
     parser.add_argument("--steps", type=int, default=40, metavar="N")
     args = parser.parse_args(arguments)

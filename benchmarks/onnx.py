@@ -154,8 +154,10 @@ def _agreement_rate(engine: Engine, prompts: list[list[int]], outputs: list[list
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.onnx", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of speed; 0 leaves it out")
-    parser.add_argument("--agreement", action=argparse.BooleanOptionalAction, default=True, help="tell it too")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of the speed part; 0 skips it")
+    parser.add_argument(
+        "--agreement", action=argparse.BooleanOptionalAction, default=True, help="measure agreement, too"
+    )
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
     args = parser.parse_args(arguments)

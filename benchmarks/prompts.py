@@ -28,7 +28,7 @@ _LONG, _SHARED, _SHARERS = 4000, 1000, 32  # tokens, tokens, requests
 
 
 class _UniquePrompts:
-    """Texts of roughly a number of tokens (a common word is one token), made unique by their first digits."""
+    """Texts of roughly a given number of tokens (a common word is one), unique by the digits they begin with."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1000)

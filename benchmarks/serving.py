@@ -32,11 +32,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the front-end process."""
+        """The process id of the front end."""
         return self.process.pid
 
     def engine_pid(self) -> int:
-        """Of the engine process."""
+        """The process id of the engine process."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         (pid,) = [int(c) for c in children if b"tgis.engine_core.main" in Path(f"/proc/{c}/cmdline").read_bytes()]
         return pid
@@ -54,14 +54,14 @@ class Server:
         return _is_healthy(self.http_port)
 
     def stop(self) -> int:
-        """Send SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         self.process.terminate()
         return self.process.wait(STOP_SECONDS)
 
 
 @contextlib.contextmanager
 def running_server(model: Path, cache: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
-    """Serve `model` until the end of the block; logs to a file, or else only warnings to stderr."""
+    """Serve `model` until the end of the block; logs to the file `log`, otherwise only warnings to stderr."""
     grpc_port, http_port = free_ports()
     command = [sys.executable, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
     command += ["--grpc-port", str(grpc_port), "--port", str(http_port), "--bind-address", "127.0.0.1"]

@@ -1,9 +1,8 @@
-"""`make bench`: this machine's decode steps; tgis beside transformers' own static batches, and over each of its APIs;
-tgis's front end alone.
+"""`make bench`: measures decode steps, tgis and transformers' static batches, each API, and the front end alone.
 
 Every part is a process that has the machine to itself. Rounds alternate between the servers, or the APIs of one, so
-that a slow minute hits all; the figures are medians over the rounds. A part that fails does not end the others. The
-last line is one JSON object.
+that a slow minute affects all of them; the figures are medians over the rounds. A part that fails does not stop the
+others. The last line is one JSON object.
 """
 
 import argparse
@@ -33,7 +32,7 @@ Levels = dict[str, dict[int, dict[str, Any]]]  # by API and streams: what `tgis 
 def run_load(
     target: str, concurrency: int, requests: int, input_tokens: int, output_tokens: int, *options: str
 ) -> dict[str, Any]:
-    """Run `tgis bench` with streams against a server; returns the report of its one level."""
+    """Run `tgis bench` with streams against a server; return the report of its only level."""
     lengths = ("--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens))
     amount = ("--concurrency", str(concurrency), "--requests", str(requests))
     report = _run_json("-m", "tgis", "bench", "--target", target, *amount, *lengths, *options, "--stream", "--quiet")
@@ -47,20 +46,20 @@ def measure_steps(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_served(args: argparse.Namespace) -> dict[str, Any]:
     model = ensure("smollm2", args.cache)
-    baselines: list[dict[int, float]] = []
+    generated: list[dict[int, float]] = []
     rounds: list[Levels] = []
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
-        baselines.append(_measure_transformers(model, args.dtype))
+        generated.append(_measure_transformers(model, args.dtype))
         first = number % len(APIS)
         rounds.append(_measure_apis(model, args.cache, args.dtype, (*APIS[first:], *APIS[:first])))
     print(f"SmolLM2-135M {args.dtype}, {INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out; tokens/s")
-    summary = {"transformers": _beside_transformers(baselines, rounds), "apis": _beside_grpc(rounds)}
-    return {"summary": summary, "transformers": baselines, "tgis": rounds}
+    summary = {"transformers": _beside_transformers(generated, rounds), "apis": _beside_grpc(rounds)}
+    return {"summary": summary, "transformers": generated, "tgis": rounds}
 
 
 def measure_alone(args: argparse.Namespace) -> dict[str, Any]:
-    """The front end."""
+    """Measure the front end alone."""
     loads = measure_front_end(args.cache)
     print_reports(loads)
     return {"loads": [asdict(load) for load in loads]}
@@ -76,7 +75,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too, after every part")
@@ -105,7 +104,9 @@ def _measure_transformers(model: Path, dtype: str) -> dict[int, float]:
     """Tokens/s of transformers' generate at each batch size."""
     lengths = ("--input-tokens", str(INPUT_TOKENS), "--output-tokens", str(OUTPUT_TOKENS))
     sizes = ("--sizes", ",".join(map(str, STREAMS)), "--repeats", "1")
-    report = _run_json("-m", "benchmarks.baseline", str(model), "--dtype", dtype, *lengths, *sizes, "--json")
+    report = _run_json(
+        "-m", "benchmarks.transformers_generate", str(model), "--dtype", dtype, *lengths, *sizes, "--json"
+    )
     return {row["size"]: row["output_tokens_per_s"] for row in report["sizes"]}
 
 
@@ -119,19 +120,19 @@ def _measure_apis(model: Path, cache: Path, dtype: str, apis: tuple[str, ...]) -
 
 
 def _measure_api(server: Server, api: str, size: int, seed: int) -> dict[str, Any]:
-    """Each with a seed of its own: no prompt may be in the prefix cache."""
+    """Measure one API; every run has its own seed, so that no prompt is in the prefix cache."""
     target = server.target if api == "grpc" else f"127.0.0.1:{server.http_port}"
     options = ("--api", api, "--server-pid", str(server.pid), "--seed", str(seed))
     return run_load(target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS, *options)
 
 
-def _beside_transformers(baselines: list[dict[int, float]], rounds: list[Levels]) -> list[dict[str, float]]:
+def _beside_transformers(generated: list[dict[int, float]], rounds: list[Levels]) -> list[dict[str, float]]:
     print(f"{'streams':>8} {'transformers':>13} {'tgis':>8} {'ratio':>6} {'TTFT p50':>9} {'per token p50':>14}")
     rows = []
     for size in STREAMS:
         levels = [each["grpc"][size] for each in rounds]
-        ours, ratio = _speeds(levels, [baseline[size] for baseline in baselines])
-        peer = statistics.median(baseline[size] for baseline in baselines)
+        ours, ratio = _speeds(levels, [each[size] for each in generated])
+        peer = statistics.median(each[size] for each in generated)
         first, gap = _medians(levels, "ttft_ms", "tpot_ms")
         print(f"{size:>8} {peer:>13.1f} {ours:>8.1f} {ratio:>6.2f} {first:>6.0f} ms {gap:>11.1f} ms")
         rows.append({"streams": size, "transformers": peer, "tgis": ours, "ratio": ratio, "ttft_p50_ms": first})
@@ -156,7 +157,7 @@ def _beside_grpc(rounds: list[Levels]) -> list[dict[str, Any]]:
 
 
 def _speeds(levels: list[dict[str, Any]], others: list[float]) -> tuple[float, float]:
-    """Tokens/s, and by how much that is more than the others of the same rounds."""
+    """Median tokens/s, and the median ratio to `others`, round by round."""
     speeds = [level["output_tokens_per_s"] for level in levels]
     return statistics.median(speeds), statistics.median(a / b for a, b in zip(speeds, others, strict=True))
 
@@ -170,7 +171,7 @@ def _rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _run_json(*command: str) -> dict[str, Any]:
-    """The JSON on the last line that a Python process prints; the lines before it are printed here, too."""
+    """Run a Python process and parse the last line it prints as JSON; print the other lines."""
     done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
     *lines, last = done.stdout.splitlines()
     print(*lines, sep="\n", end="\n" if lines else "")

@@ -1,6 +1,6 @@
-"""Readers of HTTP streams that vanish all at once: how long their rows stay in the batch, and what stays in memory.
+"""HTTP clients that disconnect all at once: how long their rows stay in the batch, and what stays in memory.
 
-The fake engine makes a token for every stream once a step. Its process waits for messages once the last row is free.
+The fake engine makes one token for every stream in each step. Its process sleeps once the last row is free.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from benchmarks.soak.memory import resident_bytes
 from tgis.models.fake import make_fake_model
 
 READERS, ROUNDS = 500, 4
-STEP_SECONDS = (0.05, 0.2)  # with the first, a core is busy with writing the tokens
-_SETTLED_STEPS, _WATCHED_STEPS = 4, 10  # before and after the readers vanish
+STEP_SECONDS = (0.05, 0.2)  # at 50 ms, writing the tokens keeps a core busy
+_SETTLED_STEPS, _WATCHED_STEPS = 4, 10  # steps before and after the readers vanish
 _BODY = json.dumps({"inputs": "a text " * 8, "parameters": {"max_new_tokens": 1000}}).encode()
 _REQUEST = (
     b"POST /generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
@@ -32,7 +32,7 @@ _RESET = struct.pack("ii", 1, 0)  # close with RST
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What became of the readers of one round; times count from the last close."""
+    """The measurements of one round; times count from the last close."""
 
     reset: bool  # closed with RST, else with FIN
     closing_ms: float  # from the first close to the last
@@ -89,7 +89,7 @@ async def _open_streams(port: int, count: int) -> list[socket.socket]:
 
 
 async def _stream(port: int) -> socket.socket:
-    """A stream whose first event has come."""
+    """Open a stream and wait for its first event."""
     client, loop = socket.socket(), asyncio.get_running_loop()
     client.setblocking(False)
     await loop.sock_connect(client, ("127.0.0.1", port))

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ COMMANDS = [
     for block in re.findall(r"(?:^    .*\n)+", README, re.MULTILINE)
     for line in block.replace("\\\n", " ").splitlines()
 ]
+CURL = [words[1:] for words in COMMANDS if words[0] == "curl"]
 GRPCURL = [words[1:] for words in COMMANDS if words[0] == "grpcurl"]
 TGIS = [words[1:] for words in COMMANDS if words[0] == ".venv/bin/tgis"]
 PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -43,6 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_the_readme_has_examples() -> None:
+    assert CURL
     assert GRPCURL
     assert TGIS
     assert PYTHON
@@ -85,6 +88,19 @@ def test_grpcurl_example(server: Server, words: list[str]) -> None:
     asked = json.loads(flags[2])
     wanted = [_text(server, one["text"], asked["params"]["stopping"]["max_new_tokens"]) for one in asked["requests"]]
     assert [one["text"] for one in answer["responses"]] == wanted
+
+
+@pytest.mark.parametrize("words", CURL, ids=shlex.join)
+def test_curl_example(server: Server, words: list[str]) -> None:
+    url, header_flag, header, data_flag, data = words
+    assert url.startswith("localhost:3000/v1/")
+    assert (header_flag, data_flag) == ("-H", "-d")
+    name, _, value = header.partition(": ")
+    url = url.replace("localhost:3000", f"http://localhost:{server.http_port}")
+    request = urllib.request.Request(url, data.encode(), {name: value})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        (choice,) = json.load(response)["choices"]
+    assert choice["message"]["content"]
 
 
 def _grpcurl(target: str, data: str, name: str) -> list[dict[str, list[dict[str, str]]]]:

@@ -1,7 +1,7 @@
-"""The chaos soak: faults at random moments beside honest clients, who must not notice. `python -m benchmarks.chaos`.
+"""The chaos soak, `python -m benchmarks.chaos`: faults and hostile clients that honest clients must not notice.
 
-`faults` has the faults of processes, files and limits, and `attacks` what hostile clients do, in processes of their own
-(`attacker`). `shim` is preloaded into the server, which `supervisor` starts again when it has exited. `clients` are
-honest; `fault_log` says what they may notice, `usage` what an idle server must have given back, `rounds` puts all
-together.
+`faults` are those of processes, files and limits; `attacks` is what hostile clients do, in processes of their own
+(`attacker`). `shim` is preloaded into the server, which `supervisor` restarts when it has exited. `clients` are the
+honest ones; `fault_log` says what they may notice, `usage` what an idle server must have released, and `rounds` puts
+everything together.
 """

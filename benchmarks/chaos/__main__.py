@@ -1,4 +1,4 @@
-"""`make chaos`: serves the small demo model in float32 beside faults, for an hour.
+"""`make chaos`: serves the small demo model in float32 under faults, for an hour.
 
 The last line is one JSON object; the exit code is 1 when anything is lost, wrong or leaked.
 """
@@ -65,7 +65,7 @@ async def chaos(engine: str, model: Path, cache: Path, seconds: float, seed: int
         supervising = asyncio.create_task(supervisor.run())
         running_task = asyncio.current_task()
         assert running_task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running_task.cancel)  # leaves no server behind
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running_task.cancel)  # stops the server, too
         try:
             await supervisor.wait_ready()
             await clients.prepare(MAX_CONCURRENT_REQUESTS)
@@ -101,7 +101,7 @@ def _to_json(report: ChaosReport, faults: Counter[str]) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description="soak a server in faults")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description="soak a server under faults")
     parser.add_argument("--engine", default="tgis_native", metavar="NAME")
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M")
     parser.add_argument("--seed", type=int, default=0, metavar="N")

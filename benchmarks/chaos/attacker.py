@@ -1,6 +1,6 @@
 """A process of hostile clients: `python -m benchmarks.chaos.attacker TARGET SECONDS SEED ATTACK...`.
 
-TARGET is the JSON of a `Target`. A process of its own, so that its work is not that of the honest clients.
+TARGET is the JSON of a `Target`. A separate process keeps its work out of the event loop of the honest clients.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from benchmarks.chaos.http2 import Target
 def start_attacker(
     target: Target, seconds: float, seed: int, attacks: Sequence[str], *, yields: bool = False
 ) -> "subprocess.Popen[bytes]":
-    """A client for each of these attacks, in one process that ends by itself; on request it gets idle CPUs only."""
+    """Start one process with a client for each attack; it ends by itself. With `yields` it runs on idle CPUs only."""
     values = json.dumps(asdict(target), default=str)
     command = [sys.executable, "-m", "benchmarks.chaos.attacker", values, str(seconds), str(seed), *attacks]
     process = subprocess.Popen([*(["chrt", "--idle", "0"] if yields else []), *command], start_new_session=True)
     if yields:
-        with contextlib.suppress(OSError):  # with autogroups, processes of sessions share the CPUs, idle class or not
+        with contextlib.suppress(OSError):  # autogroup: sessions share the CPUs whatever their scheduling class
             Path(f"/proc/{process.pid}/autogroup").write_text("19")
     return process
 
@@ -43,5 +43,5 @@ def _parse_target(text: str) -> Target:
 
 
 if __name__ == "__main__":
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # the server breaks off connections
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # the server drops connections
     asyncio.run(_attack(_parse_target(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

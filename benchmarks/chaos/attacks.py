@@ -18,7 +18,7 @@ _GENERATE, _STREAM, _TOKENIZE = (_SERVICE + name for name in ("Generate", "Gener
 _WATCH = "/grpc.health.v1.Health/Watch"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _MAX_MESSAGE = (4 << 20) - 64
-_CALLS = 100  # on one connection, as many as a server usually allows
+_CALLS = 100  # per connection; servers usually allow as many
 _CONNECTIONS = 50
 
 Attack = Callable[[Target, random.Random], Awaitable[None]]
@@ -30,7 +30,7 @@ def _stream_message(tokens: int) -> bytes:
 
 
 def _text_field(number: int, size: int) -> bytes:
-    """A string field of protobuf."""
+    """Encode a string field of protobuf."""
     length = bytes(((size >> shift) & 127) | 128 * (shift < 21) for shift in (0, 7, 14, 21))
     return bytes((number << 3 | 2,)) + length + b"a" * size
 
@@ -44,7 +44,7 @@ async def zero_window(target: Target, draw: random.Random) -> None:
 
 
 async def half_messages(target: Target, draw: random.Random) -> None:
-    """Messages announced as 4 MiB, of which a kilobyte comes."""
+    """Messages announced as 4 MiB, of which only a kilobyte is sent."""
     async with connect(target) as connection:
         for _ in range(_CALLS):
             await connection.open_call(_GENERATE, grpc_message(bytes(_MAX_MESSAGE))[:1024], end=False)
@@ -60,7 +60,7 @@ async def headers_only(target: Target, draw: random.Random) -> None:
 
 
 async def rapid_reset(target: Target, _draw: random.Random) -> None:
-    """Calls cancelled in the same breath."""
+    """Calls that are reset right after they start."""
     message = _stream_message(20)
     async with connect(target) as connection:
         while True:
@@ -69,7 +69,7 @@ async def rapid_reset(target: Target, _draw: random.Random) -> None:
 
 
 async def cancelled_calls(target: Target, draw: random.Random) -> None:
-    """Calls cancelled soon after they have started."""
+    """Calls that are cancelled soon after they start."""
     message = _stream_message(100)
     async with connect(target) as connection:
         while True:
@@ -86,7 +86,7 @@ async def pings(target: Target, _draw: random.Random) -> None:
 
 
 async def reflection(target: Target, draw: random.Random) -> None:
-    """Streams of reflection: some requests, then nothing."""
+    """Reflection streams that send some requests and then stay open."""
     async with connect(target, window=0) as connection:
         for _ in range(_CALLS):
             await connection.open_call(_REFLECTION, grpc_message(b"\x3a\x00") * 50, end=False)
@@ -103,14 +103,14 @@ async def gzip_bomb(target: Target, _draw: random.Random) -> None:
 
 
 async def churn(target: Target, _draw: random.Random) -> None:
-    """Connections that are closed at once."""
+    """Connections that are opened and closed at once."""
     while True:
         async with connect(target):
             pass
 
 
 async def garbage(target: Target, draw: random.Random) -> None:
-    """Bytes that are no HTTP/2 at the gRPC port, and no HTTP at the other one."""
+    """Garbage to both ports: HTTP/1.1 without a host, random bytes, half a TLS handshake."""
     for port in (target.grpc_port, target.http_port) * 20:
         _, writer = await asyncio.open_connection(target.host, port)
         writer.write(draw.choice((b"GET / HTTP/1.1\r\n\r\n", draw.randbytes(2000), b"\x16\x03\x01\x02\x00" * 100)))
@@ -119,12 +119,12 @@ async def garbage(target: Target, draw: random.Random) -> None:
 
 
 async def silence(target: Target, draw: random.Random) -> None:
-    """Connections to both ports on which nothing comes."""
+    """Connections to both ports that send nothing."""
     await _open_sockets(target, draw, (target.grpc_port, target.http_port), b"")
 
 
 async def slow_loris(target: Target, draw: random.Random) -> None:
-    """HTTP requests that take for ever to arrive."""
+    """HTTP requests whose headers arrive one byte at a time."""
     await _open_sockets(target, draw, (target.http_port,), b"GET /health HTTP/1.1\r\nX-a: a")
 
 
@@ -161,7 +161,7 @@ async def _hold(draw: random.Random) -> None:
 
 
 def _flood(path: str, make_message: Callable[[], bytes], *, in_flight: int = 4) -> Attack:
-    """An attack by messages that a client library can send."""
+    """An attack by well-formed calls of a client library."""
 
     async def attack(target: Target, _draw: random.Random) -> None:
         message = make_message()
@@ -174,7 +174,7 @@ def _flood(path: str, make_message: Callable[[], bytes], *, in_flight: int = 4) 
 
 
 async def _call_for_ever(made: grpc.aio.Channel, path: str, message: bytes, metadata: Any) -> None:
-    """A stream of answers is as good for the one of a unary call."""
+    """Call a method again and again; unary methods are called as streaming ones, which works the same."""
     while True:
         call = made.unary_stream(path, bytes, bytes)(message, metadata=metadata, timeout=30)
         try:
@@ -185,7 +185,7 @@ async def _call_for_ever(made: grpc.aio.Channel, path: str, message: bytes, meta
 
 
 def channel(target: Target, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A connection of its own to the server."""
+    """A new connection to the server."""
     options: list[tuple[str, Any]] = [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_receive_message_length", -1),
@@ -201,7 +201,7 @@ def channel(target: Target, credentials: grpc.ChannelCredentials | None = None) 
 
 
 def _details() -> bytes:
-    """All details of all tokens of 32 long inputs."""
+    """A call that asks for all details of all tokens of 32 long inputs."""
     options = pb.ResponseOptions(
         input_tokens=True, generated_tokens=True, token_logprobs=True, token_ranks=True, top_n_tokens=10
     )
@@ -210,7 +210,7 @@ def _details() -> bytes:
 
 
 def _tokenize(size: int) -> bytes:
-    """All that can be asked about a text of so many bytes."""
+    """A call to Tokenize that asks for everything about a text of `size` bytes."""
     request = pb.TokenizeRequest(text="lorem ipsum " * (size // 12))
     batch = pb.BatchedTokenizeRequest(requests=[request], return_tokens=True, return_offsets=True)
     return batch.SerializeToString()
@@ -222,7 +222,7 @@ def _long_texts(truncate: int) -> bytes:
 
 
 def _repeated(batch: Any) -> bytes:
-    """A message of 4 MiB that merges many of these, two bytes each."""
+    """A message of 4 MiB that repeats the few bytes of `batch`."""
     one: bytes = batch.SerializeToString()
     return one * (_MAX_MESSAGE // len(one))
 
@@ -257,7 +257,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def attack_until(name: str, target: Target, seconds: float, draw: random.Random) -> None:
-    """Attack again and again, whatever the server does about it."""
+    """Run an attack until the deadline; restart it when the server drops its connections."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while True:

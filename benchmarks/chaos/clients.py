@@ -1,4 +1,4 @@
-"""The honest clients beside the faults: those of the soak, some use the adapter, some connect for each call."""
+"""The honest clients: those of the soak, some that use the adapter, and some that connect anew for each call."""
 
 import asyncio
 import random
@@ -20,13 +20,13 @@ from benchmarks.soak.requests import ServerLimits, stream_request
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-_NUM_CASES = 8  # and as many with the adapter
-_WITH_ADAPTER, _CONNECTING = 2, 1  # of the calls in flight
-_CLEAN_STATUSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED")  # where a process has ended
+_NUM_CASES = 8  # without the adapter, and as many with it
+_WITH_ADAPTER, _CONNECTING = 2, 1  # calls in flight that use the adapter, that open a connection
+_CLEAN_STATUSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED")  # of calls whose process ended
 
 
 class _Bearer(grpc.AuthMetadataPlugin):
-    """Sends the token that is in use."""
+    """Call credentials that send the current token."""
 
     def __init__(self, files: CredentialFiles) -> None:
         self._files = files
@@ -37,7 +37,7 @@ class _Bearer(grpc.AuthMetadataPlugin):
 
 @dataclass(slots=True)
 class HonestClients:
-    """All of them; `log` is of the calls since it was replaced."""
+    """All honest clients; `log` has the calls since it was last replaced."""
 
     target: Target
     credentials: CredentialFiles
@@ -51,7 +51,7 @@ class HonestClients:
     _adapter_cases: list[dict[str, Case]] = field(init=False)  # by version
 
     async def prepare(self, max_inputs: int) -> None:
-        """Connect, and get the answers of the idle server."""
+        """Connect, and collect expected answers from the idle server."""
         self.made = self.connect()
         self.bounds = await server_limits(self.stub, max_inputs)
         self._cases = await make_cases(self.stub, self.bounds, _NUM_CASES, self.draw)
@@ -72,14 +72,14 @@ class HonestClients:
         return GenerationServiceStub(self.made)
 
     def connect(self) -> grpc.aio.Channel:
-        """A connection of its own."""
+        """Open a new connection."""
         assert self.target.ca is not None
         tls = grpc.ssl_channel_credentials(self.target.ca.read_bytes())
         bearer = grpc.metadata_call_credentials(_Bearer(self.credentials))
         return channel(self.target, grpc.composite_channel_credentials(tls, bearer))
 
     async def run(self, seconds: float, in_flight: int) -> None:
-        """Make calls for so long, and wait for their ends."""
+        """Make calls for `seconds`, and wait until they end."""
         soak = SoakClient(self.made, self._cases, self.bounds, self.log, self.draw, self._excuse)
         until = time.monotonic() + seconds
         calls: list[Callable[[], Awaitable[object]]] = [self._with_adapter] * _WITH_ADAPTER
@@ -94,7 +94,7 @@ class HonestClients:
         return replace(case, answers=[assemble_answer(await read_messages(stream))])
 
     async def _with_adapter(self) -> None:
-        """Its answer is that of a version which there was during the call."""
+        """A call that names the adapter; the answer must match a version that was in place during the call."""
         started, cases = time.monotonic(), self.draw.choice(self._adapter_cases)
         case = cases["a"]
         stream = self.stub.GenerateStream(
@@ -111,7 +111,7 @@ class HonestClients:
             self.log.add_problem(f"a call with an adapter: {code.name}: {await stream.details()}")
 
     async def _connecting(self) -> None:
-        """A call on a connection of its own."""
+        """A call on a new connection."""
         started, case = time.monotonic(), self.draw.choice(self._cases)
         async with self.connect() as made:
             stream = GenerationServiceStub(made).GenerateStream(

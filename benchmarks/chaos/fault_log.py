@@ -1,4 +1,4 @@
-"""When there was which fault, and who may notice it: what else honest clients notice is a problem."""
+"""Which faults there were, when, and who may notice them; anything else that honest clients notice is a problem."""
 
 import enum
 import time
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-_AFTERMATH_SECONDS = 3.0  # until connections are made again and files read again
+_AFTERMATH_SECONDS = 3.0  # until clients have reconnected and files are read again
 
 
 class Notice(enum.Enum):
-    """Who may notice a fault: nobody else may."""
+    """The only clients that may notice a fault."""
 
     HEALTH = enum.auto()  # whoever asks for the server's health
     CONNECTIONS = enum.auto()  # clients that open a connection
@@ -24,12 +24,12 @@ class FaultLog:
     """All faults so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    _ends: dict[Notice, float] = field(default_factory=dict)  # until when somebody may notice
+    _ends: dict[Notice, float] = field(default_factory=dict)  # until when effects may be noticed
     _active: Counter[Notice] = field(default_factory=Counter)
 
     @contextmanager
     def record(self, name: str, notices: frozenset[Notice]) -> Iterator[None]:
-        """A fault, for the length of the block."""
+        """Record a fault that lasts as long as the block."""
         self.counts[name] += 1
         self._active.update(notices)
         try:
@@ -39,5 +39,5 @@ class FaultLog:
             self._ends.update(dict.fromkeys(notices, time.monotonic() + _AFTERMATH_SECONDS))
 
     def noticeable(self, notice: Notice, since: float) -> bool:
-        """Whether there has been such a fault since that time of `time.monotonic`."""
+        """True if effects of a fault were possible at `since` (`time.monotonic`) or later."""
         return self._active[notice] > 0 or self._ends.get(notice, 0.0) >= since

@@ -1,4 +1,4 @@
-"""The faults: each is a context manager, and gone when its block is left."""
+"""The faults: each is a context manager that undoes it at the end of the block."""
 
 import asyncio
 import contextlib
@@ -27,13 +27,13 @@ _SPARE_BYTES = 8 << 20  # of address space under memory pressure
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """What faults can get hold of."""
+    """What faults act on."""
 
     supervisor: Supervisor
     shim: Shim
     adapters: AdapterFiles
     credentials: CredentialFiles
-    hostile: Target  # as the attackers see the server
+    hostile: Target  # the server, with the credentials of the attackers
 
     @property
     def front_end(self) -> int:
@@ -105,7 +105,7 @@ def _soft_limit(pid: int, kind: int, value: int) -> Iterator[None]:
 
 @asynccontextmanager
 async def _no_descriptors(pid: Callable[[Arena], int], arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
-    """None beyond those that are open."""
+    """The process cannot open any further file descriptor."""
     chosen = pid(arena)
     highest = max(map(int, os.listdir(f"/proc/{chosen}/fd")))
     with _soft_limit(chosen, resource.RLIMIT_NOFILE, highest + 1):
@@ -114,7 +114,7 @@ async def _no_descriptors(pid: Callable[[Arena], int], arena: Arena, _draw: rand
 
 @asynccontextmanager
 async def _no_memory(arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
-    """The engine process can allocate next to nothing."""
+    """The engine process can hardly allocate memory."""
     pages = int(Path(f"/proc/{arena.engine}/statm").read_text().split()[0])
     size = pages * resource.getpagesize()
     with _may_exit(arena):
@@ -134,7 +134,7 @@ def _may_exit(arena: Arena) -> Iterator[None]:
 
 @asynccontextmanager
 async def _ended(pid: Callable[[Arena], int], number: int, arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
-    """A process gets a signal; over once the server is back."""
+    """Send a signal to a process; the fault ends when the server is back."""
     life = arena.supervisor.lives
     with _may_exit(arena):
         os.kill(pid(arena), number)
@@ -146,7 +146,7 @@ async def _ended(pid: Callable[[Arena], int], number: int, arena: Arena, _draw: 
 
 @asynccontextmanager
 async def _adapter_swapped(arena: Arena, draw: random.Random) -> AsyncIterator[None]:
-    """Between two versions, every now and then."""
+    """Swap the adapter between two versions at random intervals."""
     swapping = asyncio.create_task(_swap_for_ever(arena.adapters, draw))
     try:
         yield
@@ -180,7 +180,7 @@ async def _certificate_issued(days: int, arena: Arena, _draw: random.Random) -> 
 
 @asynccontextmanager
 async def _token_rotated(arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
-    """Clients use the new one once the server must have noticed; calls with the old one may be on their way."""
+    """Rotate the token: clients switch once the server must accept the new one; older calls may still be running."""
     new = arena.credentials.add_token()
     yield
     arena.credentials.token = new
@@ -188,7 +188,7 @@ async def _token_rotated(arena: Arena, _draw: random.Random) -> AsyncIterator[No
 
 @asynccontextmanager
 async def _attacked(name: str, arena: Arena, draw: random.Random) -> AsyncIterator[None]:
-    """By a process that is killed in the end."""
+    """Run an attack in a process that is killed at the end."""
     process = start_attacker(arena.hostile, _MAX_ATTACK_SECONDS, draw.randrange(1 << 30), [name])
     try:
         yield
@@ -205,7 +205,7 @@ _HEALTH, _NEW = frozenset({Notice.HEALTH}), frozenset({Notice.HEALTH, Notice.CON
 _ADAPTERS, _EVERYBODY = frozenset({Notice.ADAPTERS}), frozenset(Notice)
 _DAY = 86400
 
-FAULTS: dict[str, Fault] = {  # a connection must be made within 5 s: no stopped front end does
+FAULTS: dict[str, Fault] = {  # clients connect within 5 s, which a stopped front end cannot do
     "front end stopped": Fault(partial(_stopped, lambda arena: [arena.front_end]), _NEW),
     "engine stopped": Fault(partial(_stopped, lambda arena: [arena.engine]), _HEALTH | _ADAPTERS),
     "both stopped": Fault(partial(_stopped, lambda arena: [arena.engine, arena.front_end]), _NEW),

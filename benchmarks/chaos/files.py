@@ -1,4 +1,4 @@
-"""What the server reads while it runs, and how it changes: adapters, certificates, tokens."""
+"""Files that the server reads while it runs, and their changes: adapters, certificates, tokens."""
 
 import json
 import math
@@ -19,22 +19,22 @@ _RANK = 4
 
 
 class AdapterFiles:
-    """A store with one adapter of two versions: links are swapped, as Kubernetes does."""
+    """A store with one adapter in two versions; a symbolic link is swapped, as Kubernetes does."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.store = directory / "store"
-        self._uses: list[tuple[float, str]] = []  # since when which version
+        self._uses: list[tuple[float, str]] = []  # (time, version in place from then on)
         for seed, version in enumerate("ab"):
             make_lora(self.store / version, model, seed)
         self.use("a")
 
     def versions_since(self, began: float) -> set[str]:
-        """Those that there have been since that time of `time.monotonic`."""
+        """The versions in place at `began` (`time.monotonic`) or later."""
         ends = [since for since, _ in self._uses[1:]] + [math.inf]
         return {version for (_, version), end in zip(self._uses, ends, strict=True) if end >= began}
 
     def use(self, version: str) -> None:
-        """Swap the adapter in one step."""
+        """Swap the adapter atomically."""
         self._uses.append((time.monotonic(), version))
         new = self.store / "new"
         new.symlink_to(version)
@@ -83,20 +83,20 @@ class CredentialFiles:
         self._accept(self.token)
 
     def issue(self, days: int = 365) -> None:
-        """A new certificate, which is not valid any more if `days` is 0."""
+        """Issue a new certificate, which has already expired if `days` is 0."""
         pair: Pair = make_pair(self._authority, days)
         for path, text in ((self.cert, pair.cert), (self.key, pair.key)):
             _replace(path, text)
 
     def add_token(self) -> str:
-        """Accept a new token beside the current one, and no other any more."""
+        """Accept a new token and the current one, but none before."""
         self._number += 1
         new = f"honest-{self._number}"
         self._accept(self.token, new)
         return new
 
     def _accept(self, *tokens: str) -> None:
-        """These tokens and that of the attackers."""
+        """Write the file of accepted tokens: these and that of the attackers."""
         _replace(self.tokens, "\n".join((*tokens, self.attackers_token)).encode())
 
 

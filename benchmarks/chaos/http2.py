@@ -1,6 +1,6 @@
-"""HTTP/2 by hand: an attacker leaves out what a client library would insist on.
+"""HTTP/2 by hand: attackers can break the rules that a client library would enforce.
 
-Frames are written as asked for. What the server sends is read and thrown away, but its pings and settings are answered.
+Frames are written as the caller asks. What the server sends is discarded, except that pings and settings are answered.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _CANCEL = 8
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The ports of a server, and what a client of it has."""
+    """The ports of a server, and a client's credentials for it."""
 
     grpc_port: int
     http_port: int
@@ -32,11 +32,11 @@ class Target:
 
     @property
     def address(self) -> str:
-        """Of the gRPC port."""
+        """Host and port of gRPC."""
         return f"{self.host}:{self.grpc_port}"
 
     def tls(self) -> ssl.SSLContext | None:
-        """What a connection to the gRPC port needs."""
+        """The TLS context for the gRPC port; None without TLS."""
         if self.ca is None:
             return None
         context = ssl.create_default_context(cafile=str(self.ca))
@@ -49,19 +49,19 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def window_setting(size: int) -> bytes:
-    """How many bytes the server may send on a stream before the client has read some."""
+    """A settings entry: how many bytes the server may send on a stream before the client reads."""
     return _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + size.to_bytes(4, "big")
 
 
 def header_block(path: str, *more: tuple[str, str]) -> bytes:
-    """The headers of a gRPC call, all of them as literals."""
+    """The headers of a gRPC call, all encoded as literals."""
     fixed = ((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"))
     grpc = (("content-type", "application/grpc"), ("te", "trailers"))
     return b"".join(b"\0" + _literal(name) + _literal(value) for name, value in (*fixed, *grpc, *more))
 
 
 def _literal(text: str) -> bytes:
-    """A string of HPACK, without Huffman's code."""
+    """An HPACK string without Huffman coding."""
     length, prefix = len(text), b""
     if length >= 127:
         prefix, length = b"\x7f", length - 127
@@ -76,7 +76,7 @@ def grpc_message(body: bytes, *, compressed: bool = False) -> bytes:
 
 @dataclass(slots=True)
 class Connection:
-    """One connection to the gRPC port; OSError or EOFError once the server has closed it."""
+    """One connection to the gRPC port; raises OSError or EOFError once the server has closed it."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -101,7 +101,7 @@ class Connection:
         await self.send(*(frame(RST_STREAM, 0, stream, _CANCEL.to_bytes(4, "big")) for stream in streams))
 
     async def serve(self) -> None:
-        """Answer what must be answered, until the server closes the connection."""
+        """Answer pings and settings until the server closes the connection."""
         while True:
             head = await self.reader.readexactly(9)
             payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
@@ -114,7 +114,7 @@ class Connection:
 
 @contextlib.asynccontextmanager
 async def connect(target: Target, window: int = MAX_WINDOW) -> AsyncIterator[Connection]:
-    """A connection whose streams may send `window` bytes each; broken off at the end, and when the server closes it."""
+    """A connection with a window of `window` bytes per stream; cancels the block when the server closes it."""
     tls = target.tls()
     name = "localhost" if tls else None
     reader, writer = await asyncio.open_connection(target.host, target.grpc_port, ssl=tls, server_hostname=name)

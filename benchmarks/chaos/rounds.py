@@ -1,4 +1,4 @@
-"""Rounds of faults and calls, after each of which the idle server's books and resources are checked."""
+"""Rounds of faults and calls; after each, the idle server's counters and resources are checked."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ _MAX_FAULTS = 3  # in a round
 
 @dataclass(slots=True)
 class ChaosReport:
-    """What the clients saw and the checks found, of all rounds."""
+    """What the clients saw and the checks found in all rounds."""
 
     rounds: int = 0
     calls: Counter[str] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class ChaosReport:
 
 @dataclass(slots=True)
 class Chaos:
-    """All rounds."""
+    """Runs the rounds."""
 
     arena: Arena
     clients: HonestClients
@@ -56,7 +56,7 @@ class Chaos:
     report: ChaosReport = field(default_factory=ChaosReport)
 
     async def run(self, seconds: float, kinds: Sequence[str]) -> None:
-        """Faults that end processes come in the last third: before, one life of the server shows its memory."""
+        """Run rounds for `seconds`; faults that end processes come last, so that one life shows memory growth."""
         started, draw = time.monotonic(), random.Random(self.seed)
         lasting = [kind for kind in kinds if not FAULTS[kind].ends_processes] or kinds
         deck: list[str] = []
@@ -81,7 +81,7 @@ class Chaos:
         self.report.add(self.clients.log, f"round {self.report.rounds} ({', '.join(kinds)})")
 
     async def _apply(self, kind: str, draw: random.Random) -> None:
-        """At a random moment, for a random time."""
+        """Apply a fault at a random moment, for a random time."""
         fault = FAULTS[kind]
         await asyncio.sleep(draw.uniform(0, _ROUND_SECONDS - _MAX_FAULT_SECONDS))
         with self.faults.record(kind, fault.notices):
@@ -97,7 +97,7 @@ class Chaos:
             await asyncio.sleep(_HEALTH_SECONDS)
 
     async def _check(self, before: reconcile.MetricValues, *, attacked: bool) -> None:
-        """Whether the idle server has counted what the clients saw, and has everything back."""
+        """Check that the idle server has counted what the clients saw and has released everything."""
         await self.arena.supervisor.wait_ready()
         server, log = self.arena.supervisor.server, self.clients.log
         after = await wait_until_idle(server, found := ClientLog())
@@ -113,6 +113,6 @@ class Chaos:
 
 
 def _compatible(kinds: list[str]) -> list[str]:
-    """One that ends processes leaves room beside it for attacks only."""
+    """The faults of `kinds` that go together: one that ends processes is combined with attacks only."""
     ending = [kind for kind in kinds if FAULTS[kind].ends_processes][:1]
     return [*ending, *(kind for kind in kinds if kind in ATTACKS)] if ending else kinds

@@ -1,4 +1,4 @@
-"""Compiles the library that is preloaded into the server, and controls it."""
+"""Compiles and controls the library that is preloaded into the server."""
 
 import mmap
 import os
@@ -9,18 +9,18 @@ from pathlib import Path
 
 
 class Control(IntEnum):
-    """What the library does; the places of the numbers in its page."""
+    """What the library can distort, as the index of the number in the shared page."""
 
-    CLOCK_OFFSET = 0  # seconds, of the time of day
-    OPEN_DELAY_MS = 1  # of each file
+    CLOCK_OFFSET = 0  # seconds added to the time of day
+    OPEN_DELAY_MS = 1  # delay of opening a file
     LOG_FULL = 2  # no space left for the log
 
 
 class Shim:
-    """A clock, a disk and a log that behave until told otherwise."""
+    """A clock, a disk and a log that misbehave on request."""
 
     def __init__(self, directory: Path) -> None:
-        """Compile it; files below `directory` are on its disk."""
+        """Compile the library; files below `directory` count as its disk."""
         library, page = directory / "shim.so", directory / "control"
         source = Path(__file__).with_suffix(".c")
         command = ("cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl")

@@ -1,4 +1,4 @@
-"""Runs the server as Kubernetes does: starts it again whenever it exits, and collects its log."""
+"""Runs the server as Kubernetes does: restarts it whenever it exits, and collects its log."""
 
 import asyncio
 import collections
@@ -17,7 +17,7 @@ _KEPT_LINES = 60
 
 
 class Supervisor:
-    """The server of a soak: the same ports in every life of it."""
+    """The server of a soak, on the same ports in each of its lives."""
 
     def __init__(self, options: Sequence[str], environment: Mapping[str, str]) -> None:
         self.ports = free_ports()
@@ -26,9 +26,9 @@ class Supervisor:
         self._command += ["--bind-address", "127.0.0.1", *options]
         self._environment = environment
         self._stopping = False
-        self.log_flows = threading.Event()  # while it is not set, nobody reads the log
+        self.log_flows = threading.Event()  # cleared: nobody reads the log
         self.log_flows.set()
-        self.may_exit = False  # because of a fault
+        self.may_exit = False  # True while a fault ends processes
         self.lives = 0
         self.exits: list[str] = []  # unexpected ones, and tracebacks
         self._tail: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
@@ -45,14 +45,14 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
     async def wait_ready(self) -> None:
-        """Until /health is 200."""
+        """Wait until /health is 200."""
         until = time.monotonic() + START_SECONDS
         while not await asyncio.to_thread(self.server.healthy):
             assert time.monotonic() < until, f"no healthy server: {' | '.join(self._tail)}"
             await asyncio.sleep(0.05)
 
     def stop(self) -> int:
-        """End it for good; its exit code."""
+        """Stop the server for good and return its exit code."""
         self._stopping = True
         self.log_flows.set()
         try:

@@ -1,4 +1,4 @@
-"""What the two processes hold: a server that is idle again must hold no more than before."""
+"""Resources of the two processes: an idle server must hold no more than when it was first idle."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ _MAX_GROWTH = 0.01  # share per minute
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one process."""
+    """File descriptors and threads of one process."""
 
     descriptors: int
     threads: int
@@ -44,7 +44,7 @@ class Life:
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # minutes, bytes; whenever it was idle
 
     async def check(self) -> list[str]:
-        """Take note of what the idle server holds; what it has not given back."""
+        """Record what the idle server holds; return what it has not released."""
         until = time.monotonic() + _RETURN_SECONDS
         while (leaks := list(self._leaks())) and time.monotonic() < until:
             await asyncio.sleep(0.2)
@@ -53,11 +53,11 @@ class Life:
         return leaks
 
     def slopes(self) -> dict[str, float]:
-        """Bytes per minute by process, over the last minutes."""
+        """Growth of memory by process over the last minutes, in bytes per minute."""
         return {name: _slope(samples) for name, samples in self.memory.items()}
 
     def growth(self) -> Iterator[str]:
-        """Processes whose memory grows, if there is enough to tell."""
+        """Processes whose memory grows, once there are enough samples."""
         for name, slope in self.slopes().items():
             samples = self.memory[name]
             if samples[-1][0] - samples[0][0] >= _JUDGED_SECONDS / 60 and slope > _MAX_GROWTH * samples[-1][1]:
@@ -74,7 +74,7 @@ class Life:
 
 
 def _slope(samples: list[tuple[float, int]]) -> float:
-    """The median of the slopes between any two of the last samples: some come right after a flood."""
+    """The median slope between any two of the last samples, robust against peaks right after a flood."""
     last = [sample for sample in samples if sample[0] >= samples[-1][0] - _JUDGED_SECONDS / 60]
     slopes = [(end[1] - start[1]) / (end[0] - start[0]) for start, end in combinations(last, 2)]
     return statistics.median(slopes) if slopes else 0.0

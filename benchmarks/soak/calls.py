@@ -1,4 +1,4 @@
-"""The calls of a soak: everything that a client may do, at random, and the check of the answers."""
+"""The calls of a soak: everything that a client may do, at random, with checks of the answers."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class SoakClient:
         draw: random.Random,
         excuse: Callable[[str, float], bool] = lambda _status, _since: False,
     ) -> None:
-        """`excuse` says whether a call that began at that time of `time.monotonic` may end with that status."""
+        """`excuse(status, since)` is true if a call that began at `since` (`time.monotonic`) may end with `status`."""
         self.log = log
         self._excuse = excuse
         self._stub = GenerationServiceStub(channel)
@@ -57,7 +57,7 @@ class SoakClient:
         ]
 
     async def call(self, _due: float) -> bool:
-        """Make one call; the load loop counts it as a success whatever happens."""
+        """Make one random call; failures are recorded in the log, not raised."""
         await self._draw.choice(self._actions)()
         return True
 
@@ -70,7 +70,7 @@ class SoakClient:
         await self._stream(case, case.params)
 
     async def _with_time_limit(self) -> None:
-        """With a time limit, so the answer may be truncated."""
+        """A call with a time limit, whose answer may be truncated."""
         case = self._draw.choice(self._cases)
         params = pb.Parameters()
         params.CopyFrom(case.params)
@@ -79,19 +79,19 @@ class SoakClient:
         await (self._stream(case, params) if streamed else self._unary(case, params))
 
     async def _with_sampling(self) -> None:
-        """Sampled, so the text cannot be compared."""
+        """A call that samples, whose text cannot be compared."""
         params = pb.Parameters(method=pb.SAMPLE, stopping=pb.StoppingCriteria(max_new_tokens=5))
         params.sampling.temperature, params.sampling.top_k = 1.5, 50
         params.response.generated_tokens = True
         await self._unary(Case(self._draw.choice(self._cases).texts, params, []), params)
 
     async def _with_deadline(self) -> None:
-        """A client with a short deadline."""
+        """A call with a short deadline."""
         case = self._draw.choice(self._cases)
         await self._unary(case, case.params, patience=self._random_patience())
 
     async def _cancel_unary(self) -> None:
-        """A client that cancels before the answer."""
+        """A unary call that is cancelled before its answer."""
         case = self._draw.choice(self._cases)
         started = time.monotonic()
         call = self._stub.Generate(batch_request(case.texts, case.params), timeout=CALL_TIMEOUT_SECONDS)
@@ -100,7 +100,7 @@ class SoakClient:
         await self._finish_unary(case, call, started, left=True)
 
     async def _cancel_stream(self) -> None:
-        """A client that cancels in the middle of a stream."""
+        """A stream that is cancelled in the middle."""
         case = self._draw.choice(self._singles)
         await self._stream(case, case.params, max_messages=self._draw.randint(1, 20))
 
@@ -187,12 +187,12 @@ class SoakClient:
         self.log.add_problem(f"{text}; the request: {str(request)[:300]}")
 
     def _random_patience(self) -> float:
-        """Seconds, about as many as a call takes."""
+        """A random number of seconds, about as long as a call takes."""
         return self._draw.random() * _MAX_PATIENCE_SECONDS
 
 
 async def read_messages(call: StreamCall, max_messages: float = math.inf) -> list[pb.GenerationResponse]:
-    """The messages of a stream until it ends or fails; cancelled after `max_messages`."""
+    """The messages of a stream until it ends or fails; cancel it after `max_messages`."""
     messages: list[pb.GenerationResponse] = []
     with contextlib.suppress(grpc.aio.AioRpcError):
         async for message in call:

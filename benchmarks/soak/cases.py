@@ -39,7 +39,7 @@ class Case:
 
 
 def difference(expected: Answer, got: Answer) -> str:
-    """What is wrong with an answer under load, '' if nothing; a truncated one must be a prefix.
+    """What is wrong with an answer under load, or ''; a truncated answer must be a prefix.
 
     A time limit takes precedence over a stop sequence of the same token, which then stays in the text.
     """
@@ -96,7 +96,7 @@ def _random_text(draw: random.Random, bounds: ServerLimits) -> str:
 async def _make_case(
     stub: GenerationServiceStub, texts: list[str], bounds: ServerLimits, draw: random.Random, adapter: str | None
 ) -> Case | None:
-    """None if an output is too short, or nearly ties too early."""
+    """A case of these inputs; None if an output is too short or has a near tie too early."""
     params = _params(draw.randint(_MIN_TOKENS, min(bounds.max_new_tokens, _MAX_TOKENS)))
     probes = [await _stream_messages(stub, text, params, adapter) for text in texts]
     most = min(_num_certain_tokens(probe) for probe in probes)
@@ -126,7 +126,7 @@ async def _stream_messages(
 
 
 def _num_certain_tokens(responses: list[pb.GenerationResponse]) -> int:
-    """Tokens before the first near tie."""
+    """The number of tokens before the first near tie."""
     tops = [token.top_tokens for response in responses for token in response.tokens]
     certain = (len(top) == 2 and top[0].logprob - top[1].logprob > NEAR_TIE for top in tops)
     return sum(accumulate(certain, min))

@@ -1,4 +1,4 @@
-"""Whether a server that has nothing left to do has everything back."""
+"""Checks that an idle server has released everything."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ async def server_limits(stub: GenerationServiceStub, max_inputs: int) -> ServerL
 
 
 async def wait_until_idle(server: Server, log: ClientLog) -> reconcile.MetricValues:
-    """The metrics once all gauges are zero; a problem if they never are."""
+    """Wait until all gauges are zero and return the metrics; records a problem if they never are."""
     until = time.monotonic() + IDLE_TIMEOUT_SECONDS
     while busy := reconcile.nonzero_gauges(series := reconcile.parse_metrics(await asyncio.to_thread(server.metrics))):
         if time.monotonic() > until:
@@ -33,7 +33,7 @@ async def wait_until_idle(server: Server, log: ClientLog) -> reconcile.MetricVal
 
 
 async def use_full_capacity(stub: GenerationServiceStub, bounds: ServerLimits, log: ClientLog) -> None:
-    """One call that needs every concurrency permit and the whole token queue: shows that none of them leaked."""
+    """Make one call that needs every place and the whole token queue, which shows that none of them leaked."""
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1), truncate_input_tokens=100)
     request = batch_request(["word " * bounds.max_sequence_length] * bounds.max_inputs, params)
     try:

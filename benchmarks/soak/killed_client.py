@@ -18,7 +18,7 @@ from tgis.bench.grpc_client import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-_STREAMS = 4  # of each client
+_STREAMS = 4  # per client
 _PAUSE_SECONDS = 3.0  # at most, between clients: starting Python takes CPU time from the server
 _START_SECONDS = 60.0
 _TEXT = "Once upon a time"

@@ -11,7 +11,7 @@ from pathlib import Path
 _SAMPLE_SECONDS = 1.0  # between samples
 _JUDGED_MINUTES = 10  # the last ones are judged
 _MAX_GROWTH = 0.01  # share per minute
-_LEVEL_GROWTH = 0.0025  # growth per minute that counts as none
+_LEVEL_GROWTH = 0.0025  # share per minute that counts as level
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +84,5 @@ def compute_trend(samples: list[tuple[float, int]]) -> Trend:
 
 
 def _growth(medians: list[int]) -> float:
-    """The average growth from one to the next, as a share."""
+    """The average growth from one value to the next, as a share."""
     return (medians[-1] / medians[0]) ** (1 / (len(medians) - 1)) - 1 if len(medians) > 1 else 0.0

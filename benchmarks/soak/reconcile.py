@@ -40,7 +40,7 @@ def nonzero_gauges(series: MetricValues) -> list[str]:
 
 
 def shortfalls(before: MetricValues, after: MetricValues, log: ClientLog) -> Iterator[str]:
-    """What the counters of a server lack of the clients' log, where other clients have made calls, too."""
+    """What the clients' log has and the server's counters lack, where other clients have made calls, too."""
     grown = _growth(before, after)
     for kind in _CALL_KINDS:
         yield from _check_range(f"{kind} calls", grown["tgi_request_count_total", kind], log.calls[kind], math.inf)

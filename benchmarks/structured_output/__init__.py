@@ -1,5 +1,6 @@
-"""Structured output measured: whether it is what was asked for, and what it costs.
+"""Structured output: does it validate, and what does it cost?
 
-`outputs` generates with JSON schemas and validates, `suite` takes the JSON Schema Test Suite, `cost` compares streams
-with and without a schema, `hostile` sends random grammars beside them. `features` and `schemas` have the schemas.
+`outputs` generates with JSON schemas and validates, `suite` runs the JSON Schema Test Suite, `cost` compares streams
+with and without a schema, `hostile` measures streams beside random grammars. The schemas are in `features` and
+`schemas`.
 """

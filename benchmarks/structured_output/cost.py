@@ -1,4 +1,4 @@
-"""What a JSON schema costs: `python -m benchmarks.structured_output.cost`.
+"""`python -m benchmarks.structured_output.cost`: what a JSON schema costs.
 
 One server of SmolLM2 streams with a schema on every row and with none, in turn; the ratios are medians of the pairs.
 The schema asks for more than the outputs have tokens, so that both have the same number. The last line is JSON.
@@ -73,13 +73,13 @@ async def measure_throughput(stub: GenerationServiceStub, rounds: int) -> dict[i
     kinds = [(WITHOUT, None), (WITH, LONG)]
     for number in range(rounds):
         for size, found in figures.items():
-            for name, schema in kinds[:: -1 if number % 2 else 1]:  # what a run does to the next one falls on both
+            for name, schema in kinds[:: -1 if number % 2 else 1]:  # in alternating order: carry-over affects both
                 found[name].append(await tokens_per_second(stub, size, schema))
     return figures
 
 
 async def measure_first_token(stub: GenerationServiceStub, repeats: int) -> dict[str, float]:
-    """Milliseconds on an idle server."""
+    """Time to first token on an idle server, in milliseconds."""
     times: dict[str, list[float]] = {"none": [], "cached": [], "new": []}
     for number in range(repeats):
         new = LONG | {"title": f"schema {number}"}
@@ -90,7 +90,7 @@ async def measure_first_token(stub: GenerationServiceStub, repeats: int) -> dict
 
 
 async def measure_forced_tokens(stub: GenerationServiceStub, repeats: int) -> dict[str, float]:
-    """Tokens/s of an output most of which is fixed; where logprobs are asked for no token is taken without a pass."""
+    """Tokens/s of a mostly fixed output, with forced tokens and without (asking for logprobs turns them off)."""
     rates: dict[str, list[float]] = {"forced": [], "with logprobs": []}
     for number in range(repeats):
         for name, found in rates.items():

@@ -1,4 +1,4 @@
-"""JSON schemas by the feature that they use, in the manner of the JSON Schema Test Suite."""
+"""JSON schemas by the feature they use, in the manner of the JSON Schema Test Suite."""
 
 from typing import Any
 

@@ -1,9 +1,8 @@
-"""Streams beside random grammars: `python -m benchmarks.structured_output.hostile`.
+"""`python -m benchmarks.structured_output.hostile`: gaps between the tokens of streams beside random grammars.
 
 Clients keep sending random and expensive grammars to a server of SmolLM2, one after the other. Each round is repeated
-without grammars: what ended well is sent at the same moments with outputs of the same lengths, so that a round and its
-repetition have the same prompts and tokens. The gaps between the tokens of other streams should be the same. The last
-line is JSON.
+without grammars: the requests that succeeded are sent at the same moments with outputs of the same lengths. The gaps
+between the tokens of the other streams should be the same in both. The last line is JSON.
 """
 
 import argparse
@@ -33,7 +32,7 @@ WITH, WITHOUT = "random grammars", "no grammars"
 
 
 async def gaps_of_stream(stub: GenerationServiceStub, number: int) -> list[float]:
-    """Milliseconds between its messages."""
+    """Run a stream; return the gaps between its messages in milliseconds."""
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=f"Story {number}: once upon a time"))
     request.params.stopping.max_new_tokens = request.params.stopping.min_new_tokens = STREAM_TOKENS
     times = [perf_counter() async for message in stub.GenerateStream(request) if message.generated_token_count]
@@ -42,7 +41,7 @@ async def gaps_of_stream(stub: GenerationServiceStub, number: int) -> list[float
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request with a grammar that was answered."""
+    """An answered request with a grammar."""
 
     at: float  # seconds from the beginning of its round
     tokens: int
@@ -51,7 +50,7 @@ class Sent:
 async def send_grammars(
     stub: GenerationServiceStub, draw: random.Random, statuses: collections.Counter[str], answered: list[Sent]
 ) -> None:
-    """Until cancelled."""
+    """Send requests with random grammars until cancelled."""
     started = perf_counter()
     while True:
         at = perf_counter() - started
@@ -78,7 +77,7 @@ async def generate(
     min_new_tokens: int = 0,
     grammar: pb.DecodingParameters | None = None,
 ) -> int:
-    """How many tokens were generated."""
+    """Make a unary call; return the number of generated tokens."""
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="Once")])
     request.params.stopping.max_new_tokens, request.params.stopping.min_new_tokens = max_new_tokens, min_new_tokens
     if grammar:

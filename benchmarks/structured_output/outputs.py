@@ -1,8 +1,8 @@
-"""Whether outputs with a JSON schema validate: `python -m benchmarks.structured_output.outputs [MODEL]`.
+"""`python -m benchmarks.structured_output.outputs [MODEL]`: do outputs with a JSON schema validate?
 
 A server generates at temperature 1, for the schemas of a category in turn, until enough outputs have ended with
-EOS_TOKEN; jsonschema validates each. Without a model, one with random weights and a byte-level BPE is made: it likes
-no token better than another, and a grammar is all that keeps its output in form. The last line is JSON.
+EOS_TOKEN; jsonschema validates each. Without MODEL, one with random weights and a byte-level BPE is made, which prefers
+no token: only the grammar makes its outputs valid. The last line is JSON.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 VOCAB_SIZE, END = 1000, "<|end|>"
 AT_ONCE = 64
 MAX_INPUT_TOKENS = 256
-ATTEMPTS = 10  # for each output wanted, at most
+ATTEMPTS = 10  # at most, per wanted output
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one category."""
+    """The results of one category."""
 
     category: str
     schemas: int
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def make_random_model(directory: Path) -> Path:
-    """Random weights, and a byte-level BPE of its own."""
+    """Save a model with random weights and a byte-level BPE."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -126,12 +126,14 @@ def _print_row(one: Outcome) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.structured_output.outputs", description=__doc__)
-    parser.add_argument("model", nargs="?", help="a directory or smollm2; without it one of random weights is made")
+    parser.add_argument("model", nargs="?", help="a directory or smollm2; by default a model with random weights")
     parser.add_argument("--categories", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--wanted", type=int, default=200, metavar="N", help="outputs of each category")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first output; others count on")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the first output; the others count on"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
-    parser.add_argument("--seconds", type=float, default=math.inf, metavar="N", help="for each category, at most")
+    parser.add_argument("--seconds", type=float, default=math.inf, metavar="N", help="time limit for each category")
     parser.add_argument("--suite", type=Path, metavar="DIR", help="a draft's directory of the JSON Schema Test Suite")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")

@@ -1,4 +1,4 @@
-"""Grammars as hostile clients would send them: random and mutated ones, and such as are expensive to follow."""
+"""Grammars that hostile clients would send: random, mutated, and expensive to follow."""
 
 import json
 import random
@@ -117,7 +117,7 @@ def _mutated(draw: random.Random) -> pb.DecodingParameters:
 
 
 def _expensive(draw: random.Random) -> pb.DecodingParameters:
-    """Many ways to read the same output, large automata, long lists, deep nesting."""
+    """Expensive grammars: ambiguity, large automata, long lists, deep nesting."""
     size = draw.choice([3, 30, 300])
     optional = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(size)}}
     variants = {"anyOf": [{"type": "object", "properties": {f"p{n}": {}}} for n in range(size)]}

@@ -1,6 +1,6 @@
-"""JSON schemas by what they are about: features, and what clients send.
+"""JSON schemas by category: features of JSON Schema, and what clients send.
 
-The second ones are written in the manner of JSONSchemaBench's collections, of tools, and of pydantic's output.
+The latter are written in the manner of JSONSchemaBench's collections, of tools, and of pydantic's output.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def mapping(values: Any) -> dict[str, Any]:
 
 
 def optional(schema: Any) -> dict[str, Any]:
-    """As pydantic writes it."""
+    """An optional value, as pydantic writes it."""
     return {"anyOf": [schema, {"type": "null"}], "default": None}
 
 
@@ -72,7 +72,7 @@ CONTAINER = {
 
 
 def resource(api_version: str, kind: str, spec: Any) -> dict[str, Any]:
-    """Of Kubernetes."""
+    """A resource of Kubernetes."""
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",

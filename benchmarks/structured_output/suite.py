@@ -1,8 +1,8 @@
-"""The JSON Schema Test Suite: `python -m benchmarks.structured_output.suite DIR`, such as .../tests/draft2020-12.
+"""`python -m benchmarks.structured_output.suite DIR`: the JSON Schema Test Suite against the grammars made of schemas.
 
-The suite is in the source distribution of jsonschema, under json/tests. Of a schema that is accepted no instance may
-be that does not validate; of those that do, some may be refused: an output has its members in a certain order. The last
-line is JSON.
+DIR is a draft of the suite, such as .../tests/draft2020-12; the suite is in the source distribution of jsonschema,
+under json/tests. An accepted schema must not allow an instance that does not validate. It may refuse some that do: an
+output has its members in a fixed order. The last line is JSON.
 """
 
 import argparse
@@ -37,26 +37,26 @@ class KeywordReport:
 
 
 def compile_schema(schema: Any) -> GrammarMatcher:
-    """With a token for each byte; GrammarError."""
+    """Compile a schema for a vocabulary of single bytes; raises GrammarError."""
     tokens = [b"", *(bytes([byte]) for byte in range(256))]
     table = TokenTable(Vocabulary(tokens), len(tokens), [EOS])
     return compile_grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)), table, GrammarLimits())
 
 
 def allows(matcher: GrammarMatcher, text: str) -> bool:
-    """Whether this may be the whole output."""
+    """True if the grammar allows `text` as a whole."""
     tokens = [byte + 1 for byte in text.encode()]
     return all(token in matcher.allowed_ids(tokens[:at]) for at, token in enumerate([*tokens, EOS]))
 
 
 def groups(directory: Path) -> Iterator[tuple[str, Any]]:
-    """The keyword and a schema with its tests, for all files."""
+    """Yield the keyword and a schema with its tests, for all files."""
     for path in sorted(directory.glob("*.json")):
         yield from ((path.stem, group) for group in json.loads(path.read_text()))
 
 
 def accepted_schemas(directory: Path) -> dict[str, list[Any]]:
-    """Those of each keyword."""
+    """The accepted schemas of each keyword."""
     found: dict[str, list[Any]] = {}
     for keyword, group in groups(directory):
         try:
@@ -96,7 +96,7 @@ def _count(report: KeywordReport, matcher: GrammarMatcher, test: Any, schema: An
 
 
 def _layouts(data: Any) -> Iterator[str]:
-    """Also with the members of an object the other way round."""
+    """An instance as text, also with the members of an object in reverse order."""
     yield json.dumps(data, ensure_ascii=False)
     if isinstance(data, dict):
         yield json.dumps(dict(reversed(data.items())), ensure_ascii=False)
@@ -117,7 +117,7 @@ def print_reports(reports: list[KeywordReport]) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.structured_output.suite", description=__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of a draft")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a draft")
     args = parser.parse_args(arguments)
     reports = measure(args.directory)
     print_reports(reports)

@@ -1,4 +1,4 @@
-"""What jsonschema says about an output."""
+"""Validates outputs with jsonschema."""
 
 import json
 from fractions import Fraction
@@ -9,15 +9,15 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import validator_for
 from referencing import Registry
 
-_MAX_EXPONENT = 1000  # numbers beyond would fill the memory
+_MAX_EXPONENT = 1000  # larger exact numbers would fill the memory
 
 FORMATS = Draft202012Validator.FORMAT_CHECKER
 
 
 def problem_of(text: str, schema: Any) -> str:
-    """Why a text is no JSON, or does not validate; empty if it does, formats included.
+    """Why a text is not JSON or does not validate, formats included; empty if it does.
 
-    Numbers are exact, as they are written: as floats, 0.2022 is no multiple of 0.0001.
+    Numbers are decimals, not floats: as a float, 0.2022 is not a multiple of 0.0001.
     """
     schema = _parse(json.dumps(schema))
     validator = validator_for(schema, Draft202012Validator)(schema, registry=Registry(), format_checker=FORMATS)

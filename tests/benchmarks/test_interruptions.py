@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import interrupted_starts, pauses
+from benchmarks import interrupted_starts, stopped_processes
 from benchmarks.interrupted_starts import Start
 
 
@@ -38,8 +38,8 @@ def test_what_is_right(interrupted: Start) -> None:
 
 @pytest.mark.slow
 def test_a_few_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pauses, "HEALTH_SECONDS", 15.0)  # on a busy machine
-    assert pauses.main(["--pauses", "6", "--servers", "3"]) == 0
+    monkeypatch.setattr(stopped_processes, "HEALTH_SECONDS", 15.0)  # on a busy machine
+    assert stopped_processes.main(["--pauses", "6", "--servers", "3"]) == 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Times transformers' generate with static batches: what `make bench` compares tgis with.
+"""Times transformers' `generate` with static batches, which `make bench` compares tgis with.
 
-`python -m benchmarks.baseline MODEL` runs as its own process: it imports torch, `tgis bench` never does.
+`python -m benchmarks.transformers_generate MODEL` runs as its own process: it imports torch, `tgis bench` never does.
 Every sequence has the same number of random input tokens, so that no time goes into padding.
 """
 
@@ -60,7 +60,9 @@ def measure(model: torch.nn.Module, size: int, input_tokens: int, output_tokens:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.baseline", description="time transformers alone")
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformers_generate", description="time transformers alone"
+    )
     made.add_argument("model", metavar="MODEL", help="model directory")
     made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -68,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sizes", default="1,8,32", metavar="N,...", help="rows of a batch")
     made.add_argument("--input-tokens", type=int, default=128, metavar="N")
     made.add_argument("--output-tokens", type=int, default=128, metavar="N")
-    made.add_argument("--repeats", type=int, default=3, metavar="N", help="the median of so many counts")
+    made.add_argument("--repeats", type=int, default=3, metavar="N", help="number of runs; the median is reported")
     made.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return made
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mixed
-from benchmarks.mixed import POLICIES, TimedEngine, engine_options, load_warm_engine
+from benchmarks import batching_policies
+from benchmarks.batching_policies import POLICIES, TimedEngine, engine_options, load_warm_engine
 from tgis.batcher.capacity import BatchLimits
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
@@ -58,7 +58,7 @@ def test_a_real_engine_finishes_every_request(glassllm_dir: Path) -> None:
 
 def test_the_command_prints_a_table_and_json(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--engine", "fake", "--sizes", "4", "--requests", "20", "--clients", "8", "--cache", str(cache_dir)]
-    assert mixed.main(argv) == 0
+    assert batching_policies.main(argv) == 0
     *table, last = capsys.readouterr().out.splitlines()
     report = json.loads(last)
     assert [line.split()[:3] for line in table[1:-1]] == [

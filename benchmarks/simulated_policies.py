@@ -1,8 +1,8 @@
-"""What each policy of the batcher earns: simulated runs with it and without it. `python -m benchmarks.policies`.
+"""`python -m benchmarks.simulated_policies`: what each policy of the batcher gains, in simulations with and without it.
 
-Padded batches have the step times of SmolLM2 in bfloat16 on two cores; batches with KV blocks those of `tgis_native`
-there. 64 clients in a closed loop; memory for one million tokens of context, or 6000 where a policy is about memory.
-The last line is JSON: for each policy and trace the figures with it, then without it.
+The step times are those of SmolLM2 in bfloat16 on two cores: of hf_transformers for padded batches, of tgis_native for
+KV blocks. 64 clients in a closed loop; memory for one million tokens of context, or 6000 where a policy is about
+memory. The last line is JSON: for each policy and trace the figures with it, then without it.
 """
 
 import json
@@ -51,7 +51,7 @@ TRACES: dict[str, Callable[[], Iterator[TraceRequest]]] = {
 
 
 def _in_order(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-    """The budget to the oldest prompts."""
+    """Replacement of `split_budget` that gives the whole budget to the oldest prompts."""
     scheduled = []
     for seq in seqs:
         count = 1 if seq.decoding else min(seq.num_uncomputed_tokens, budget)
@@ -69,7 +69,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Callable[[], AbstractContext
 
 
 NO_OVERTAKING = _replaced(admission, "MAX_OVERTAKERS", -1)
-# limits with the policy and without it, and what replaces its code
+# limits with the policy, limits without it, and the patch that removes its code
 POLICIES: dict[str, tuple[BatchLimits, BatchLimits, Callable[[], AbstractContextManager[Any]]]] = {
     "padding limit": (PADDED, replace(PADDED, max_prefill_padding=1.0), nullcontext),
     "decodes between prefills": (PADDED, PADDED, _replaced(PrefillInterleaving, "may_prefill", lambda *_: True)),
@@ -86,7 +86,7 @@ POLICIES: dict[str, tuple[BatchLimits, BatchLimits, Callable[[], AbstractContext
 
 
 def _figures(limits: BatchLimits, trace: str) -> tuple[float, float, float]:
-    """Tokens per second, median time to first token and the 99th percentile of the longest gaps in milliseconds."""
+    """Tokens per second; median time to first token and 99th percentile of the longest gaps, in milliseconds."""
     engine = SimulatedEngine(SMOLLM2_TWO_CORES if limits.padded else PAGED_TWO_CORES)
     summary = Simulation(limits, engine, TRACES[trace](), CLIENTS).run().summary()
     return summary["tokens_per_second"], summary["ttft_p50_ms"], summary["longest_gap_p99_ms"]

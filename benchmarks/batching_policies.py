@@ -1,8 +1,8 @@
-"""The gain of the batcher's policies: the same mixed load with and without them, on a real engine and simulated.
+"""What the batcher's policies gain: the same load of mixed lengths with and without them, on an engine and simulated.
 
-`python -m benchmarks.mixed` prints a table and, last, one line of JSON. "plain" is first-come, first-served continuous
-batching without memory costs and padding limit; "unpadded" is the default policy with MAX_PREFILL_PADDING=1. Batch
-size, memory and requests are the same. The times include neither gRPC nor text.
+`python -m benchmarks.batching_policies` prints a table and, last, one line of JSON. "plain" is continuous batching,
+first come, first served, without memory costs and padding limit; "unpadded" is the default policy with
+MAX_PREFILL_PADDING=1. Batch size, memory and requests are the same. The times include neither gRPC nor text.
 """
 
 import argparse
@@ -50,15 +50,16 @@ COLUMNS = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "pr
 
 @dataclass(slots=True)
 class TimedEngine:
-    """A real engine for one run whose requests are all there or come when others end: its time is wall-clock time,
-    planning between the steps included.
+    """A real engine whose step times are wall-clock times, planning between the steps included.
+
+    For one closed-loop run: the engine never waits for a request.
     """
 
     engine: Engine
     _last: float = field(default_factory=time.perf_counter)
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
-        """The tokens, and the seconds since the step before."""
+        """The tokens, and the seconds since the previous step."""
         result = self.engine.step(plan)
         assert not result.failed
         started, self._last = self._last, time.perf_counter()
@@ -69,7 +70,7 @@ class TimedEngine:
 
 
 def engine_options(name: str, model: Path, dtype: str, size: int, cache: Path = Path(".cache")) -> EngineOptions:
-    """The defaults of a server, except for the batch size and without a prefix cache."""
+    """A server's default options, but for the batch size and a disabled prefix cache."""
     return EngineOptions(
         engine=name,
         model_path=str(model),
@@ -118,13 +119,15 @@ def _row(figures: dict[str, float]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Compare the policies on the engine, then simulated at scale."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed", description="measure the batcher's rules")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.batching_policies", description="measure the batcher's rules"
+    )
     parser.add_argument("--engine", default="hf_transformers", metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--sizes", default="12,64", metavar="N,...", help="MAX_BATCH_SIZE")
     parser.add_argument("--traces", default=",".join(TRACES), metavar="NAME,...", help="lognormal, bimodal")
-    parser.add_argument("--clients", type=int, default=64, metavar="N", help="each waits for its answers")
-    parser.add_argument("--requests", type=int, default=300, metavar="N", help="of each run on the engine")
+    parser.add_argument("--clients", type=int, default=64, metavar="N", help="closed-loop clients")
+    parser.add_argument("--requests", type=int, default=300, metavar="N", help="requests of each run on the engine")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.baseline` on a tiny model."""
+"""`python -m benchmarks.transformers_generate` on a tiny model."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import baseline
+from benchmarks import transformers_generate
 
 
-def test_baseline_times_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_generate_times_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
@@ -21,7 +21,7 @@ def test_baseline_times_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     options = ["--dtype", "float32", "--sizes", "1,3", "--input-tokens", "4", "--output-tokens", "5"]
-    assert baseline.main([str(tmp_path), *options, "--device", "cpu", "--json"]) == 0
+    assert transformers_generate.main([str(tmp_path), *options, "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [entry["size"] for entry in found["sizes"]] == [1, 3]
     for entry in found["sizes"]:

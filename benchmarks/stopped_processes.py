@@ -1,8 +1,8 @@
-"""`python -m benchmarks.pauses`: stops the front end, the engine or both of real servers for a while, idle and busy.
+"""`python -m benchmarks.stopped_processes`: SIGSTOP for the front end, the engine or both, on idle and busy servers.
 
-No pause may kill anything or fail a call; health must be off within 5 s of the stop of an engine, and on again soon
-after its end. Half of the pauses are longer than the step timeout. The last line is one JSON object; the exit code is
-1 when anything is wrong.
+No pause may kill a process or fail a call. Health must be off within 5 s after an engine is stopped, and on again soon
+after it continues. Half of the pauses are longer than the step timeout. The last line is one JSON object; the exit code
+is 1 when anything is wrong.
 """
 
 import argparse
@@ -29,29 +29,29 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 TARGETS = ("front end", "engine", "both")
 MAX_SECONDS = 30.0
-# A pause of the engine alone that is longer is a hang; of the others, any may be longer.
+# A longer pause of the engine alone counts as a hang; pauses of the front end may be of any length.
 STEP_TIMEOUT_SECONDS = {"front end": 10.0, "engine": 40.0, "both": 10.0}
 HEALTH_SECONDS = 5.0
 CALLS = 4
-NEW_TOKENS = 300  # of 20 ms each
+NEW_TOKENS = 300  # 20 ms each
 TEXT = "again and again "
 WANTED = (TEXT * NEW_TOKENS)[:NEW_TOKENS]  # a token is a character, and the engine repeats its input
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """What happened in one; times are in seconds since its start, or since its end."""
+    """What happened in one pause; times are in seconds."""
 
     target: str
     busy: bool
     seconds: float
-    off: float | None  # until /health was 503, if it was asked
-    on: float | None  # until /health was 200 after the end
+    off: float | None  # from the start of the pause until /health was 503, if it was asked
+    on: float | None  # from the end of the pause until /health was 200
     problems: list[str]
 
 
 def pause_server(server: Server, target: str, draw: random.Random) -> Pause:
-    """Stop processes of the server for a while, with calls in flight or without."""
+    """Stop processes of the server for a random time, with or without calls in flight."""
     engine, busy, seconds = server.engine_pid(), draw.random() < 0.5, draw.uniform(0.1, MAX_SECONDS)
     pids = {"front end": [server.pid], "engine": [engine], "both": [server.pid, engine]}[target]
     draw.shuffle(pids)
@@ -69,7 +69,7 @@ def pause_server(server: Server, target: str, draw: random.Random) -> Pause:
 
 
 def _stopped(server: Server, pids: list[int], seconds: float, *, asks: bool) -> float | None:
-    """Stop processes for that time; after which part of it /health was 503, if it `asks`."""
+    """Stop processes for `seconds`; return the seconds until /health was 503, if `asks`."""
     ends = time.monotonic() + seconds
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -91,7 +91,7 @@ def _seconds_until(server: Server, *, healthy: bool, seconds: float) -> float | 
 
 @contextlib.contextmanager
 def calls(server: Server, count: int, problems: list[str]) -> Iterator[None]:
-    """Have calls in flight when the block starts; they must end with their whole text after it."""
+    """Calls that are in flight when the block starts and must end with their whole text after it."""
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS))
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=TEXT), params=params)
     with grpc.insecure_channel(server.target) as channel:
@@ -140,9 +140,11 @@ def _longest(times: list[float | None]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pauses", description="pause servers")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.stopped_processes", description="stop processes of servers for a while"
+    )
     parser.add_argument("--pauses", type=int, default=100, metavar="N")
-    parser.add_argument("--servers", type=int, default=9, metavar="N", help="that are paused side by side")
+    parser.add_argument("--servers", type=int, default=9, metavar="N", help="servers that are paused side by side")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     args = parser.parse_args(arguments)
     counts = [len(range(number, args.pauses, args.servers)) for number in range(args.servers)]
