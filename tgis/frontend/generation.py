@@ -12,12 +12,11 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, Unavailable
-from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.budget import INPUT, OFFSETS_PER_BYTE, TOKENS_PER_BYTE, MemoryBudget, details_price
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.grammars import GrammarClient
+from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import FailureReason, Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
@@ -71,8 +70,7 @@ class Generator:
         server_info: ServerInfo,
         client: EngineClient,
         decoder: TokenDecoder,
-        adapters: AdapterClient,
-        grammars: GrammarClient,
+        lookups: Lookups,
         metrics: Metrics,
     ) -> None:
         self.server_info = server_info
@@ -84,8 +82,7 @@ class Generator:
         }
         self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # of every token
         self._tokenizer = decoder.tokenizer
-        self._adapters = adapters
-        self._grammars = grammars
+        self._lookups = lookups
         self._metrics = metrics
         self.slicer = Slicer()  # of all long work on the loop
         self._seeds = random.Random(server_info.random_seed)
@@ -106,7 +103,7 @@ class Generator:
             return []
         with log, self._admission(call):
             params = self._resolve_params(call)
-            async with self._lookups(call, params) as (adapter, grammar):
+            async with self._look_up(call, params) as (adapter, grammar):
                 requests = await self._prepare(call, params, adapter, grammar, log)
                 eager = bool(params.given.stop_sequences)
                 with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
@@ -127,7 +124,7 @@ class Generator:
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         with log, self._admission(call) as permit:
             params = self._resolve_params(call)
-            async with self._lookups(call, params) as (adapter, grammar):
+            async with self._look_up(call, params) as (adapter, grammar):
                 requests = await self._prepare(call, params, adapter, grammar, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
@@ -152,7 +149,7 @@ class Generator:
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
         per_byte = TOKENS_PER_BYTE * call.return_tokens + OFFSETS_PER_BYTE * call.return_offsets
         call.account.charge(INPUT * len(call.texts) + per_byte * call.num_bytes)
-        async with self._adapters.acquire(call.adapter):
+        async with self._lookups.adapter(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
             wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.reply)
@@ -218,14 +215,14 @@ class Generator:
         return validate(call.params, self.server_info.limits)
 
     @asynccontextmanager
-    async def _lookups(
+    async def _look_up(
         self, call: GenerateCall, params: ResolvedParams
     ) -> AsyncIterator[tuple[AdapterRef | None, int | None]]:
         """What the engine process keeps for the call until the block is left."""
         try:
             async with (
-                self._adapters.acquire(call.adapter) as adapter,
-                self._grammars.acquire(params.given.grammar) as grammar,
+                self._lookups.adapter(call.adapter) as adapter,
+                self._lookups.grammar(params.given.grammar) as grammar,
             ):
                 yield adapter, grammar
         except (asyncio.CancelledError, GeneratorExit):

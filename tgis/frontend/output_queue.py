@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tgis.ipc.messages import PromptLogprobs
-
-_WOKEN_AT_ONCE = 16  # each takes a tenth of a millisecond to write its next message
 
 
 @dataclass(slots=True)
@@ -63,14 +60,14 @@ class OutputQueue:
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> bool:
-        """Add what a step gave; return whether the consumer has to be woken for it."""
+    def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason) -> None:
+        """Add what a step gave, and wake the consumer if it waits for that."""
         self._new.extend(token_ids, logprobs, stop_reason)
         self.num_tokens += len(token_ids)
-        was_ready, self._ready = self._ready, self._ready or self._eager or bool(stop_reason)
+        self._ready = self._ready or self._eager or bool(stop_reason)
+        self.wake_up()
         if stop_reason:
             self._end()
-        return self._ready and not was_ready
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
@@ -111,26 +108,3 @@ class OutputQueue:
         self.ended = True
         if self.on_end is not None:
             self.on_end()
-
-
-class WakeUps:
-    """Wakes consumers, some in each iteration of the loop: who connects, sends or vanishes need not wait for all."""
-
-    def __init__(self) -> None:
-        self._queues: deque[OutputQueue] = deque()
-        self._scheduled = False
-
-    def append(self, queue: OutputQueue) -> None:
-        self._queues.append(queue)
-
-    def start(self) -> None:
-        """Wake some at once; the others follow."""
-        if not self._scheduled:
-            self._wake_some()
-
-    def _wake_some(self) -> None:
-        for _ in range(min(len(self._queues), _WOKEN_AT_ONCE)):
-            self._queues.popleft().wake_up()
-        self._scheduled = bool(self._queues)
-        if self._scheduled:
-            asyncio.get_running_loop().call_soon(self._wake_some)
