@@ -39,9 +39,8 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_process import TICK_SECONDS
 from tgis.frontend.generation import Generator, ServerInfo
 from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
-from tgis.frontend.loop_lag import watch_event_loop
-from tgis.frontend.metrics import Metrics
-from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
+from tgis.frontend.metric_families import ServiceState
+from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.adapters import AdapterResolved, AdapterStoreOptions, ResolveAdapter
@@ -166,7 +165,7 @@ class Server:
         grpc_server = self._make_grpc_server()
         client = EngineClient()
         http_ports = self._make_http_ports(client)
-        loop_lag = asyncio.create_task(watch_event_loop(self._service_metrics.event_loop_late))
+        loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop())
         try:
             ports = grpc_server.bind(), *await http_ports.start()
             await grpc_server.start()
@@ -351,9 +350,9 @@ class Server:
         self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines() + client.num_dropped_log_lines)
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
-        yield from self._service_metrics.scrape()
+        yield self._service_metrics.scrape()
         if self._metrics:
-            yield from self._metrics.scrape()
+            yield self._metrics.scrape()
 
     def _make_metrics(self, info: EngineInfo) -> Metrics:
         return Metrics(

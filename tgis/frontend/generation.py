@@ -17,7 +17,8 @@ from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.lookups import Lookups
-from tgis.frontend.metrics import FailureReason, Metrics
+from tgis.frontend.metric_families import FailureReason
+from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
 from tgis.frontend.permits import Permit, Permits

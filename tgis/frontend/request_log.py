@@ -9,7 +9,8 @@ import msgspec
 
 from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable, Unimplemented
 from tgis.frontend.calls import CallKind, GenerateCall
-from tgis.frontend.metrics import FailureReason, Metrics
+from tgis.frontend.metric_families import FailureReason
+from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, OutputBuilder
 from tgis.frontend.sampling_params import ResolvedParams
 from tgis.ipc.request import Request, SamplingParams, StopReason
