@@ -250,7 +250,7 @@ class BatchFamilies:
 
 
 class StepFamilies:
-    """Those of one kind of steps: to find them by their labels takes as long as to count."""
+    """The series of one kind of steps, looked up once: finding them by their labels takes as long as counting."""
 
     def __init__(self, batches: BatchFamilies, method: str) -> None:
         self.count = batches.count.labels(method)

@@ -45,7 +45,7 @@ class FrameReader:
 
 
 def receive_messages(sock: socket.socket, message_type: Any) -> Iterator[Any]:
-    """Those of a blocking socket as they arrive, until end-of-file; OSError if it breaks.
+    """The messages from a blocking socket as they arrive, until end-of-file; OSError if it breaks.
 
     All reads share a buffer: what is kept of a message would break the heap up between buffers of their own.
     """
