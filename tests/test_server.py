@@ -4,15 +4,16 @@ import asyncio
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from config_parsing import read
 from harness import run_async
 
+from tgis import server as server_module
 from tgis.errors import StartError
-from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_watchdog import EngineWatchdog
+from tgis.frontend.engine_process import EngineWatchdog
 from tgis.ipc.messages import EngineInfo, Ready
 from tgis.models.fake import make_fake_model
 from tgis.server import Server, prepare
@@ -33,7 +34,7 @@ class Waits:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(engine_client, "_ADAPTER_TIMEOUT", 1e6)
+    monkeypatch.setattr(server_module, "ADAPTER_TIMEOUT", 1e6)
     model, adapter = make_fake_model(tmp_path / "model"), tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -62,10 +63,8 @@ async def test_a_signal_does(server: Server) -> None:
 @run_async
 async def test_the_end_of_the_engine_does_and_is_the_reason(server: Server) -> None:
     client, start = await waiting(server, asyncio.get_running_loop().create_future())
-    client._dead = True
-    client._lookups.fail("the engine process has ended")
-    await asyncio.sleep(0)
-    client.died.set_result("the engine process was ended by signal 9")
+    client._process = mock.Mock(wait=mock.AsyncMock(return_value=-9))
+    client.connection_lost(None)
     with pytest.raises(StartError, match="signal 9"):
         await start or server._exit_code(client, asyncio.get_running_loop().create_future())
 

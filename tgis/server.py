@@ -35,19 +35,17 @@ from tgis.api.rest.routes import TgiApi
 from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError, Unavailable
 from tgis.frontend import request_log
-from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.chat_template import ChatTemplate
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_watchdog import TICK_SECONDS
+from tgis.frontend.engine_process import TICK_SECONDS
 from tgis.frontend.generation import Generator, ServerInfo
-from tgis.frontend.grammars import GrammarClient
-from tgis.frontend.loop_lag import watch_event_loop
-from tgis.frontend.metrics import Metrics
-from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
+from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
+from tgis.frontend.metric_families import ServiceState
+from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.adapters import AdapterResolved, AdapterStoreOptions, ResolveAdapter
 from tgis.ipc.grammars import GrammarLimits
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer
@@ -167,7 +165,7 @@ class Server:
         grpc_server = self._make_grpc_server()
         client = EngineClient()
         http_ports = self._make_http_ports(client)
-        loop_lag = asyncio.create_task(watch_event_loop(self._service_metrics.event_loop_late))
+        loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop())
         sweep = asyncio.create_task(self._clients.sweep_forever())
         try:
             ports = grpc_server.bind(), *await http_ports.start()
@@ -203,7 +201,7 @@ class Server:
 
     async def _load(self, client: EngineClient) -> EngineInfo:
         vocabulary = await asyncio.to_thread(self._decoder.vocabulary)
-        client.send_vocabulary(vocabulary)
+        client.send(vocabulary)
         self._structured_output = bool(vocabulary.tokens)
         if template := await asyncio.to_thread(ChatTemplate.load, self._model.path):
             self._chat_template = template
@@ -220,7 +218,8 @@ class Server:
         if self._config.lora_modules and not info.supports_adapters:
             raise StartError(f"LORA_MODULES: {info.model_class} takes no adapters")
         for name in self._config.lora_modules or {}:
-            async with client.acquire_adapter(name) as found:
+            lookup = ResolveAdapter(client.next_id(), name)
+            async with client.look_up(lookup, AdapterResolved, ADAPTER_TIMEOUT) as found:
                 if found is not None and found.problem is not None:
                     raise StartError(f"LORA_MODULES: {name}: {found.reason}")
 
@@ -247,10 +246,15 @@ class Server:
         self._compare_vocabularies(info)
         self._metrics = self._make_metrics(info)
         client.metrics = self._metrics
-        adapters = AdapterClient(client, self._metrics, self._why_no_adapters(info))
-        reason = None if self._structured_output else "structured output is not supported with this tokenizer"
-        grammars = GrammarClient(client, config.grammar_timeout_seconds, reason)
-        generator = Generator(server_info, client, self._decoder, adapters, grammars, self._metrics)
+        no_grammars = None if self._structured_output else "structured output is not supported with this tokenizer"
+        lookups = Lookups(
+            client,
+            self._metrics,
+            config.grammar_timeout_seconds,
+            why_no_adapters=self._why_no_adapters(info),
+            why_no_grammars=no_grammars,
+        )
+        generator = Generator(server_info, client, self._decoder, lookups, self._metrics)
         self._servicer.generator = self._http_api.generator = generator
         self._service_metrics.engine_ready(info, time.monotonic() - self._started)
         self._service_metrics.set_state(ServiceState.SERVING)
@@ -314,9 +318,9 @@ class Server:
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
 
     def _make_http_ports(self, client: EngineClient) -> HttpPorts:
-        snapshot = client.snapshot if self._config.debug_batch else None
+        batch_state = client.batch_state if self._config.debug_batch else None
         scrape = functools.partial(self._scrape, client)
-        probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, snapshot)
+        probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, batch_state)
         openai = self._openai_api
         operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
         api_routes = [operation.route(self._http_api) for operation in operations]
@@ -341,9 +345,9 @@ class Server:
         self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines() + client.num_dropped_log_lines)
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
-        yield from self._service_metrics.scrape()
+        yield self._service_metrics.scrape()
         if self._metrics:
-            yield from self._metrics.scrape()
+            yield self._metrics.scrape()
 
     def _make_metrics(self, info: EngineInfo) -> Metrics:
         return Metrics(

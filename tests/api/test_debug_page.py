@@ -25,15 +25,15 @@ from tgis.api.http.server import HttpServer
 from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
-from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
+from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
 from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
 
 ROW = RequestState(
     id=7, seconds_since_arrival=12.25, prompt_tokens=1500, computed_tokens=1504, generated_tokens=5, remaining_tokens=95
 )
-EMPTY = Batcher(limits(), {EOS}).snapshot(0.0, max_seqs=0)
-BUSY = Snapshot(
+EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
+BUSY = BatchState(
     num_running=1200,
     num_waiting=34567,
     wait_reason=WaitReason.MEMORY,
@@ -121,9 +121,9 @@ def test_the_page_without_a_waiting_request(changes: dict[str, Any], said: str) 
 
 @pytest.mark.parametrize("reason", WaitReason)
 def test_advice_for_every_reason_names_options_that_exist(reason: WaitReason) -> None:
-    snapshot = msgspec.structs.replace(BUSY, wait_reason=reason)
-    advice = json.loads(render_json(snapshot))["advice"]
-    assert advice in Page(render_page(snapshot).text).text
+    state = msgspec.structs.replace(BUSY, wait_reason=reason)
+    advice = json.loads(render_json(state))["advice"]
+    assert advice in Page(render_page(state).text).text
     options = {name.upper() for row in declared_options(Config) for name in row.names}
     assert set(re.findall(r"[A-Z]+_[A-Z_]+|DTYPE", advice)) <= options
 
@@ -145,10 +145,10 @@ def test_text_is_escaped() -> None:
     assert reason in page.texts
 
 
-def test_json_is_the_snapshot_with_advice() -> None:
+def test_json_is_the_state_with_advice() -> None:
     said = json.loads(render_json(BUSY))
     assert "MAX_NEW_TOKENS" in said.pop("advice")
-    assert msgspec.convert(said, Snapshot) == BUSY
+    assert msgspec.convert(said, BatchState) == BUSY
     assert said["wait_reason"] == "the batch would not fit into memory"
     assert json.loads(render_json(EMPTY))["advice"] is None
 
@@ -168,7 +168,7 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 @run_async
 async def test_browsers_get_html_and_others_json() -> None:
-    async def inspect() -> Snapshot:
+    async def inspect() -> BatchState:
         if news is None:
             raise Unavailable("it is gone")
         return news

@@ -13,9 +13,9 @@ from tgis.batcher.capacity import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
 from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.batch_state import WaitReason
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import Request, SamplingParams, StopReason
-from tgis.ipc.snapshot import WaitReason
 
 
 def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: float = 0.0) -> Sequence:
@@ -86,7 +86,7 @@ def test_the_adapters_of_a_batch_have_a_limited_sum_of_ranks(kind: dict[str, Any
     for one in [*wanted, request(9, max_new=9)]:
         batcher.submit([one], 0.0)
     assert ids(next_prefill(batcher).seqs) == [0, 1, 3, 4, 9]
-    assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.ADAPTER_RANKS
+    assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.ADAPTER_RANKS
     together = []
     while busy(batcher):
         plan, _ = run_step(batcher)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.batch_state import RequestState
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
-from tgis.ipc.snapshot import RequestState
 
 SALTS = (b"", b"tenant")
 CLIENTS = (b"", b"one", b"other")
@@ -69,7 +69,7 @@ class World:
             now = step * 0.5
             self._come_and_go(batcher, step, now)
             self._end(batcher.expire(now))
-            queue = batcher.snapshot(now, 1000).waiting_requests
+            queue = batcher.state(now, 1000).waiting_requests
             plan = batcher.plan(now)
             self._release(plan, batcher)
             if not plan.seqs:
@@ -78,7 +78,7 @@ class World:
                     break
                 continue
             self._check(plan, batcher, queue)
-            self.passed_over |= {seq.id for seq in batcher.snapshot(now, 1000).waiting_requests}
+            self.passed_over |= {seq.id for seq in batcher.state(now, 1000).waiting_requests}
             self._step(batcher, plan, step, now)
         assert batcher.idle
         assert self.held == {}
@@ -111,7 +111,7 @@ class World:
             )
             assert not new or not old
             assert new or {seq.id for seq in old} == set(self.held)
-        left = {seq.id for seq in batcher.snapshot(0.0, 1000).waiting_requests}
+        left = {seq.id for seq in batcher.state(0.0, 1000).waiting_requests}
         waited = {seq.id: seq.seconds_since_arrival for seq in queue}
         places = {seq.id: place for place, seq in enumerate(queue)}
         for joined in waited.keys() - left - self.tried:  # those are in front
@@ -187,7 +187,7 @@ class World:
         """Memory must suffice if all that runs goes on to its end without further arrivals."""
         seqs = [
             [seq.prompt_tokens + seq.generated_tokens, seq.remaining_tokens]
-            for seq in batcher.snapshot(0.0, 1000).running_requests
+            for seq in batcher.state(0.0, 1000).running_requests
         ]
         while len(seqs) > 1:  # one alone is always allowed
             assert self._context([length for length, _ in seqs]) <= self.bounds.token_capacity

@@ -7,9 +7,9 @@ from batches import EOS, busy, check_pool, ids, limits, next_plan, preempted
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.batch_state import WaitReason
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
-from tgis.ipc.snapshot import WaitReason
 
 SIZE = 4  # tokens of a block
 BUDGET = 8  # prefill tokens of a step without decodes
@@ -147,7 +147,7 @@ def started(prompt_length: int = 24) -> tuple[Batcher, StepPlan]:
     one.submit([ask(2, [*prompt(prompt_length), 5])], 0.0)
     plan = next_plan(one)
     assert ids(plan.seqs) == [1]
-    assert one.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.PREFIX_CACHE
+    assert one.state(0.0, max_seqs=9).wait_reason is WaitReason.PREFIX_CACHE
     return one, plan
 
 
@@ -270,8 +270,8 @@ def test_preempted_sequences_return_in_order() -> None:
         plan = step(one)
         seen += ids(preempted(plan))
         if preempted(plan):
-            assert one.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
-        waiting = [seq.id for seq in one.snapshot(0.0, max_seqs=9).waiting_requests]
+            assert one.state(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
+        waiting = [seq.id for seq in one.state(0.0, max_seqs=9).waiting_requests]
         assert waiting == sorted(waiting)
     assert seen[:2] == [2, 1]
 
@@ -285,7 +285,7 @@ def test_a_preempted_sequence_queues_behind_those_it_overtook() -> None:
     while not preempted(plan := step(one)):
         pass
     assert ids(preempted(plan)) == [2]
-    assert [seq.id for seq in one.snapshot(0.0, max_seqs=9).waiting_requests] == [1, 2]
+    assert [seq.id for seq in one.state(0.0, max_seqs=9).waiting_requests] == [1, 2]
     assert one.num_requeued == 1
 
 

@@ -18,7 +18,8 @@ from benchmarks.soak.memory import compute_trend
 from tgis.errors import InvalidRequest
 from tgis.frontend.budget import Account, MemoryBudget
 from tgis.frontend.calls import CallKind, GenerateCall
-from tgis.frontend.metrics import FailureReason, Metrics
+from tgis.frontend.metric_families import FailureReason
+from tgis.frontend.metrics import Metrics
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.messages import StepStats
@@ -121,10 +122,10 @@ def make_calls(server: Metrics, log: ClientLog) -> None:
 def discrepancies_after(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
     """The discrepancies after these calls and one change."""
     server, log = metrics(), ClientLog()
-    before = reconcile.parse_metrics(b"".join(server.scrape()).decode())
+    before = reconcile.parse_metrics(server.scrape().decode())
     make_calls(server, log)
     change(server, log)
-    return list(reconcile.discrepancies(before, reconcile.parse_metrics(b"".join(server.scrape()).decode()), log))
+    return list(reconcile.discrepancies(before, reconcile.parse_metrics(server.scrape().decode()), log))
 
 
 def test_matching_counters_reconcile() -> None:
@@ -166,7 +167,7 @@ def test_inputs_of_a_call_cancelled_before_queueing_are_counted_as_ended() -> No
         raise asyncio.CancelledError
     with pytest.raises(InvalidRequest), RequestLog(batch_of(2), server, log_text=False):
         raise InvalidRequest("field", "is bad")
-    found = reconcile.parse_metrics(b"".join(server.scrape()).decode())
+    found = reconcile.parse_metrics(server.scrape().decode())
     assert found["tgi_request_failure_total", "cancelled"] == 3
     assert found["tgi_request_failure_total", "validation"] == 1
 

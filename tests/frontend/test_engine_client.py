@@ -1,35 +1,166 @@
-"""tgis.frontend.engine_client: the engine process as a process. Its messages are tested with what they are about."""
+"""tgis.frontend.engine_client: what it asks the engine process, and what becomes of the answers."""
 
 import asyncio
-import signal
-import subprocess
-from types import SimpleNamespace
+import contextlib
 
+import msgspec
+import pytest
+from batches import EOS, limits, request
 from harness import run_async
 
+from tgis.batcher.batcher import Batcher
+from tgis.errors import Unavailable
+from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
+from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
+from tgis.ipc.batch_state import BatchState
+from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.grammars import GrammarCompiled
+from tgis.ipc.messages import Cancel, EngineInfo, Fatal, FromEngine, GetBatchState, Ready, ToEngine
 
-ENGINE_WITH_COMPILER = "sleep 1000 & echo started; wait"
+EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
+BUSY = msgspec.structs.replace(EMPTY, num_running=3)
+
+
+class FakeTransport:
+    """Collects what the client sends; stands in for its transport."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToEngine] = []
+        self._reader = FrameReader(ToEngine)
+
+    def write(self, data: bytes) -> None:
+        self.sent += self._reader.feed(data)
+
+
+class ExitedProcess:
+    """Stands in for the engine process after its end."""
+
+    async def wait(self) -> int:
+        return -11
+
+
+INFO = EngineInfo("fake", "Fake", "none", "none", 257, False, False, 4, 1000, 64)
+
+
+def connect(client: EngineClient) -> FakeTransport:
+    client._transport = transport = FakeTransport()  # type: ignore[assignment]
+    client._process = ExitedProcess()  # type: ignore[assignment]
+    return transport
+
+
+async def ask(client: EngineClient) -> asyncio.Task[BatchState]:
+    """Ask for the state of the batch, without waiting for the answer."""
+    question = asyncio.create_task(client.batch_state())
+    await asyncio.sleep(0)
+    return question
 
 
 @run_async
-async def test_a_kill_ends_what_the_engine_process_has_started() -> None:
+async def test_the_state_of_the_batch_needs_an_engine_that_is_ready_and_alive() -> None:
     client = EngineClient()
-    client._process = process = await asyncio.create_subprocess_exec(
-        "sh", "-c", ENGINE_WITH_COMPILER, stdout=asyncio.subprocess.PIPE, process_group=0
-    )
-    assert process.stdout is not None
-    assert await process.stdout.readline() == b"started\n"
-    client.kill("a test")
-    assert await process.wait() == -signal.SIGKILL
-    assert await process.stdout.read() == b""  # once nobody is left who has the writing end open
-    client.kill("again")
+    transport = connect(client)
+    with pytest.raises(Unavailable, match="still loading"):
+        await client.batch_state()
+    assert transport.sent == []  # EngineOptions must come first
+    client.handle(Ready(INFO))
+    pending = await ask(client)
+    assert transport.sent == [GetBatchState()]
+    (received,) = FrameReader(FromEngine).feed(encode_frame(BUSY))
+    client.handle(received)
+    assert await pending == BUSY
+    client.handle(Fatal("the device is lost"))
+    client.connection_lost(None)
+    with pytest.raises(Unavailable, match="the device is lost"):
+        await client.batch_state()
 
 
 @run_async
-async def test_a_kill_may_come_after_the_end_that_asyncio_has_not_noticed_yet() -> None:
+async def test_concurrent_questions_share_one_message() -> None:
     client = EngineClient()
-    with subprocess.Popen(["true"], process_group=0) as process:
-        process.wait()
-    client._process = SimpleNamespace(pid=process.pid, returncode=None)  # type: ignore[assignment]
-    client.kill("a test")
+    transport = connect(client)
+    client.handle(Ready(INFO))
+    questions = [await ask(client) for _ in range(100)]
+    assert transport.sent == [GetBatchState()]
+    client.handle(EMPTY)
+    assert await asyncio.gather(*questions) == [EMPTY] * 100
+    again = await ask(client)
+    client.handle(BUSY)
+    assert await again == BUSY
+
+
+@run_async
+async def test_a_question_times_out_and_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "BATCH_STATE_TIMEOUT", 0.0)
+    client = EngineClient()
+    transport = connect(client)
+    client.handle(Ready(INFO))
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="in a step that has taken 0 s by now, or it hangs"):
+            await client.batch_state()
+    assert transport.sent == [GetBatchState()]
+    client.handle(EMPTY)
+
+
+@run_async
+async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
+    client = EngineClient()
+    connect(client)
+    client.handle(Ready(INFO))
+    question = await ask(client)
+
+    async def look_up() -> None:
+        async with client.look_up(ResolveAdapter(5, "x"), AdapterResolved, timeout=1e6):
+            pass
+
+    lookup = asyncio.create_task(look_up())
+    with client.submit([request(1)], eager=True, arrived=0.0) as (queue,):
+        await asyncio.sleep(0)
+        client.connection_lost(None)
+        for waiting in (question, lookup, queue.get(), look_up()):
+            with pytest.raises(Unavailable, match="the engine process has ended"):
+                await waiting
+    assert await client.died == "the engine process was ended by signal 11"
+
+
+@run_async
+async def test_calls_that_end_together_are_cancelled_in_one_message() -> None:
+    client = EngineClient()
+    transport = connect(client)
+    with contextlib.ExitStack() as calls:
+        for number in range(1, 4):
+            calls.enter_context(client.submit([request(number)], eager=True, arrived=0.0))
+        del transport.sent[:]
+    await asyncio.sleep(0)
+    assert [sorted(message.ids) for message in transport.sent if isinstance(message, Cancel)] == [[1, 2, 3]]
+    with client.submit([request(4)], eager=True, arrived=0.0):
+        pass
+    await asyncio.sleep(0)
+    assert transport.sent[-1] == Cancel([4])
+
+
+@run_async
+async def test_answers_to_questions_are_not_progress() -> None:
+    """An engine process whose steps hang still reads files, in other threads."""
+    client = EngineClient()
+    connect(client)
+    client.handle(Ready(INFO))
+    with client.submit([request(1)], eager=True, arrived=0.0):
+        client._watchdog._last_progress -= 500
+        pending = await ask(client)
+        client.handle(EMPTY)
+        await pending
+        client.handle(AdapterResolved(1, length=3))
+        client.handle(GrammarCompiled(2))
+        assert client.seconds_stalled() >= 500
+
+
+@run_async
+async def test_a_lookup_times_out_and_is_cancelled() -> None:
+    client = EngineClient()
+    transport = connect(client)
+    async with client.look_up(ResolveAdapter(5, "x"), AdapterResolved, timeout=0.01) as found:
+        assert found is None
+    await asyncio.sleep(0)
+    assert transport.sent == [ResolveAdapter(5, "x"), Cancel([5])]
+    client.handle(AdapterResolved(5, length=3))  # late: ignored

@@ -7,7 +7,7 @@ from batches import request
 from harness import run_async
 
 from tgis.errors import Unavailable
-from tgis.frontend.output_queue import NewTokens, OutputQueue, WakeUps
+from tgis.frontend.output_queue import NewTokens, OutputQueue
 from tgis.ipc.request import StopReason, TokenLogprobs
 
 NOT_FINISHED, MAX_TOKENS = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS
@@ -34,8 +34,7 @@ async def test_an_eager_consumer_wakes_at_every_step() -> None:
     queue = OutputQueue(request(1), eager=True, arrived=0.0)
     for tokens in ([1], [2, 3]):
         consumer = await pending(queue)
-        assert queue.put(tokens, [], NOT_FINISHED)
-        queue.wake_up()
+        queue.put(tokens, [], NOT_FINISHED)
         assert await consumer == NewTokens(tokens, merged=False)
 
 
@@ -43,11 +42,10 @@ async def test_an_eager_consumer_wakes_at_every_step() -> None:
 async def test_any_other_consumer_wakes_at_the_end() -> None:
     queue = OutputQueue(request(1), eager=False, arrived=0.0)
     consumer = await pending(queue)
-    assert not queue.put([1], [], NOT_FINISHED)
+    queue.put([1], [], NOT_FINISHED)
     await asyncio.sleep(0)
     assert not consumer.done()
-    assert queue.put([2], [], MAX_TOKENS)
-    queue.wake_up()
+    queue.put([2], [], MAX_TOKENS)
     assert await consumer == NewTokens([1, 2], [], MAX_TOKENS, merged=True)
 
 
@@ -65,33 +63,3 @@ def test_an_error_is_raised_after_the_tokens_before_it(eager: bool) -> None:
                 await queue.get()
 
     fail()
-
-
-@run_async
-async def test_consumers_are_woken_in_turn_and_not_all_in_one_iteration() -> None:
-    queues = [OutputQueue(request(number), eager=True, arrived=0.0) for number in range(1000)]
-    order: list[int] = []
-    for queue in queues:
-        consumer = await pending(queue)
-        consumer.add_done_callback(lambda _, number=queue.request.id: order.append(number))  # type: ignore[misc]
-    wake_ups, woken_at_once = WakeUps(), []
-    for step in range(2):  # the second comes before all have been woken
-        for queue in queues:
-            if queue.put([step], [], NOT_FINISHED):
-                wake_ups.append(queue)
-        wake_ups.start()
-    while len(order) < len(queues):
-        num_woken = len(order)
-        await asyncio.sleep(0)
-        woken_at_once.append(len(order) - num_woken)
-    assert order == [queue.request.id for queue in queues]
-    assert max(woken_at_once) <= 100
-
-
-@run_async
-async def test_a_consumer_that_was_behind_needs_no_second_wake_up() -> None:
-    queue = OutputQueue(request(1), eager=True, arrived=0.0)
-    assert queue.put([1], [], NOT_FINISHED)
-    assert not queue.put([2], [], NOT_FINISHED)
-    assert await queue.get() == NewTokens([1, 2], merged=True)
-    assert queue.put([3], [], NOT_FINISHED)

@@ -1,4 +1,4 @@
-"""tgis.frontend.service_metrics: what is exported from the first second, and what changes it."""
+"""tgis.frontend.metrics, of the service itself: what is exported from the first second, and what changes it."""
 
 import asyncio
 import os
@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import samples, value
 
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.loop_lag import watch_event_loop
-from tgis.frontend.service_metrics import ServiceMetrics, ServiceState
+from tgis.frontend.metric_families import ServiceState
+from tgis.frontend.metrics import ServiceMetrics
 from tgis.ipc.adapters import AdapterRef
 from tgis.ipc.messages import EngineInfo, Heartbeat, Step, StepStats
 from tgis.ipc.request import Request
@@ -46,9 +46,7 @@ def metrics() -> ServiceMetrics:
 
 def test_the_scrape_has_exactly_the_documented_families(metrics: ServiceMetrics) -> None:
     metrics.engine_started(os.getpid())
-    families = [
-        (family.name, family.type) for family in text_string_to_metric_families(b"".join(metrics.scrape()).decode())
-    ]
+    families = [(family.name, family.type) for family in text_string_to_metric_families(metrics.scrape().decode())]
     assert {(name, kind) for name, kind in families if name.startswith("tgi_") and "process" not in name} == {
         *((name, "gauge") for name in GAUGES),
         ("tgi_event_loop_lag_duration", "histogram"),
@@ -74,17 +72,11 @@ async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
 
 @run_async
 async def test_what_holds_the_event_loop_is_in_the_metrics(metrics: ServiceMetrics) -> None:
-    late = asyncio.Event()
-
-    def observe(duration: float) -> None:
-        metrics.event_loop_late(duration)
-        if duration > 0.19:
-            late.set()
-
-    watch = asyncio.create_task(watch_event_loop(observe, interval=0.001))
+    watch = asyncio.create_task(metrics.watch_event_loop(interval=0.001))
     await asyncio.sleep(0)  # it watches
     time.sleep(0.2)  # this is what it is to notice
-    await late.wait()
+    while value(metrics, "tgi_event_loop_lag_duration_count") == 0:
+        await asyncio.sleep(0)
     watch.cancel()
     assert value(metrics, "tgi_event_loop_lag_duration_sum") > 0.19
 

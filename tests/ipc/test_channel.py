@@ -5,18 +5,18 @@ import subprocess
 import sys
 
 from tgis.ipc.framing import FrameReader, encode_frame
-from tgis.ipc.messages import Fatal, FromEngine, GetSnapshot, Heartbeat
+from tgis.ipc.messages import Fatal, FromEngine, GetBatchState, Heartbeat
 
 CHILD = """
 import socket, sys, threading
 from tgis.ipc.channel import Channel
-from tgis.ipc.messages import GetSnapshot, Heartbeat, ToEngine
+from tgis.ipc.messages import GetBatchState, Heartbeat, ToEngine
 
 def handle(_message):
     raise RuntimeError("can't start new thread")
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])), ToEngine)
-channel.handle_inline(GetSnapshot, handle)
+channel.handle_inline(GetBatchState, handle)
 channel.send(Heartbeat(0, 0))  # nothing is sent to it before
 threading.Event().wait()
 """
@@ -41,7 +41,7 @@ def ended_by(sent: bytes) -> tuple[int, list[object]]:
 
 
 def test_a_message_that_cannot_be_handled_ends_the_process() -> None:
-    code, said = ended_by(encode_frame(GetSnapshot()))
+    code, said = ended_by(encode_frame(GetBatchState()))
     assert code == 1
     assert said == [Fatal('a message could not be handled: RuntimeError("can\'t start new thread")')]
 

@@ -14,9 +14,9 @@ from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, pa
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
+from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import Request, StopReason
-from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
 
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
 _MAX_SOLO_FAILURES = 2  # one may be an accident
@@ -168,11 +168,11 @@ class Batcher:
         taken, self._counters = self._counters, BatcherCounters()
         return taken
 
-    def snapshot(self, now: float, max_seqs: int) -> Snapshot:
-        """The batch and the queue, with at most `max_seqs` sequences of each."""
+    def state(self, now: float, max_seqs: int) -> BatchState:
+        """What runs and waits, with at most `max_seqs` sequences of each."""
         limits, capacity = self._limits, self._capacity
         last, when = self._last_wait_reason or (None, now)
-        return Snapshot(
+        return BatchState(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             wait_reason=self._wait_reason,

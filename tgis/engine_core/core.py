@@ -14,7 +14,7 @@ from tgis.ipc.messages import (
     Cancel,
     Failed,
     FailureKind,
-    GetSnapshot,
+    GetBatchState,
     PromptLogprobs,
     Shutdown,
     Step,
@@ -31,7 +31,7 @@ from tgis.utils.thread_pool import started_pool
 log = logging.getLogger(__name__)
 
 _DETAILS_PER_MESSAGE = 2048  # tokens and candidates
-_MAX_SNAPSHOT_SEQS = 100  # of those that run and of those that wait
+_MAX_SHOWN_SEQS = 100  # of those that run and of those that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class EngineCore:
                         self.resolver.release(ids)
                     if self.grammars:
                         self.grammars.release(ids)
-                case GetSnapshot():
-                    self.channel.send(self.batcher.snapshot(time.monotonic(), _MAX_SNAPSHOT_SEQS))
+                case GetBatchState():
+                    self.channel.send(self.batcher.state(time.monotonic(), _MAX_SHOWN_SEQS))
                 case Shutdown():
                     return False
                 case _:

@@ -106,7 +106,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 def _read_templates(directory: Path) -> dict[str, str]:
-    """By name, from where transformers looks for them: files of their own, else the tokenizer's configuration."""
+    """Read the templates by name, where transformers looks: template files, else the tokenizer's configuration."""
     files = {_DEFAULT: directory / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     found = {name: read_text(path) for name, path in files.items() if path.is_file()}

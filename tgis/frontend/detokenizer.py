@@ -54,7 +54,7 @@ class TokenDecoder:
         self.hidden_eos_ids = frozenset(eos_ids if output_special_tokens else ())
 
     def variant(self, *, output_special_tokens: bool, hide_eos: bool = True) -> "TokenDecoder":
-        """The same, but with or without special tokens, and maybe with a final EOS, too."""
+        """A decoder of the same tokenizer, with or without special tokens and a final EOS in the text."""
         return TokenDecoder(
             self.tokenizer,
             self._eos_ids if hide_eos else (),
@@ -68,7 +68,7 @@ class TokenDecoder:
         return not self.tokenizer.token_text(token_id)
 
     def token_bytes(self, previous: int | None, token_id: int) -> bytes:
-        """What the token adds after `previous`, the last token not skipped; None for the first token."""
+        """The bytes that a token adds after `previous`, the last token not skipped; None for the first token."""
         if previous is None:
             return self._cached_bytes(self._before_first, token_id)
         return self._cached_bytes(previous if self._context_dependent else self._placeholder, token_id)

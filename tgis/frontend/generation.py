@@ -12,12 +12,12 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, Unavailable
-from tgis.frontend.adapters import AdapterClient
 from tgis.frontend.calls import Account, CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.grammars import GrammarClient
-from tgis.frontend.metrics import FailureReason, Metrics
+from tgis.frontend.lookups import Lookups
+from tgis.frontend.metric_families import FailureReason
+from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
 from tgis.frontend.output_queue import OutputQueue
 from tgis.frontend.request_log import RequestLog
@@ -68,8 +68,7 @@ class Generator:
         server_info: ServerInfo,
         client: EngineClient,
         decoder: TokenDecoder,
-        adapters: AdapterClient,
-        grammars: GrammarClient,
+        lookups: Lookups,
         metrics: Metrics,
     ) -> None:
         self.server_info = server_info
@@ -81,8 +80,7 @@ class Generator:
         }
         self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # of every token
         self._tokenizer = decoder.tokenizer
-        self._adapters = adapters
-        self._grammars = grammars
+        self._lookups = lookups
         self._metrics = metrics
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
@@ -101,7 +99,7 @@ class Generator:
             return []
         with log, self._admission(call):
             params = self._resolve_params(call)
-            async with self._lookups(call, params) as (adapter, grammar):
+            async with self._look_up(call, params) as (adapter, grammar):
                 requests = await self._prepare(call, params, adapter, grammar, log)
                 eager = bool(params.given.stop_sequences)
                 with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
@@ -122,7 +120,7 @@ class Generator:
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         with log, self._admission(call):
             params = self._resolve_params(call)
-            async with self._lookups(call, params) as (adapter, grammar):
+            async with self._look_up(call, params) as (adapter, grammar):
                 requests = await self._prepare(call, params, adapter, grammar, log)
                 with self._client.submit(requests, eager=True, arrived=log.started) as queues:
                     outputs = log.track(self._output_builders(queues, call, params))
@@ -148,7 +146,7 @@ class Generator:
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
         per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
         call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
-        async with self._adapters.acquire(call.adapter):
+        async with self._lookups.adapter(call.adapter):
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
             wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
@@ -214,13 +212,13 @@ class Generator:
         return validate(call.params, self.server_info.limits)
 
     @asynccontextmanager
-    async def _lookups(
+    async def _look_up(
         self, call: GenerateCall, params: ResolvedParams
     ) -> AsyncIterator[tuple[AdapterRef | None, int | None]]:
         """What the engine process keeps for the call until the block is left."""
         async with (
-            self._adapters.acquire(call.adapter) as adapter,
-            self._grammars.acquire(params.given.grammar) as grammar,
+            self._lookups.adapter(call.adapter) as adapter,
+            self._lookups.grammar(params.given.grammar) as grammar,
         ):
             yield adapter, grammar
 

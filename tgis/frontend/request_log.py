@@ -9,7 +9,8 @@ import msgspec
 
 from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable, Unimplemented
 from tgis.frontend.calls import CallKind, GenerateCall
-from tgis.frontend.metrics import FailureReason, Metrics
+from tgis.frontend.metric_families import FailureReason
+from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, OutputBuilder
 from tgis.frontend.sampling_params import ResolvedParams
 from tgis.ipc.request import Request, SamplingParams, StopReason
@@ -110,7 +111,7 @@ class RequestLog:
         )
 
     def _request_id(self, output: OutputBuilder) -> str | int:
-        """As in vllm-tgis-adapter: the correlation id, in unary calls with the index; without one, the engine's id."""
+        """The correlation id with the index of the output, as in vllm-tgis-adapter; else the engine's id."""
         if self._call.correlation_id is None:
             return output.queue.request.id
         alone = self._call.kind is CallKind.STREAM and len(self._outputs) == 1
@@ -138,7 +139,7 @@ class RequestLog:
 
 
 def _num_generated(output: OutputBuilder) -> int:
-    """Tokens of the answer; without one, those generated until the call was cancelled or failed."""
+    """Tokens of the answer, or those generated until the call was cancelled or failed."""
     return output.num_generated if output.stop_reason else output.queue.num_tokens
 
 
@@ -157,7 +158,7 @@ def _describe_params(output: OutputBuilder) -> str:
 
 
 def _level(error_type: type[RequestError]) -> int:
-    """Of an error of the engine: a grammar that cannot be followed is the client's."""
+    """The log level of an error of the engine; a grammar that cannot be followed is the client's."""
     return logging.INFO if issubclass(error_type, InvalidRequest) else logging.ERROR
 
 

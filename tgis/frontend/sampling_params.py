@@ -109,9 +109,7 @@ class ResolvedParams:
     include_stop_sequence: bool
 
     def seeded(self, default_seed: int, number: int = 0) -> "ResolvedParams":
-        """For one output of an input: the given seed, which is that of all inputs of the call, else its own. Further
-        outputs of an input count up from the given seed.
-        """
+        """Parameters of output `number` of an input: with the seed of the call plus `number`, else `default_seed`."""
         if self.sampling_params.greedy:
             return self
         seed = default_seed if self.given.seed is None else (self.given.seed + number) % 2**64

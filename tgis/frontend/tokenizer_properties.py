@@ -44,7 +44,7 @@ class CutRule:
 
 
 def cut_rule(description: dict[str, Any]) -> CutRule | None:
-    """None unless it is certain that the parts give the tokens of the whole."""
+    """How to cut texts so that the parts give the tokens of the whole; None unless that is certain."""
     added = [token["content"] for token in description.get("added_tokens") or ()]
     if any(" " in content.strip(" ") or _SPACE in content for content in added) or _strips(description, "rstrip"):
         return None
@@ -65,7 +65,7 @@ def cut_rule(description: dict[str, Any]) -> CutRule | None:
 
 
 def max_bytes_per_token(description: dict[str, Any]) -> int | None:
-    """None unless it is certain that no token stands for more bytes of the text."""
+    """The most bytes of a text that one token stands for; None unless that is certain."""
     model, pre_tokenizers = description["model"], _members(description.get("pre_tokenizer"))
     normalizers = _members(description.get("normalizer"))
     if model["type"] != "BPE" or _strips(description, "lstrip") or _strips(description, "rstrip"):
@@ -83,7 +83,7 @@ def max_bytes_per_token(description: dict[str, Any]) -> int | None:
 
 
 def _members(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a sequence, without the sequence."""
+    """The steps of a pipeline as a flat list, with nested sequences unpacked."""
     if step is None:
         return []
     if step["type"] != "Sequence":
@@ -119,7 +119,7 @@ def _space(normalizers: list[dict[str, Any]], pre_tokenizers: list[dict[str, Any
 
 
 def _never_joins(model: dict[str, Any], space: str) -> bool:
-    """Whether the tokens before a space after a letter or digit never depend on what follows, and the other way."""
+    """Whether tokens on the two sides of a space after a letter or digit never depend on each other."""
     looks_at_words = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
     if model["type"] not in ("BPE", "Unigram") or any(map(model.get, looks_at_words)):
         return False

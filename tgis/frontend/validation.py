@@ -84,7 +84,7 @@ def _check_logit_bias(logit_bias: Mapping[int, float], limits: RequestLimits) ->
 def check_num_bytes(
     texts: Sequence[str], fields: Sequence[str], limits: RequestLimits, max_bytes_per_token: int | None
 ) -> None:
-    """Refuse what is too long, however it is tokenized, before it is."""
+    """Refuse texts, before they are tokenized, that have more bytes than any input can have."""
     if max_bytes_per_token is None:
         return
     most = limits.max_sequence_length * max_bytes_per_token
@@ -137,7 +137,7 @@ def make_request(
 
 
 def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limits: RequestLimits, field: str) -> None:
-    """Whether an input leaves room for the output that is wanted."""
+    """InvalidRequest unless an input leaves room for the output that is wanted."""
     max_length = limits.max_sequence_length
     min_new_tokens, max_new_tokens = params.sampling_params.min_new_tokens, params.given.max_new_tokens
     if not length:
@@ -155,7 +155,7 @@ def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limi
 
 
 def _max_new_tokens(length: int, adapter: AdapterRef | None, params: ResolvedParams, limits: RequestLimits) -> int:
-    """What the maximum sequence length leaves; with `fill_context` no more than can run either, if that is enough."""
+    """The new tokens asked for, as far as they fit; with `fill_context` also limited to what can run, if enough."""
     max_new_tokens = min(params.given.max_new_tokens, limits.max_sequence_length - length)
     if not params.fill_context:
         return max_new_tokens

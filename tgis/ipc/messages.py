@@ -9,9 +9,9 @@ import enum
 import msgspec
 
 from tgis.ipc.adapters import AdapterResolved, AdapterStoreOptions, ResolveAdapter
+from tgis.ipc.batch_state import BatchState
 from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarLimits, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
-from tgis.ipc.snapshot import Snapshot
 
 _logprobs_encoder = msgspec.msgpack.Encoder()
 _logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprobs])
@@ -89,8 +89,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     ids: list[int]
 
 
-class GetSnapshot(msgspec.Struct, frozen=True, tag="get_snapshot"):
-    """Asks for a Snapshot, sent between two steps."""
+class GetBatchState(msgspec.Struct, frozen=True, tag="get_batch_state"):
+    """Asks for a BatchState, sent between two steps."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -199,5 +199,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Vocabulary | Submit | ResolveAdapter | CompileGrammar | Cancel | GetSnapshot | Shutdown
-FromEngine = Ready | PromptLogprobs | Step | Failed | AdapterResolved | GrammarCompiled | Snapshot | Heartbeat | Fatal
+ToEngine = EngineOptions | Vocabulary | Submit | ResolveAdapter | CompileGrammar | Cancel | GetBatchState | Shutdown
+FromEngine = Ready | PromptLogprobs | Step | Failed | AdapterResolved | GrammarCompiled | BatchState | Heartbeat | Fatal

@@ -16,7 +16,7 @@ from tgis.api.http.errors import HttpError
 from tgis.api.http.pages import batch
 from tgis.api.http.pages.page import NO_STORE, wants_page
 from tgis.errors import Unavailable
-from tgis.ipc.snapshot import Snapshot
+from tgis.ipc.batch_state import BatchState
 
 SCRAPE_INTERVAL_SECONDS = 0.1  # a scrape takes the event loop about 10 ms, in parts
 SCRAPE_PAUSE = 19  # times as long as the scrape before: on a busy loop one takes longer
@@ -33,7 +33,7 @@ class Probes:
         unhealthy_reason: Callable[[], str | None],
         scrape: Callable[[], Iterable[bytes]],
         auth: HttpAuth,
-        snapshot: Callable[[], Awaitable[Snapshot]] | None = None,
+        snapshot: Callable[[], Awaitable[BatchState]] | None = None,
     ) -> None:
         self._unhealthy_reason = unhealthy_reason
         self._scrape = scrape

@@ -9,7 +9,7 @@ from html import escape
 import msgspec
 
 from tgis.api.http.pages.page import Page, make_page
-from tgis.ipc.snapshot import RequestState, Snapshot, WaitReason
+from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
 
 REFRESH_SECONDS = 2
 UNLIMITED = 1 << 40
@@ -49,23 +49,21 @@ meter { width: min(9rem, 12vw); }
 """
 
 
-def render_json(snapshot: Snapshot) -> str:
-    """The snapshot and advice as indented JSON."""
-    reason = snapshot.wait_reason or snapshot.last_wait_reason
-    fields = msgspec.structs.asdict(snapshot) | {"advice": _ADVICE[reason] if reason else None}
+def render_json(state: BatchState) -> str:
+    """The state of the batch and advice as indented JSON."""
+    reason = state.wait_reason or state.last_wait_reason
+    fields = msgspec.structs.asdict(state) | {"advice": _ADVICE[reason] if reason else None}
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode() + "\n"
 
 
-def render_page(snapshot: Snapshot) -> Page:
-    title = f"{snapshot.num_running:,} running, {snapshot.num_waiting:,} waiting"
-    css_class = "wait" if snapshot.num_waiting else "ok"
-    return _page(
-        title, _banner(css_class, _why_waiting(snapshot)) + _capacity(snapshot) + _queue(snapshot) + _running(snapshot)
-    )
+def render_page(state: BatchState) -> Page:
+    title = f"{state.num_running:,} running, {state.num_waiting:,} waiting"
+    css_class = "wait" if state.num_waiting else "ok"
+    return _page(title, _banner(css_class, _why_waiting(state)) + _capacity(state) + _queue(state) + _running(state))
 
 
 def render_error(reason: str) -> Page:
-    """The page shown when there is no snapshot."""
+    """The page shown when the state of the batch is not known."""
     return _page("Unavailable", _banner("bad", [reason]))
 
 
@@ -79,59 +77,57 @@ def _banner(css_class: str, lines: list[str]) -> str:
     return f'<div class="{css_class}">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'
 
 
-def _why_waiting(snapshot: Snapshot) -> list[str]:
+def _why_waiting(state: BatchState) -> list[str]:
     """Why the first request waits, or why the last one had to, and what would help."""
-    if snapshot.num_waiting and snapshot.wait_reason:
-        first = snapshot.waiting_requests[0]
+    if state.num_waiting and state.wait_reason:
+        first = state.waiting_requests[0]
         size = first.prompt_tokens + first.generated_tokens + first.remaining_tokens
         return [
             f"Request {first.id} is first in the queue, waiting for {first.seconds_since_arrival:,.1f} s: "
-            f"{snapshot.wait_reason}. It may need up to {size:,} tokens of context.",
-            _ADVICE[snapshot.wait_reason],
+            f"{state.wait_reason}. It may need up to {size:,} tokens of context.",
+            _ADVICE[state.wait_reason],
         ]
-    if snapshot.num_waiting:
+    if state.num_waiting:
         return ["The first request in the queue will be considered in the next step."]
-    if snapshot.last_wait_reason and snapshot.seconds_since_last_wait is not None:
+    if state.last_wait_reason and state.seconds_since_last_wait is not None:
         return [
-            f"The queue is empty. {snapshot.seconds_since_last_wait:,.1f} s ago a request had to wait: "
-            f"{snapshot.last_wait_reason}.",
-            _ADVICE[snapshot.last_wait_reason],
+            f"The queue is empty. {state.seconds_since_last_wait:,.1f} s ago a request had to wait: "
+            f"{state.last_wait_reason}.",
+            _ADVICE[state.last_wait_reason],
         ]
     return ["The queue is empty, and no request has had to wait since the start."]
 
 
-def _capacity(snapshot: Snapshot) -> str:
-    limit, shape = snapshot.token_capacity, "batch size x longest" if snapshot.padded else "all requests"
-    context = _limit_text(limit, snapshot.initial_token_capacity)
-    prefill = _limit_text(snapshot.max_prefill_tokens, snapshot.initial_max_prefill_tokens)
-    size, now, peak = snapshot.max_batch_size, snapshot.context_tokens, snapshot.peak_context_tokens
+def _capacity(state: BatchState) -> str:
+    limit, shape = state.token_capacity, "batch size x longest" if state.padded else "all requests"
+    context = _limit_text(limit, state.initial_token_capacity)
+    prefill = _limit_text(state.max_prefill_tokens, state.initial_max_prefill_tokens)
+    size, now, peak = state.max_batch_size, state.context_tokens, state.peak_context_tokens
     rows = [
-        _table_row("Batch size", snapshot.num_running, size, (snapshot.num_running, size), "MAX_BATCH_SIZE"),
+        _table_row("Batch size", state.num_running, size, (state.num_running, size), "MAX_BATCH_SIZE"),
         _table_row(f"Context tokens, {shape}", now, context, (now, limit), "memory, BATCH_SAFETY_MARGIN"),
         _table_row("Peak context tokens, if all run to their limit", peak, context, (peak, limit), ""),
         _table_row("Prefill tokens per step", "", prefill, "", "MAX_BATCH_PREFILL_TOKENS"),
     ]
-    if snapshot.padded:
+    if state.padded:
         rows.append(
-            _table_row("Padding per prefill", "", f"{snapshot.max_prefill_padding:.0%}", "", "MAX_PREFILL_PADDING")
+            _table_row("Padding per prefill", "", f"{state.max_prefill_padding:.0%}", "", "MAX_PREFILL_PADDING")
         )
-    if not snapshot.chunked_prefill:
-        rows.append(
-            _table_row("Decode steps between prefills", "", snapshot.max_waiting_tokens, "", "MAX_WAITING_TOKENS")
-        )
+    if not state.chunked_prefill:
+        rows.append(_table_row("Decode steps between prefills", "", state.max_waiting_tokens, "", "MAX_WAITING_TOKENS"))
     return _table("Capacity", ["", "now", "limit", "", "set by"], rows)
 
 
-def _queue(snapshot: Snapshot) -> str:
-    rows = [_table_row(position, *_state(request)) for position, request in enumerate(snapshot.waiting_requests, 1)]
+def _queue(state: BatchState) -> str:
+    rows = [_table_row(position, *_state(request)) for position, request in enumerate(state.waiting_requests, 1)]
     headers = ["position", "request", "waiting", "prompt tokens", "generated", "remaining"]
-    return _table("Queue", headers, rows, snapshot.num_waiting - len(rows))
+    return _table("Queue", headers, rows, state.num_waiting - len(rows))
 
 
-def _running(snapshot: Snapshot) -> str:
-    rows = [_table_row(*_state(request), *_progress(request)) for request in snapshot.running_requests]
+def _running(state: BatchState) -> str:
+    rows = [_table_row(*_state(request), *_progress(request)) for request in state.running_requests]
     headers = ["request", "age", "prompt tokens", "generated", "remaining", "progress", ""]
-    return _table("Running", headers, rows, snapshot.num_running - len(rows))
+    return _table("Running", headers, rows, state.num_running - len(rows))
 
 
 def _state(request: RequestState) -> tuple[int, float, int, int, int]:

@@ -1,4 +1,4 @@
-"""tgis.frontend.adapters: what a call that names an adapter gets, without an engine."""
+"""tgis.frontend.lookups: what a call that names an adapter or a grammar gets, without an engine."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,40 +9,46 @@ import pytest
 from harness import run_async
 
 from tgis import config, server
-from tgis.errors import InvalidRequest, OptionError, StartError
-from tgis.frontend.adapters import AdapterClient
+from tgis.errors import InvalidRequest, OptionError, Overloaded, RequestError, StartError
+from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions
+from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions, ResolveAdapter
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarSpec
+
+Answer = AdapterResolved | GrammarCompiled | None
 
 
 class FakeEngineClient:
     """Gives every lookup the same answer."""
 
-    def __init__(self, answer: AdapterResolved | None) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.open: list[str] = []
+        self.open: list[ResolveAdapter | CompileGrammar] = []
+
+    def next_id(self) -> int:
+        return 7
 
     @asynccontextmanager
-    async def acquire_adapter(self, adapter_id: str) -> AsyncIterator[AdapterResolved | None]:
-        self.open.append(adapter_id)
+    async def look_up(
+        self, lookup: ResolveAdapter | CompileGrammar, _expected: type, _timeout: float
+    ) -> AsyncIterator[Answer]:
+        self.open.append(lookup)
         try:
             yield self.answer
         finally:
-            self.open.remove(adapter_id)
+            self.open.remove(lookup)
 
 
-def make_client(
-    answer: AdapterResolved | None, reason: str | None = None
-) -> tuple[AdapterClient, FakeEngineClient, Metrics]:
+def make_client(answer: Answer, reason: str | None = None) -> tuple[Lookups, FakeEngineClient, Metrics]:
     engine: Any = FakeEngineClient(answer)
     metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    return AdapterClient(engine, metrics, reason), engine, metrics
+    return Lookups(engine, metrics, 2.5, why_no_adapters=reason, why_no_grammars=reason), engine, metrics
 
 
 def failures_and_loads(metrics: Metrics) -> tuple[str, str]:
     """The counters, as scraped."""
-    lines = b"".join(metrics.scrape()).decode().splitlines()
+    lines = metrics.scrape().decode().splitlines()
     names = ("tgi_prompt_load_failure ", "tgi_prompt_load_duration_count ")
     failed, loaded = (next(line.split()[1] for line in lines if line.startswith(name)) for name in names)
     return failed, loaded
@@ -51,7 +57,7 @@ def failures_and_loads(metrics: Metrics) -> tuple[str, str]:
 @run_async
 async def test_a_call_without_an_adapter_looks_nothing_up() -> None:
     adapters, _, metrics = make_client(None, reason="no adapter store was configured")
-    async with adapters.acquire(None) as adapter:
+    async with adapters.adapter(None) as adapter:
         assert adapter is None
     assert failures_and_loads(metrics) == ("0.0", "0.0")
 
@@ -61,13 +67,13 @@ async def test_an_adapter_is_kept_until_the_call_ends() -> None:
     adapters, engine, metrics = make_client(
         AdapterResolved(7, length=5, decoder_length=2, version=3, rank=16, loaded=True)
     )
-    async with adapters.acquire(("adapter_id", "a/b")) as adapter:
+    async with adapters.adapter(("adapter_id", "a/b")) as adapter:
         assert adapter == AdapterRef("a/b", 5, 2, 7, 3, 16)
-        assert engine.open == ["a/b"]
+        assert engine.open == [ResolveAdapter(7, "a/b")]
     assert engine.open == []
     assert failures_and_loads(metrics) == ("0.0", "1.0")
     engine.answer = AdapterResolved(8, length=5, version=3)
-    async with adapters.acquire(("prefix_id", "a/b")):
+    async with adapters.adapter(("prefix_id", "a/b")):
         pass
     assert failures_and_loads(metrics) == ("0.0", "1.0")
 
@@ -115,7 +121,7 @@ def test_errors_use_the_words_of_tgis(case: str) -> None:
     async def ask() -> None:
         adapters, engine, metrics = make_client(answer)
         with pytest.raises(InvalidRequest) as caught:
-            async with adapters.acquire((field, "x")):
+            async with adapters.adapter((field, "x")):
                 pass
         assert (str(caught.value), caught.value.field) == (text, field)
         assert failures_and_loads(metrics) == ("1.0", "0.0")
@@ -128,9 +134,44 @@ def test_errors_use_the_words_of_tgis(case: str) -> None:
 async def test_without_a_store_every_id_is_an_error() -> None:
     adapters, _, metrics = make_client(None, reason="FakeEngine takes no soft prompts")
     with pytest.raises(InvalidRequest, match="prefix_id supplied but FakeEngine takes no soft prompts"):
-        async with adapters.acquire(("prefix_id", "x")):
+        async with adapters.adapter(("prefix_id", "x")):
             pass
     assert failures_and_loads(metrics) == ("1.0", "0.0")
+
+
+SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")
+GRAMMAR_CASES: dict[str, tuple[str | None, GrammarCompiled | None, RequestError]] = {
+    "broken": (None, GrammarCompiled(7, "too deep"), InvalidRequest("json_schema", "json_schema: too deep")),
+    "slow": (None, None, Overloaded("no grammar was compiled within 2.5 s")),
+    "unsupported": ("none here", None, InvalidRequest("json_schema", "json_schema: none here")),
+}
+
+
+@pytest.mark.parametrize("case", GRAMMAR_CASES)
+def test_a_grammar_that_cannot_be_used(case: str) -> None:
+    reason, answer, expected = GRAMMAR_CASES[case]
+
+    @run_async
+    async def ask() -> None:
+        lookups, engine, _ = make_client(answer, reason)
+        with pytest.raises(type(expected)) as caught:
+            async with lookups.grammar(SCHEMA):
+                pass
+        assert (str(caught.value), vars(caught.value).get("field")) == (str(expected), vars(expected).get("field"))
+        assert engine.open == []
+
+    ask()
+
+
+@run_async
+async def test_a_grammar_is_kept_until_the_call_ends() -> None:
+    lookups, engine, _ = make_client(GrammarCompiled(7))
+    async with lookups.grammar(SCHEMA) as grammar:
+        assert grammar == 7
+        assert engine.open == [CompileGrammar(7, SCHEMA)]
+    assert engine.open == []
+    async with lookups.grammar(None) as grammar:
+        assert grammar is None
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:

@@ -1,12 +1,17 @@
-"""tgis.frontend.engine_watchdog: thousands of pauses of either process or both, with a made-up clock."""
+"""tgis.frontend.engine_process: kills, and thousands of pauses of either process or both, with a made-up clock."""
 
+import asyncio
 import math
 import random
+import signal
+import subprocess
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from harness import run_async
 
-from tgis.frontend.engine_watchdog import HEARTBEAT_TIMEOUT, TICK_SECONDS, EngineWatchdog
+from tgis.frontend.engine_process import HEARTBEAT_TIMEOUT, TICK_SECONDS, EngineProcess, EngineWatchdog
 
 HEARTBEAT_SECONDS = 1.0
 STEP_TIMEOUT = 120.0
@@ -173,3 +178,29 @@ def test_any_rank_may_be_silent() -> None:
 def test_a_tick_says_how_late_it_is() -> None:
     watchdog = EngineWatchdog(0.0)
     assert [watchdog.tick(now) for now in (0.25, 0.6, 30.6)] == [0, 0, pytest.approx(29.5)]
+
+
+ENGINE_WITH_COMPILER = "sleep 1000 & echo started; wait"
+
+
+@run_async
+async def test_a_kill_ends_what_the_engine_process_has_started() -> None:
+    client = EngineProcess()
+    client._process = process = await asyncio.create_subprocess_exec(
+        "sh", "-c", ENGINE_WITH_COMPILER, stdout=asyncio.subprocess.PIPE, process_group=0
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"started\n"
+    client.kill("a test")
+    assert await process.wait() == -signal.SIGKILL
+    assert await process.stdout.read() == b""  # once nobody is left who has the writing end open
+    client.kill("again")
+
+
+@run_async
+async def test_a_kill_may_come_after_the_end_that_asyncio_has_not_noticed_yet() -> None:
+    client = EngineProcess()
+    with subprocess.Popen(["true"], process_group=0) as process:
+        process.wait()
+    client._process = SimpleNamespace(pid=process.pid, returncode=None)  # type: ignore[assignment]
+    client.kill("a test")

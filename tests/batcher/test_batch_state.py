@@ -1,4 +1,4 @@
-"""The batcher's snapshot: what runs, what waits, and why."""
+"""the batcher's state: what runs, what waits, and why."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 from batches import EOS, limits, next_plan, request, run_step
 
 from tgis.batcher.batcher import Batcher
+from tgis.ipc.batch_state import RequestState, WaitReason
 from tgis.ipc.request import Request
-from tgis.ipc.snapshot import RequestState, WaitReason
 
 CHUNKED = {"padded": False, "block_size": 1}
 
@@ -18,7 +18,7 @@ def test_a_request_waits_for_memory() -> None:
     run_step(batcher, now=1.0)
     batcher.submit([request(3, 35)], 1.5)
     run_step(batcher, now=2.0)
-    seen = batcher.snapshot(3.0, max_seqs=10)
+    seen = batcher.state(3.0, max_seqs=10)
     assert [(seq.id, seq.seconds_since_arrival, seq.remaining_tokens) for seq in seen.waiting_requests] == [
         (2, 2.0, 5),
         (3, 1.5, 5),
@@ -46,7 +46,7 @@ def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | N
     for requests in turns:
         batcher.submit(requests, 0.0)
         run_step(batcher)
-    return batcher.snapshot(1.0, max_seqs=1).wait_reason
+    return batcher.state(1.0, max_seqs=1).wait_reason
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_retry_groups_wait_for_each_other(kind: Any) -> None:
     batcher.submit([request(n) for n in range(4)], 0.0)
     batcher.rollback(next_plan(batcher), out_of_memory=False)
     run_step(batcher)
-    assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
+    assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
 
 
 def test_a_wait_reason_does_not_outlive_its_request() -> None:
@@ -84,12 +84,12 @@ def test_a_wait_reason_does_not_outlive_its_request() -> None:
     run_step(batcher)
     batcher.cancel([2])
     batcher.submit([request(3, 50, 9, deadline=5.0)], 1.0)
-    assert batcher.snapshot(1.0, max_seqs=9).wait_reason is None
+    assert batcher.state(1.0, max_seqs=9).wait_reason is None
     run_step(batcher, now=2.0)
     run_step(batcher, now=3.0)
-    assert batcher.snapshot(3.0, max_seqs=9).wait_reason is WaitReason.MEMORY
+    assert batcher.state(3.0, max_seqs=9).wait_reason is WaitReason.MEMORY
     batcher.expire(6.0)
-    seen = batcher.snapshot(7.0, max_seqs=9)
+    seen = batcher.state(7.0, max_seqs=9)
     assert (seen.wait_reason, seen.last_wait_reason, seen.seconds_since_last_wait) == (None, WaitReason.MEMORY, 4.0)
 
 
@@ -97,17 +97,17 @@ def test_requeued_sequences_have_no_wait_reason_yet() -> None:
     batcher = Batcher(limits(max_batch_size=2), {EOS})
     batcher.submit([request(n) for n in range(3)], 0.0)
     run_step(batcher)
-    assert batcher.snapshot(0.0, max_seqs=9).wait_reason is WaitReason.BATCH_SIZE
+    assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.BATCH_SIZE
     batcher.rollback(next_plan(batcher), out_of_memory=False)
-    seen = batcher.snapshot(0.0, max_seqs=9)
+    seen = batcher.state(0.0, max_seqs=9)
     assert ([seq.id for seq in seen.waiting_requests], seen.wait_reason) == ([0, 1, 2], None)
 
 
-def test_the_snapshot_shows_some_sequences_and_counts_all() -> None:
+def test_the_state_shows_some_sequences_and_counts_all() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n) for n in range(1000)], 0.0)
     run_step(batcher)
-    seen = batcher.snapshot(0.0, max_seqs=3)
+    seen = batcher.state(0.0, max_seqs=3)
     assert (seen.num_running, seen.num_waiting) == (4, 996)
     assert [seq.id for seq in seen.running_requests] == [0, 1, 2]
     assert [seq.id for seq in seen.waiting_requests] == [4, 5, 6]
@@ -118,7 +118,7 @@ def test_the_peak_is_reached_when_sequences_end(padded: bool, peak: int) -> None
     batcher = Batcher(limits(padded=padded), {EOS})
     batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
     run_step(batcher)
-    seen = batcher.snapshot(0.0, max_seqs=0)
+    seen = batcher.state(0.0, max_seqs=0)
     assert (seen.context_tokens, seen.peak_context_tokens) == (2 * 21 if padded else 11 + 21, peak)
 
 
@@ -126,15 +126,15 @@ def test_unfinished_prompts_count_in_full() -> None:
     batcher = Batcher(limits(prefill_tokens=8, **CHUNKED), {EOS})
     batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
     run_step(batcher)
-    seen = batcher.snapshot(0.0, max_seqs=9)
+    seen = batcher.state(0.0, max_seqs=9)
     assert seen.peak_context_tokens == 20 + 30
     assert [seq.computed_tokens for seq in seen.running_requests] == [4, 4]
 
 
-def test_the_snapshot_shows_the_capacity_lost_to_out_of_memory() -> None:
+def test_the_state_shows_the_capacity_lost_to_out_of_memory() -> None:
     batcher = Batcher(limits(), {EOS})
     batcher.submit([request(n, 10, 50) for n in range(2)], 0.0)
     run_step(batcher)
     batcher.rollback(next_plan(batcher), out_of_memory=True)
-    seen = batcher.snapshot(0.0, max_seqs=3)
+    seen = batcher.state(0.0, max_seqs=3)
     assert seen.token_capacity < 2 * 11 < seen.initial_token_capacity == 1000

@@ -1,4 +1,4 @@
-"""The state of the batch and the queue, for a person who asks why requests wait: counts and times, never tokens."""
+"""The state of the batch and the queue, for operators who ask why requests wait: counts and times, never tokens."""
 
 import enum
 
@@ -29,7 +29,7 @@ class RequestState(msgspec.Struct, frozen=True, gc=False):
     remaining_tokens: int  # that it may still generate
 
 
-class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
+class BatchState(msgspec.Struct, frozen=True, tag="batch_state"):
     """The batch and the queue between two steps; context, capacities and limits are in tokens."""
 
     num_running: int

@@ -1,0 +1,171 @@
+"""The engine process: spawned, watched and killed by the front end, which talks to it over a socket pair.
+
+Its death is end-of-file on the socket.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+
+from tgis.ipc import messages
+from tgis.ipc.framing import FrameReader, encode_frame
+
+TICK_SECONDS = 0.25
+HEARTBEAT_TIMEOUT = 3.0
+_MAX_TICK_SECONDS = 2 * TICK_SECONDS  # that a tick counts for, however late it is
+_EXIT_TIMEOUT = 5.0
+_DIED = "the engine process has ended"
+_STOPPED = "the server has stopped"
+
+
+class EngineWatchdog:
+    """Judges from heartbeats and steps whether the engine process runs and makes progress.
+
+    Call `tick` every TICK_SECONDS. Only time in which the front end itself runs counts: after a pause (docker pause, a
+    debugger, a frozen VM), what the engine has sent is still unread, or the engine was paused as well.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._ticked_at = now
+        self._awake = 0.0  # seconds counted until then; so are the times below
+        self._last_progress = 0.0
+        self._last_heartbeats = {0: 0.0}  # by rank; those of the others start while the model loads
+
+    def tick(self, now: float) -> float:
+        """Return by how many seconds this tick is late."""
+        elapsed = now - self._ticked_at
+        self._awake, self._ticked_at = self._time(now), now
+        return max(elapsed - _MAX_TICK_SECONDS, 0.0)
+
+    def heartbeat(self, rank: int, now: float) -> None:
+        self._last_heartbeats[rank] = self._time(now)
+
+    def progress(self, now: float) -> None:
+        """The engine has finished a step, or has got its first request."""
+        self._last_progress = self._time(now)
+
+    def seconds_stalled(self, now: float) -> float:
+        """Time since the last progress."""
+        return self._time(now) - self._last_progress
+
+    def silence(self, now: float) -> str | None:
+        """Which process of the engine has stopped sending heartbeats, and for how long."""
+        rank = min(self._last_heartbeats, key=self._last_heartbeats.__getitem__)
+        if (seconds := self._time(now) - self._last_heartbeats[rank]) <= HEARTBEAT_TIMEOUT:
+            return None
+        return f"no heartbeat of {f'rank {rank} of the engine' if rank else 'the engine process'} for {seconds:.0f} s"
+
+    def _time(self, now: float) -> float:
+        return self._awake + min(now - self._ticked_at, _MAX_TICK_SECONDS)
+
+
+class EngineProcess(asyncio.Protocol):
+    """One engine process and this end of its socket; `EngineClient` adds the requests that are open in it."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[messages.EngineInfo] = loop.create_future()
+        self.died: asyncio.Future[str] = loop.create_future()  # its result says why
+        self.fallback_reason = ""  # why it is not the engine asked for
+        self._watchdog = EngineWatchdog(time.monotonic())
+        self._dropped_log_lines: dict[int, int] = {}  # by rank
+        self._reader = FrameReader(messages.FromEngine)
+        self._dead = False
+        self._death_cause = ""
+        self._death_task: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, options: messages.EngineOptions) -> int:
+        """Spawn the engine process and return its id; then `ready` or `died` gets a result."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            command = (sys.executable, "-m", "tgis.engine_core.main", str(fd))
+            # In a session of its own it gets no Ctrl-C; uvloop has no `process_group`.
+            self._process = await asyncio.create_subprocess_exec(*command, pass_fds=(fd,), start_new_session=True)
+        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+        self.send(options)
+        return self._process.pid
+
+    def send(self, message: messages.ToEngine) -> None:
+        assert self._transport is not None
+        self._transport.write(encode_frame(message))
+
+    @property
+    def num_dropped_log_lines(self) -> int:
+        """Log lines that nobody read in time, of all processes of the engine."""
+        return sum(self._dropped_log_lines.values())
+
+    def tick(self) -> float:
+        """Call every TICK_SECONDS; return by how many seconds this process is late."""
+        return self._watchdog.tick(time.monotonic())
+
+    def silence(self) -> str | None:
+        """Which process of the engine has stopped sending heartbeats, and for how long."""
+        return self._watchdog.silence(time.monotonic())
+
+    def kill(self, cause: str) -> None:
+        """Kill the engine process, if it has not ended."""
+        assert self._process is not None
+        self._death_cause = self._death_cause or cause
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and asyncio is about to say so
+                os.killpg(self._process.pid, signal.SIGKILL)  # compilers that it has started as well
+
+    async def stop(self) -> None:
+        """Shut the engine process down and wait for its exit; kill it after a timeout."""
+        if self._process is None:
+            return
+        if not self.ready.done():
+            self.kill(_STOPPED)  # modules that it imports may not let it notice anything for seconds
+        elif not self._dead:
+            self.send(messages.Shutdown())
+        try:
+            await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
+        except TimeoutError:
+            self.kill(_STOPPED)
+            await self._process.wait()
+        if self._transport is not None:
+            self._transport.close()
+
+    def handle(self, message: messages.FromEngine) -> None:
+        """Handle what the engine process says about itself."""
+        match message:
+            case messages.Heartbeat(rank, num_dropped):
+                self._watchdog.heartbeat(rank, time.monotonic())
+                self._dropped_log_lines[rank] = num_dropped
+            case messages.Ready(info, reason):
+                self.fallback_reason = reason
+                self.ready.set_result(info)
+            case messages.Fatal(text):
+                self._death_cause = text
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._reader.feed(data):
+            self.handle(message)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        """The engine process is gone: find out why."""
+        self._dead = True
+        self._death_cause = self._death_cause or _DIED
+        self._death_task = asyncio.create_task(self._report_death())
+
+    async def _report_death(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError):
+            code = await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
+            if self._death_cause == _DIED:
+                self._death_cause = _describe_exit(code)
+        self.died.set_result(self._death_cause)
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        hint = " (out of memory?)" if code == -9 else ""
+        return f"the engine process was ended by signal {-code}{hint}"
+    return f"the engine process ended with exit code {code}"

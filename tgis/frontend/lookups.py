@@ -1,0 +1,94 @@
+"""What the engine process looks up before a call is queued: the adapter and the grammar that the call names.
+
+Nothing is cached here: the engine process checks an adapter's files for each call. Error texts are those of TGIS.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tgis.errors import InvalidRequest, Overloaded
+from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.metrics import Metrics
+from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
+from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarSpec
+
+ADAPTER_TIMEOUT = 5.0
+_SHOWN_ID_CHARACTERS = 100  # in an error message
+
+
+class Lookups:
+    """Finds adapters and grammars for calls; the engine process keeps them until the block is left."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        grammar_timeout: float,
+        *,
+        why_no_adapters: str | None = None,
+        why_no_grammars: str | None = None,
+    ) -> None:
+        """Where there is a reason why there are none, each one that a call names is an error that gives it."""
+        self._client = client
+        self._metrics = metrics
+        self._grammar_timeout = grammar_timeout
+        self._why_no_adapters, self._why_no_grammars = why_no_adapters, why_no_grammars
+
+    @asynccontextmanager
+    async def adapter(self, named: tuple[str, str] | None) -> AsyncIterator[AdapterRef | None]:
+        """Load the adapter that a field and an id name; InvalidRequest if it cannot be used."""
+        if named is None:
+            yield None
+            return
+        field, adapter_id = named
+        if self._why_no_adapters is not None:
+            raise self._adapter_error(field, f"{field} supplied but {self._why_no_adapters}")
+        started = time.monotonic()
+        lookup = ResolveAdapter(self._client.next_id(), adapter_id)
+        async with self._client.look_up(lookup, AdapterResolved, ADAPTER_TIMEOUT) as found:
+            if found is None or found.problem is not None:
+                raise self._adapter_error(field, _error_text(field, adapter_id, found))
+            if found.loaded:
+                self._metrics.adapter_loaded(time.monotonic() - started)
+            lengths = found.length, found.decoder_length
+            yield AdapterRef(adapter_id, *lengths, found.lookup_id, found.version, found.rank)
+
+    @asynccontextmanager
+    async def grammar(self, spec: GrammarSpec | None) -> AsyncIterator[int | None]:
+        """Compile a grammar and give its id; InvalidRequest if it cannot be used."""
+        if spec is None:
+            yield None
+            return
+        if self._why_no_grammars is not None:
+            raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
+        lookup = CompileGrammar(self._client.next_id(), spec)
+        async with self._client.look_up(lookup, GrammarCompiled, self._grammar_timeout) as compiled:
+            if compiled is None:
+                raise Overloaded(f"no grammar was compiled within {self._grammar_timeout:g} s")
+            if compiled.problem:
+                text = f"{spec.kind}: {compiled.problem}"
+                raise InvalidRequest(spec.kind, text, logged=f"{spec.kind} cannot be compiled")
+            yield compiled.lookup_id
+
+    def _adapter_error(self, field: str, text: str) -> InvalidRequest:
+        self._metrics.adapter_load_failed()
+        return InvalidRequest(field, text)
+
+
+def _error_text(field: str, adapter_id: str, found: AdapterResolved | None) -> str:
+    """Describe the problem in the words of TGIS for `prefix_id`, in those of vllm-tgis-adapter for `adapter_id`."""
+    shown = "".join(c if c.isprintable() else "?" for c in adapter_id[:_SHOWN_ID_CHARACTERS])
+    shown += "..." * (len(adapter_id) > _SHOWN_ID_CHARACTERS)
+    is_prefix = field == "prefix_id"
+    head = f"can't retrieve {'prompt prefix' if is_prefix else 'adapter'} with id '{shown}': "
+    if found is None:
+        return f"{head}it could not be loaded in time"
+    match found.problem:
+        case AdapterProblem.NOT_FOUND if is_prefix:
+            return f'{head}prefix id "{shown}" not found'
+        case AdapterProblem.BAD_ID if not is_prefix:
+            return f"Invalid adapter id '{shown}', must contain only alphanumeric, _ and - and /"
+        case AdapterProblem.UNSUPPORTED:
+            return f"adapter type {found.reason} is not currently supported"
+    return head + found.reason

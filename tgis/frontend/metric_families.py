@@ -1,0 +1,300 @@
+"""Every `tgi_*` metric family: name, help, labels and buckets; and the text that Prometheus scrapes.
+
+Names, labels and meanings are those of TGIS, but its two summaries are histograms here. Names that end in `duration`
+are in seconds. `metrics.py` counts events in them.
+"""
+
+import bisect
+import enum
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from tgis.frontend.calls import CallKind
+from tgis.ipc.messages import BatcherCounters, FailureKind
+
+Labels = Mapping[str, Sequence[str]]  # label -> all of its values, none if they are not known in advance
+NO_LABELS: Labels = {}
+DURATION_BUCKETS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.15 ms to 146 s
+
+Wrapper = TypeVar("Wrapper", bound=MetricWrapperBase)
+
+
+class CountedHistogram(Collector):
+    """Takes a value that was observed many times at once, not one by one as prometheus_client's own."""
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
+        self._name, self._documentation = name, documentation
+        self._bounds = [*buckets, math.inf]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        buckets = zip(map(floatToGoString, self._bounds), itertools.accumulate(self._counts), strict=True)
+        yield HistogramMetricFamily(self._name, self._documentation, [*buckets], self._sum)
+
+
+class MetricFamilies(Collector):
+    """A set of families in which every counter is exported twice: as `x_total` and, untyped, as `x`."""
+
+    def __init__(self) -> None:
+        self._metrics: list[Collector] = []
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def scrape(self) -> bytes:
+        """The text format of Prometheus, version 0.0.4."""
+        return generate_latest(self.registry)
+
+    def counter(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Counter:
+        return self._add(Counter(name, documentation, [*labels], registry=None), labels)
+
+    def gauge(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Gauge:
+        return self._add(Gauge(name, documentation, [*labels], registry=None), labels)
+
+    def histogram(
+        self, name: str, documentation: str, buckets: Sequence[float], labels: Labels = NO_LABELS
+    ) -> Histogram:
+        return self._add(Histogram(name, documentation, [*labels], buckets=buckets, registry=None), labels)
+
+    def duration(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Histogram:
+        """A histogram of seconds."""
+        return self.histogram(name, f"Seconds. {documentation}", DURATION_BUCKETS, labels)
+
+    def counted_duration(self, name: str, documentation: str) -> CountedHistogram:
+        """A histogram of seconds that many observe at once."""
+        histogram = CountedHistogram(name, f"Seconds. {documentation}", DURATION_BUCKETS)
+        self._metrics.append(histogram)
+        return histogram
+
+    def _add(self, metric: Wrapper, labels: Labels) -> Wrapper:
+        if labels:
+            for values in itertools.product(*labels.values()):
+                metric.labels(*values)  # exported from the start, at 0, as rates need it
+        self._metrics.append(metric)
+        return metric
+
+    def collect(self) -> Iterator[Metric]:
+        """Drop the `_created` samples, which TGIS does not have, and add the untyped twins."""
+        for metric in self._metrics:
+            for family in metric.collect():
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
+                if family.type == "counter":
+                    yield _untyped(family)
+
+
+def _untyped(counter: Metric) -> Metric:
+    twin = Metric(counter.name, counter.documentation, "untyped")
+    twin.samples = [sample._replace(name=counter.name) for sample in counter.samples]
+    return twin
+
+
+class FailureReason(enum.StrEnum):
+    """Why a call failed; the last two are counted per input."""
+
+    TOO_MANY = "conc_limit"
+    VALIDATION = "validation"
+    QUEUE_FULL = "queue_full"
+    GENERATION = "generate"
+    UNKNOWN = "unknown"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+
+
+class ServiceState(enum.StrEnum):
+    """The service is in one of them at any time."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+_KIND_LABELS: Labels = {"kind": [*CallKind]}
+_FAILURE_LABELS: Labels = {"err": [*FailureReason]}
+_SUCCESS_REASONS = ["MAX_TOKENS", "EOS_TOKEN", "TIME_LIMIT", "STOP_SEQUENCE", "TOKEN_LIMIT"]
+_SUCCESS_LABELS: Labels = {"stop_reason": _SUCCESS_REASONS, **_KIND_LABELS}
+_METHOD_LABELS: Labels = {"method": ["prefill", "next_token"]}
+_STEP_FAILURE_LABELS: Labels = {
+    **_METHOD_LABELS,
+    "reason": [FailureKind.OUT_OF_MEMORY, FailureKind.ERROR, "connection"],
+}  # the last for dashboards: a lost engine ends the process
+_STEP_LABELS: Labels = {**_METHOD_LABELS, "makeup": ["single_only"]}
+
+_POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
+_INFO_LABELS: Labels = dict.fromkeys(("version", "commit", "engine", "model", "dtype", "device"), ())
+_LORA_LABELS: Labels = dict.fromkeys(("max_lora", "running_lora_adapters", "waiting_lora_adapters"), ())
+
+
+def method_of(prefill: bool) -> str:
+    return "prefill" if prefill else "next_token"
+
+
+def increase(counter: Counter, amount: int) -> None:
+    """Count, unless there is nothing to count."""
+    if amount:
+        counter.inc(amount)
+
+
+def linear_buckets(limit: int) -> list[float]:
+    return [limit / 64 * k for k in range(1, 65)]
+
+
+class RequestFamilies:
+    """Calls to generate and their inputs."""
+
+    def __init__(self, add: MetricFamilies, sequence: Sequence[float], new: Sequence[float]) -> None:
+        self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND_LABELS)
+        self.input_count = add.counter("tgi_request_input_count", "Inputs of calls to generate.")
+        self.failure = add.counter(
+            "tgi_request_failure", "Calls that failed; for cancelled and timeout, inputs.", _FAILURE_LABELS
+        )
+        self.success = add.counter("tgi_request_success", "Inputs that succeeded.", _SUCCESS_LABELS)
+
+        self.raw_length = add.histogram("tgi_request_raw_input_length", "Input tokens before truncation.", sequence)
+        self.input_length = add.histogram("tgi_request_input_length", "Input tokens after truncation.", sequence)
+        self.max_new_tokens = add.histogram("tgi_request_max_new_tokens", "Maximum new tokens requested.", new)
+        self.generated_tokens = add.histogram(
+            "tgi_request_generated_tokens", "Generated tokens of inputs that succeeded.", new
+        )
+        self.total_tokens = add.histogram(
+            "tgi_request_total_tokens", "Input and generated tokens of inputs that succeeded.", sequence
+        )
+
+        self.duration = add.duration("tgi_request_duration", "From arrival to the end, of inputs that succeeded.")
+        self.validation = add.duration(
+            "tgi_request_validation_duration", "From arrival to the end of validation, of valid calls."
+        )
+        self.queue = add.duration("tgi_request_queue_duration", "From submission to the first step.")
+        self.inference = add.duration(
+            "tgi_request_inference_duration", "From the first step to the end, of inputs that succeeded."
+        )
+        self.mean_time_per_token = add.duration(
+            "tgi_request_mean_time_per_token_duration", "The same per generated token."
+        )
+        self.time_to_first_token = add.duration(
+            "tgi_request_time_to_first_token_duration",
+            "From arrival to the first token, whatever becomes of the input.",
+        )
+        self.inter_token_latency = add.counted_duration(
+            "tgi_request_inter_token_latency_duration",
+            "Between two steps that gave an input tokens, whatever becomes of it.",
+        )
+        self.time_per_output_token = add.duration(
+            "tgi_request_time_per_output_token_duration", "Mean time between the tokens of an input that succeeded."
+        )
+
+
+class BatchFamilies:
+    """Steps of the engine, the running batch and the queue."""
+
+    def __init__(self, add: MetricFamilies, sizes: Sequence[float]) -> None:
+        self.count = add.counter("tgi_batch_inference_count", "Steps.", _METHOD_LABELS)
+        self.success = add.counter("tgi_batch_inference_success", "Steps that succeeded.", _METHOD_LABELS)
+        self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
+        self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
+
+        self.queue_jumps = add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit.")
+        self.granular = add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time.")
+        self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large.")
+        self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Requests kept out: too much padding.")
+
+        self.prompt_tokens = add.counter(
+            "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
+        )
+        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, whatever becomes of them.")
+        self.discarded_tokens = add.counter(
+            "tgi_batch_discarded_tokens",
+            "Those in no answer: of cancelled and failed calls, or after a stop sequence.",
+        )
+
+        self.size = add.histogram(
+            "tgi_batch_inference_batch_size", "Sequences that prefill, or decode, in a step.", sizes, _METHOD_LABELS
+        )
+        self.next_tokens = add.histogram("tgi_batch_next_tokens", "Prompt tokens, with padding.", _POWERS_OF_TWO)
+        self.duration = add.duration("tgi_batch_inference_duration", "From scheduling to output.", _STEP_LABELS)
+        self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _STEP_LABELS)
+        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "In the front end.", _STEP_LABELS)
+
+        self.queue_size = add.gauge("tgi_queue_size", "Requests in the queue.")
+        self.current_size = add.gauge("tgi_batch_current_size", "Sequences in the running batch.")
+        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens in the batch, with padding.")
+        self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "Tokens still to be generated.")
+        self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
+        self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
+
+        self.preemptions = add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks.")
+        self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache.")
+        self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache.")
+        self.prefill, self.next_token = (StepFamilies(self, method_of(prefill)) for prefill in (True, False))
+
+    def count_admissions(self, counts: BatcherCounters) -> None:
+        increase(self.queue_jumps, counts.queue_jumps)
+        increase(self.granular, counts.granular_additions)
+        increase(self.prefill_weight, counts.prefill_weight_exceeded)
+        increase(self.prefill_padding, counts.prefill_padding_exceeded)
+        increase(self.preemptions, counts.preemptions)
+        increase(self.prefix_queries, counts.prefix_cache_queries)
+        increase(self.prefix_hits, counts.prefix_cache_hits)
+
+
+class StepFamilies:
+    """The series of one kind of steps, looked up once: finding them by their labels takes as long as counting."""
+
+    def __init__(self, batches: BatchFamilies, method: str) -> None:
+        self.count = batches.count.labels(method)
+        self.success = batches.success.labels(method)
+        self.size = batches.size.labels(method)
+        labels = (method, "single_only")
+        self.duration, self.forward = batches.duration.labels(*labels), batches.forward.labels(*labels)
+        self.tokproc = batches.tokproc.labels(*labels)
+
+
+class AdapterFamilies:
+    """Soft prompts and LoRA adapters that were not loaded yet."""
+
+    def __init__(self, add: MetricFamilies) -> None:
+        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts and LoRA adapters that failed.")
+        self.duration = add.duration("tgi_prompt_load_duration", "Loading of a soft prompt or LoRA adapter.")
+
+
+class TokenizeFamilies:
+    """Calls to Tokenize."""
+
+    def __init__(self, add: MetricFamilies) -> None:
+        self.count = add.counter("tgi_tokenize_request_count", "Calls to Tokenize.")
+        self.input_count = add.counter("tgi_tokenize_request_input_count", "Inputs of calls to Tokenize.")
+        self.tokens = add.histogram("tgi_tokenize_request_tokens", "Tokens of a call.", _POWERS_OF_TWO)
+        self.duration = add.duration("tgi_tokenize_request_duration", "From arrival to the response.")
+
+
+class ServiceFamilies:
+    """The service itself, from its first second: what runs, its state and credentials."""
+
+    def __init__(self, add: MetricFamilies) -> None:
+        self.info = add.gauge("tgi_info", "What is served, and by what.", _INFO_LABELS)
+        self.state = add.gauge("tgi_state", "1 for the state of the service.", {"state": [*ServiceState]})
+        self.engine_up = add.gauge("tgi_engine_up", "1 while the engine is ready and runs.")
+        self.load_duration = add.gauge("tgi_model_load_duration", "Seconds. From the start until the engine was ready.")
+        self.block_size = add.gauge("tgi_kv_cache_block_size", "Tokens of a KV block; 0 for an engine without.")
+        self.num_blocks = add.gauge("tgi_kv_cache_blocks", "KV blocks.")
+        self.certificate_expiry = add.gauge(
+            "tgi_certificate_expiry_timestamp_seconds", "When a certificate in use expires.", {"certificate": ()}
+        )
+        self.authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
+        self.log_lines_dropped = add.counter("tgi_log_lines_dropped", "Log lines that nobody read in time.")
+        self.running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")
+        self.waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters of queued requests only.")
+        self.lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name; a timestamp.", _LORA_LABELS)
+        self.loop_lag = add.duration("tgi_event_loop_lag_duration", "How late the front end does what is due.")
