@@ -103,6 +103,12 @@ def test_a_room_imports_only_what_it_may(name: str) -> None:
     assert {path: rooms - allowed for path, rooms in imports.items() if rooms - allowed} == {}
 
 
+def test_the_package_imports_nothing_that_is_not_shipped() -> None:
+    nodes = [(path, node) for _, path in modules() for node in ast.walk(ast.parse(path.read_text()))]
+    tops = {(path, (node.module or "").split(".")[0]) for path, node in nodes if isinstance(node, ast.ImportFrom)}
+    assert [(path, top) for path, top in tops if top in ("demo", "benchmarks", "tests")] == []
+
+
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [

@@ -17,7 +17,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 
 def code_lines(source: str) -> int:
     """How many lines have code."""
-    lines = set()
+    lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
@@ -40,7 +40,7 @@ def python_files(folder: Path) -> list[Path]:
 
 def main(arguments: list[str]) -> None:
     verbose = "-v" in arguments
-    for name in [each for each in arguments if each != "-v"] or ["tgis", "tests", "benchmarks"]:
+    for name in [each for each in arguments if each != "-v"] or ["tgis", "demo", "tests", "benchmarks"]:
         rooms: Counter[str] = Counter()
         for path in python_files(ROOT / name):
             lines = code_lines(path.read_text())
