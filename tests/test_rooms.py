@@ -17,7 +17,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "pb": "",
     "ipc": "",
     "utils": "errors",
-    "foreign_options": "utils",
+    "foreign_options": "errors utils",
     "config": "errors foreign_options utils",
     "security": "errors utils",
     "models": "errors utils",
@@ -30,8 +30,10 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api/openai": "api/http config errors frontend ipc prompts utils",
     "api/rest": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
+    "limits": "config errors frontend ipc models",
     "server": (
-        "api/grpc api/http api/openai api/rest config errors frontend ipc models prompts security startup_log utils"
+        "api/grpc api/http api/openai api/rest config errors frontend ipc limits models prompts security startup_log "
+        "utils"
     ),
     # the engine process
     "batcher": "errors ipc",

@@ -112,10 +112,10 @@ class OpenCalls:
     """All calls of the gRPC port."""
 
     def __init__(self, config: Config) -> None:
-        self._message_seconds = config.grpc_message_timeout_seconds
-        self._write_seconds = config.stream_write_timeout_seconds
+        self._message_seconds = config.client_timeout_seconds
+        self._write_seconds = config.client_timeout_seconds
         self.max_message_bytes = config.grpc_max_message_bytes
-        self.max_of_connection = config.grpc_max_concurrent_streams or config.max_concurrent_requests + _SPARE_CALLS
+        self.max_of_connection = config.max_concurrent_requests + _SPARE_CALLS
         self._max_receiving = max(MAX_RECEIVING_BYTES // self.max_message_bytes, 1)
         # since when they have waited, the oldest first
         self.receiving: dict[OpenCall, float] = {}

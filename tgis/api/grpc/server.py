@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import grpc
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
+KEEPALIVE_MS = 60_000  # of inactivity before a ping
 WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
 
@@ -70,19 +71,16 @@ class GrpcServer:
 
 
 def _channel_arguments(config: Config, calls: OpenCalls) -> list[tuple[str, int]]:
-    ages = {
-        "grpc.max_connection_age_ms": config.grpc_max_connection_age_seconds,
-        "grpc.max_connection_age_grace_ms": config.grpc_max_connection_age_grace_seconds,
-    }
+    age = config.grpc_max_connection_age_seconds
     return [
-        *((name, seconds * 1000) for name, seconds in ages.items() if seconds is not None),
+        *([] if age is None else [("grpc.max_connection_age_ms", age * 1000)]),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.per_message_decompression", 0),  # see compression.py
         ("grpc.max_concurrent_streams", calls.max_of_connection),
-        ("grpc.max_allowed_incoming_connections", config.grpc_max_connections),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ("grpc.keepalive_time_ms", int(config.grpc_keepalive_seconds * 1000)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),

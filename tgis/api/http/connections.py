@@ -18,6 +18,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from tgis.config import Config
 
+KEEPALIVE_SECONDS = 75.0  # without a request, after which a connection is closed
+MAX_HEAD_BYTES = 1 << 15  # of a request's headers
 LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 MAX_RECEIVING_BYTES = 256 << 20  # of bodies that have not arrived completely
 READ_BUFFER_BYTES = 1 << 15  # of a body that nobody reads yet
@@ -45,9 +47,9 @@ class Connections:
 
     def connect(self, server: web.Server) -> asyncio.Protocol:
         """The protocol of a new connection, for which another one may have to make room."""
-        if len(self._open) >= self._config.http_max_connections and not self._close_oldest():
+        if len(self._open) >= self._config.max_connections and not self._close_oldest():
             return _Refused()
-        return Connection(server, self, self._config)
+        return Connection(server, self)
 
     def opened(self, connection: "Connection", transport: asyncio.Transport) -> None:
         self._open[connection] = transport
@@ -119,8 +121,8 @@ class Connections:
         for connection, transport in self._open.items():
             if transport.is_closing():  # once the client has read the rest
                 self._unread.setdefault(connection, now)
-        late_heads = _waiting_since(self._sending_head, now - self._config.http_request_timeout_seconds)
-        late_readers = _waiting_since(self._unread, now - self._config.stream_write_timeout_seconds)
+        late_heads = _waiting_since(self._sending_head, now - self._config.client_timeout_seconds)
+        late_readers = _waiting_since(self._unread, now - self._config.client_timeout_seconds)
         for connection in [*late_heads, *late_readers]:
             self.abort(connection)
         if late_readers:
@@ -144,21 +146,21 @@ class Connection(web.RequestHandler):
 
     __slots__ = ("_connections", "_head_bytes", "_max_head_bytes")
 
-    def __init__(self, server: web.Server, connections: Connections, config: Config) -> None:
+    def __init__(self, server: web.Server, connections: Connections) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
             logger=log,
             access_log=None,  # type: ignore[arg-type]
-            keepalive_timeout=config.http_keepalive_seconds,
+            keepalive_timeout=KEEPALIVE_SECONDS,
             lingering_time=LINGER_SECONDS,
             auto_decompress=False,
             read_bufsize=READ_BUFFER_BYTES,
-            max_line_size=config.http_max_header_bytes,
-            max_field_size=config.http_max_header_bytes,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
         )
         self._connections = connections
-        self._max_head_bytes = config.http_max_header_bytes
+        self._max_head_bytes = MAX_HEAD_BYTES
         self._head_bytes = 0  # of a head that is not complete
 
     @classmethod

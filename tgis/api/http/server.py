@@ -34,7 +34,7 @@ class HttpServer:
         self._host, self._port = config.bind_address, port
         self._certificates = certificates
         self.connections = Connections(config)
-        self._max_head_bytes = config.http_max_header_bytes
+        self._max_head_bytes = connections.MAX_HEAD_BYTES
         application = web.Application(middlewares=[self._watch])
         application.add_routes(routes)
         allow_origins(application, config.cors_allow_origin)
