@@ -26,11 +26,11 @@ proto: venv ## generate the stubs in tgis/pb from proto/generation.proto
 	$(BIN)/python proto/generate.py
 
 demo-model: venv ## fetch and convert the demo model, once
-	@$(BIN)/python -m tgis.models.demo smollm2
+	@$(BIN)/python -m demo smollm2
 
 serve: venv ## serve the demo model on ports 8033 and 3000; MODEL=directory serves another, ARGS adds options
 	@model="$(MODEL)"; \
-	[ -n "$$model" ] || model=$$($(BIN)/python -m tgis.models.demo smollm2) || exit 1; \
+	[ -n "$$model" ] || model=$$($(BIN)/python -m demo smollm2) || exit 1; \
 	exec $(BIN)/tgis serve --model-name "$$model" $(ARGS)
 
 test: venv ## run the tests, except the slow ones, on every core; ARGS goes to pytest
@@ -91,4 +91,4 @@ wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside t
 
 clean: ## remove everything that make created, except the demo models in .cache
 	rm -rf .venv .cache/clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find tgis benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +
+	find tgis demo benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +

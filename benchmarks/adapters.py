@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.serving import running_server
-from tgis.models.demo.fetch import ensure
+from demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from demo.fetch import ensure
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import (
@@ -30,7 +31,6 @@ from tgis.engine_core.main import batch_limits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.ipc.messages import EngineOptions
-from tgis.models.demo.fetch import ensure
 from tgis.utils.cpus import usable_cores
 
 MAX_SEQUENCE_LENGTH = 2048

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from benchmarks import transformers_generate
 from benchmarks.batching_policies import TimedEngine, engine_options, load_warm_engine
+from demo.fetch import ensure
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import Simulation, TraceRequest
 from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, cpu_model, load_kernels
-from tgis.models.demo.fetch import ensure
 from tgis.utils.cpus import usable_cores
 
 ROWS = (1, 8, 32, 128, 512)

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.serving import running_server
+from demo.fetch import ensure
 from tgis.bench.measure import cpu_seconds
-from tgis.models.demo.fetch import ensure
 from tgis.models.fake import make_fake_model
 
 EXIT_SECONDS = 1.0

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 
 from benchmarks.serving import running_server
 from benchmarks.suite import INPUT_TOKENS, OUTPUT_TOKENS, STREAMS, run_load
+from demo.fetch import ensure
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request
-from tgis.models.demo.fetch import ensure
 from tgis.utils.cpus import usable_cores
 
 REQUESTS = {1: 2, 8: 16, 32: 64}

@@ -16,11 +16,11 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.serving import running_server
+from demo.fetch import ensure
 from tgis.bench.client import CallOptions, Client
 from tgis.bench.grpc_client import connect
 from tgis.bench.record import RequestRecord
 from tgis.bench.workload import BenchRequest
-from tgis.models.demo.fetch import ensure
 
 _WORDS = tuple("time year people way day man thing woman life child world school state family student group".split())  # noqa: SIM905 - one line is easier to read
 _STREAMS, _STREAM_TOKENS = 8, 400

@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.front_end import measure_front_end, print_reports
 from benchmarks.serving import Server, running_server
+from demo.fetch import ensure
 from tgis.errors import StartError
-from tgis.models.demo.fetch import ensure
 
 STREAMS = (1, 8, 32)
 REQUESTS = {1: 4, 8: 32, 32: 128}

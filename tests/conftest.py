@@ -104,7 +104,7 @@ def titles_dir(cache_dir: Path) -> Path:
 
 def _demo_model(name: str, cache: Path) -> Path:
     """Convert in a child process, which keeps its memory and warnings out of the tests."""
-    command = [sys.executable, "-m", "tgis.models.demo", name, "--out", str(cache)]
+    command = [sys.executable, "-m", "demo", name, "--out", str(cache)]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip())
 

@@ -17,7 +17,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "pb": "",
     "ipc": "",
     "utils": "errors",
-    "foreign_options": "utils",
+    "foreign_options": "errors utils",
     "config": "errors foreign_options utils",
     "security": "errors utils",
     "models": "errors utils",
@@ -30,8 +30,10 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api/openai": "api/http config errors frontend ipc prompts utils",
     "api/rest": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
+    "limits": "config errors frontend ipc models",
     "server": (
-        "api/grpc api/http api/openai api/rest config errors frontend ipc models prompts security startup_log utils"
+        "api/grpc api/http api/openai api/rest config errors frontend ipc limits models prompts security startup_log "
+        "utils"
     ),
     # the engine process
     "batcher": "errors ipc",
@@ -101,6 +103,12 @@ def test_a_room_imports_only_what_it_may(name: str) -> None:
     allowed = {name, *ALLOWED_IMPORTS[name].split()}
     imports = {path: imported_rooms(path) for module, path in modules() if room(module) == name}
     assert {path: rooms - allowed for path, rooms in imports.items() if rooms - allowed} == {}
+
+
+def test_the_package_imports_nothing_that_is_not_shipped() -> None:
+    nodes = [(path, node) for _, path in modules() for node in ast.walk(ast.parse(path.read_text()))]
+    tops = {(path, (node.module or "").split(".")[0]) for path, node in nodes if isinstance(node, ast.ImportFrom)}
+    assert [(path, top) for path, top in tops if top in ("demo", "benchmarks", "tests")] == []
 
 
 @pytest.mark.parametrize(

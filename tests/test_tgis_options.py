@@ -122,7 +122,7 @@ def start(caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFac
             server = prepare(parse([], here | environ, "tgis serve"))
             server.convert_weights()
             said = warnings()
-            engine, others = load(server._engine_options())
+            engine, others = load(server.engine_options())
         except StartError as error:
             return f"refused: {error}", None
         return f"starts with a warning: {'; '.join(said + others)}" if said + others else "starts", engine

@@ -11,7 +11,7 @@ from repository import REPOSITORY
 
 from tgis.config import Config, parse
 from tgis.errors import OptionError
-from tgis.foreign_options import ALWAYS_ON, REFUSED
+from tgis.foreign_options import foreign_options
 from tgis.models.fake import make_fake_model
 from tgis.server import prepare
 from tgis.utils.options import declared_options
@@ -189,9 +189,8 @@ def test_the_docs_name_every_flag_of_vllm_that_is_not_ignored() -> None:
         (REPOSITORY / "docs/compatibility.md").read_text().split("## Command lines of vllm-tgis-adapter and vLLM\n")[1]
     )
     documented = set(re.findall(r"`--([a-z-]+)`", section.split("\n## ")[0]))
-    known = {
-        name.replace("_", "-") for opt in (*declared_options(Config), *REFUSED, *ALWAYS_ON) for name in opt.vllm_names
-    }
+    foreign = [each.option for each in foreign_options(as_adapter=False) if each.treatment in ("refused", "always_on")]
+    known = {name.replace("_", "-") for opt in (*declared_options(Config), *foreign) for name in opt.vllm_names}
     assert {name for name in known - documented if not name.startswith("no-")} == set()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import OptionError, StartError
-from tgis.foreign_options import IGNORED, WITHOUT_EFFECT, ForeignOptions, as_declared, as_in_adapter
+from tgis.foreign_options import ForeignOption, as_declared, as_in_adapter, foreign_options, foreign_warnings
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
 from tgis.utils.options import (
@@ -156,22 +156,15 @@ class Config:
         LIMITS, integer(1), "maximum inputs in flight of one client: a token or a certificate", None,
         shown_default="MAX_CONCURRENT_REQUESTS")
     max_call_memory_mb: int = option(
-        LIMITS, integer(1), "MiB that the messages and token details of all calls may take", 512)
-    max_call_memory_mb_per_client: int = option(
-        LIMITS, integer(1), "the same for one client; a call that needs more is always refused", 256)
+        LIMITS, integer(1), "MiB that all calls may take in memory, those of one client half of it", 512)
     limit_by_address: bool = option(
         LIMITS, BOOLEAN, "tell clients without credentials apart by address; not behind proxies", False)
-    max_tokenize_inputs: int = option(LIMITS, integer(1), "maximum number of texts of a call to Tokenize", 10_000)
     max_queued_tokens: int = option(
         LIMITS, integer(0), "maximum number of queued input tokens; 0 is no limit", 0)
     deadline_partial: bool = option(
         LIMITS, BOOLEAN, "end unary calls shortly before their gRPC deadline, with the text so far", False)
     max_grammar_bytes: int = option(LIMITS, integer(1), "maximum size of a grammar, schema or regex in bytes", 65536)
-    max_grammar_depth: int = option(LIMITS, integer(1, 120), "maximum nesting of a schema, or of brackets", 64)
-    max_grammar_repetitions: int = option(LIMITS, integer(1), "maximum count, such as maxLength or {1,9}", 10_000)
     max_grammar_states: int = option(LIMITS, integer(100), "maximum states of a grammar, about 2 KiB each", 20_000)
-    grammar_timeout_seconds: float = option(LIMITS, SECONDS, "seconds for a grammar to be compiled", 10.0)
-    grammar_cache_size: int = option(LIMITS, integer(0), "number of compiled grammars to keep", 64)
     step_timeout_seconds: float = option(
         LIMITS, SECONDS, "seconds without a step after which a busy engine counts as hung", 120.0)
 
@@ -225,10 +218,6 @@ class Config:
     random_seed: int | None = option(
         TEXTS, integer(0, 2**64 - 1), "makes the seeds of requests without one reproducible", None,
         vllm_names=("seed",), shown_default="different in every run")
-    watermark_gamma: float = option(
-        TEXTS, FRACTION, "share of the vocabulary that a watermark prefers", 0.5)
-    watermark_delta: float = option(
-        TEXTS, decimal(0, 100), "what a watermark adds to the logits of that share", 2.0)
     tokenization_workers: int = computed_option(
         TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, aliases=("validation_workers",),
         shown_default="usable CPUs - 1, 1 to 8")
@@ -255,22 +244,13 @@ class Config:
     auth_token_path: Path | None = option(
         NETWORK, PATH, "file of bearer tokens, one per line, that calls must carry", None)
     grpc_max_message_bytes: int = option(NETWORK, integer(1024), "maximum size of a request message in bytes", 4 << 20)
-    grpc_max_connections: int = option(NETWORK, integer(1, 1_000_000), "maximum number of gRPC connections", 4096)
-    grpc_max_concurrent_streams: int | None = option(
-        NETWORK, integer(1), "maximum concurrent calls per connection", None,
-        shown_default="MAX_CONCURRENT_REQUESTS + 128")
-    grpc_message_timeout_seconds: float = option(
-        NETWORK, SECONDS, "seconds for the message of a call to arrive", 30.0)
-    stream_write_timeout_seconds: float = option(
-        NETWORK, SECONDS, "seconds after which a call ends whose client does not read", 60.0)
-    grpc_keepalive_seconds: int = option(
-        NETWORK, integer(1, 86400), "seconds of inactivity before a keepalive ping", 60)
+    max_connections: int = option(
+        NETWORK, integer(8, 1_000_000), "maximum connections of gRPC, and of each HTTP port", 4096)
+    client_timeout_seconds: float = option(
+        NETWORK, SECONDS, "seconds for a client to send a request, or to read its answer", 30.0)
     grpc_max_connection_age_seconds: int | None = option(
         NETWORK, integer(1, 31536000), "seconds until clients must reconnect, so that new replicas get load",
         None, shown_default="no limit")
-    grpc_max_connection_age_grace_seconds: int | None = option(
-        NETWORK, integer(1, 31536000), "seconds for calls on a connection of that age to finish", None,
-        shown_default="no limit")
 
     http_api: bool = option(HTTP, BOOLEAN, "serve the HTTP APIs of TGI and OpenAI", True)
     http_api_port: int | None = option(
@@ -284,13 +264,6 @@ class Config:
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of the body of a request in bytes", 2_000_000)
-    http_max_header_bytes: int = option(HTTP, integer(1024, 1 << 20), "maximum bytes of a request's headers", 1 << 15)
-    http_request_timeout_seconds: float = option(
-        HTTP, SECONDS, "seconds for the headers of a request to arrive, and for its body", 30.0)
-    http_keepalive_seconds: float = option(
-        HTTP, SECONDS, "seconds without a request after which a connection is closed", 75.0)
-    http_max_connections: int = option(
-        HTTP, integer(8, 1_000_000), "maximum connections of an HTTP port; one more closes the oldest that waits", 4096)
 
     strict_options: bool = option(
         PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
@@ -341,7 +314,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
 
     `as_adapter`: with the variables and defaults of vllm-tgis-adapter.
     """
-    foreign, options = ForeignOptions.known(as_adapter=as_adapter), declared_options(Config)
+    foreign, options = foreign_options(as_adapter=as_adapter), declared_options(Config)
     if as_adapter:
         options = tuple(map(as_in_adapter, options))
     flags = vars(_parser(prog, options, foreign).parse_args(list(map(as_declared, argv))))
@@ -350,11 +323,10 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     values = _parse_options(raw_values, environ)
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
-    foreign.refuse(flags, environ, unless=config.model_name)  # as the tokenizer, for example
-    known = {name.upper() for opt in (*options, *foreign.all) for name in opt.names}
-    unknown = [name for name, text in environ.items() if name not in known and text.strip()]
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
-    warnings += foreign.warnings(flags, environ) + _near_misses(unknown)
+    warnings += foreign_warnings(foreign, flags, environ, config.model_name, as_adapter=as_adapter)
+    known = {name.upper() for opt in (*options, *(each.option for each in foreign)) for name in opt.names}
+    warnings += _near_misses([name for name, text in environ.items() if name not in known and text.strip()])
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
     return replace(config, warnings=tuple(warnings))
@@ -465,14 +437,14 @@ def prepare_cache_dir(config: Config) -> None:
         log.warning("CACHE_DIR: %s: they could replace what is in it", doubt)
 
 
-def _parser(prog: str, options: tuple[Option, ...], foreign: ForeignOptions) -> Parser:
+def _parser(prog: str, options: tuple[Option, ...], foreign: tuple[ForeignOption, ...]) -> Parser:
     parser = build_parser(
         options,
-        foreign.all,
+        tuple(each.option for each in foreign),
         prog,
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
         epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
-        + _indented(opt.name.upper() for opt in (*WITHOUT_EFFECT, *IGNORED))
+        + _indented(opt.name.upper() for each in foreign if (opt := each.option).name)
         + "\nNames of vLLM that are flags, too:\n"
         + _indented(flag_name(name) for opt in options for name in opt.vllm_names),
     )

@@ -32,8 +32,8 @@ from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.api.openai.operations import OpenAIApi
 from tgis.api.rest.routes import TgiApi
-from tgis.config import CONTEXT, Config
-from tgis.errors import OptionError, StartError, Unavailable
+from tgis.config import Config
+from tgis.errors import StartError, Unavailable
 from tgis.frontend import request_log
 from tgis.frontend.chat_template import ChatTemplate
 from tgis.frontend.detokenizer import TokenDecoder
@@ -44,21 +44,24 @@ from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.frontend.validation import RequestLimits
-from tgis.ipc.adapters import AdapterResolved, AdapterStoreOptions, ResolveAdapter
-from tgis.ipc.grammars import GrammarLimits
+from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.limits import (
+    GRAMMAR_TIMEOUT_SECONDS,
+    MAX_TOKENIZE_INPUTS,
+    adapter_store_options,
+    engine_options,
+    placeholder_id,
+    request_limits,
+)
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer
 from tgis.models.convert.weights import ensure_weights, needs_conversion
 from tgis.models.files import (
     ModelFiles,
     eos_token_ids,
-    find_directory,
     find_model,
     find_weights,
     is_encoder_decoder,
-    max_sequence_length,
-    pad_token_id,
 )
 from tgis.prompts.catalog import AdapterCatalog
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
@@ -130,8 +133,8 @@ class Server:
             output_special_tokens=config.output_special_tokens,
             eos_ids=frozenset(self._eos_ids),
         )
-        self._limits = _limits(config, model)
-        self._adapter_store = _adapter_store_options(config, self._limits)
+        self._limits = request_limits(config, model)
+        self._adapter_store = adapter_store_options(config, self._limits)
         self._structured_output = False  # until it is known whether the tokenizer supports it
         self._clients = Clients(config)
         queue = FairQueue[Any](max_calls_of_connection(config))
@@ -159,6 +162,10 @@ class Server:
         if engine != "fake" and not has_graphs:
             self._model = replace(self._model, path=ensure_weights(path, self._config.cache_dir))
 
+    def engine_options(self) -> EngineOptions:
+        """What the engine process is started with."""
+        return engine_options(self._config, self._limits, self._model, self._eos_ids, self._adapter_store)
+
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
         stop, hurry = _stop_signals()
@@ -170,7 +177,7 @@ class Server:
         try:
             ports = grpc_server.bind(), *await http_ports.start()
             await grpc_server.start()
-            self._service_metrics.engine_started(await client.start(self._engine_options()))
+            self._service_metrics.engine_started(await client.start(self.engine_options()))
             if info := await self._wait_until_ready(client, stop):
                 self._start_serving(grpc_server, client, info, ports)
                 await self._monitor(grpc_server, client, stop)
@@ -231,14 +238,14 @@ class Server:
             engine=info,
             limits=replace(
                 self._limits,
-                placeholder_id=self._placeholder_id(info.input_vocab_size),
+                placeholder_id=placeholder_id(self._model, self._eos_ids, info.input_vocab_size),
                 max_request_tokens=info.max_request_tokens,
                 max_positions=info.max_positions,
                 input_vocab_size=info.input_vocab_size,
                 vocab_size=info.vocab_size,
             ),
             max_concurrent_inputs=config.max_concurrent_requests,
-            max_tokenize_inputs=config.max_tokenize_inputs,
+            max_tokenize_inputs=MAX_TOKENIZE_INPUTS,
             max_queued_tokens=config.max_queued_tokens,
             random_seed=config.random_seed,
             log_text=config.log_text,
@@ -250,7 +257,7 @@ class Server:
         lookups = Lookups(
             client,
             self._metrics,
-            config.grammar_timeout_seconds,
+            GRAMMAR_TIMEOUT_SECONDS,
             why_no_adapters=self._why_no_adapters(info),
             why_no_grammars=no_grammars,
         )
@@ -327,11 +334,6 @@ class Server:
         pages = Pages(operations, self._http_auth)
         return HttpPorts(self._config, probes, [*api_routes, *pages.routes()], self._clients, self._certificates)
 
-    def _placeholder_id(self, vocab_size: int) -> int:
-        """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""
-        ids = (pad_token_id(self._model.config), *self._eos_ids)
-        return next((id_ for id_ in ids if id_ is not None and 0 <= id_ < vocab_size), 0)
-
     def _why_no_adapters(self, info: EngineInfo) -> str | None:
         """Why adapters are unavailable, None if they are available."""
         if self._adapter_store is None:
@@ -362,32 +364,6 @@ class Server:
             return 0
         raise StartError(client.died.result())
 
-    def _engine_options(self) -> EngineOptions:
-        """Fields that are not given here are the options of the same names; the engine process checks their types."""
-        config = self._config
-        given: dict[str, Any] = {
-            "model_path": str(self._model.path),
-            "dtype": None if config.dtype == "auto" else config.dtype,
-            "eos_ids": self._eos_ids,
-            "max_sequence_length": self._limits.max_sequence_length,
-            "max_prefill_tokens": config.max_batch_prefill_tokens,
-            "compile": config.pt2_compile,
-            "strict": config.strict_options,
-            "cache_dir": str(config.cache_dir),
-            "cuda_memory_fraction": config.cuda_process_memory_fraction,
-            "num_shards": config.num_shard,
-            "kv_cache_bytes": config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
-            "adapter_store": self._adapter_store,
-            "grammar_limits": GrammarLimits(
-                config.max_grammar_depth,
-                config.max_grammar_repetitions,
-                config.max_grammar_states,
-                config.grammar_cache_size,
-            ),
-        }
-        same = {name: getattr(config, name) for name in EngineOptions.__struct_fields__ if name not in given}
-        return EngineOptions(**same, **given)
-
 
 async def _wait_first(events: Sequence[asyncio.Future[Any]], timeout: float | None = None) -> None:
     await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -407,51 +383,3 @@ def _signalled(number: int, stop: asyncio.Future[None], hurry: asyncio.Future[No
         stop.set_result(None)
     elif number == signal.SIGINT and not hurry.done():
         hurry.set_result(None)
-
-
-def _limits(config: Config, model: ModelFiles) -> RequestLimits:
-    """The limits of requests, from the options and the model."""
-    model_length = max_sequence_length(model.config)
-    length = config.max_sequence_length or model_length
-    if length > model_length:
-        log.warning("MAX_SEQUENCE_LENGTH %d exceeds the model's %d", length, model_length)
-    default = None if config.default_max_new_tokens == CONTEXT else int(config.default_max_new_tokens)
-    new_tokens = config.max_new_tokens
-    if new_tokens >= length and default is not None:  # requests of clients that expect all that fits may ask for more
-        new_tokens = length - 1
-        log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
-    if config.max_input_tokens is not None and config.max_input_tokens >= length:
-        raise OptionError(f"MAX_INPUT_TOKENS={config.max_input_tokens} must be below MAX_SEQUENCE_LENGTH, {length}")
-    return RequestLimits(
-        length,
-        new_tokens,
-        config.default_include_stop_seqs,
-        default,
-        max_top_n_tokens=config.max_top_n_tokens,
-        max_input_tokens=config.max_input_tokens,
-        watermark=(config.watermark_gamma, config.watermark_delta),
-        max_grammar_bytes=config.max_grammar_bytes,
-    )
-
-
-def _adapter_store_options(config: Config, limits: RequestLimits) -> AdapterStoreOptions | None:
-    if config.prefix_store_path is None and not config.lora_modules:
-        return None
-    max_length = limits.max_sequence_length - 1
-    length = config.max_prompt_prefix_length or (limits.max_sequence_length + 1) // 2
-    if length > max_length:
-        raise OptionError(f"MAX_PROMPT_PREFIX_LENGTH={length} must be at most {max_length}, below MAX_SEQUENCE_LENGTH")
-    path = None if config.prefix_store_path is None else str(config.prefix_store_path)
-    return AdapterStoreOptions(path, config.prompt_cache_size_mb << 20, length, _lora_modules(config))
-
-
-def _lora_modules(config: Config) -> dict[str, str]:
-    """Their directories, by name."""
-    found = {}
-    for name, path in (config.lora_modules or {}).items():
-        try:
-            directory = find_directory(os.path.expanduser(path), None, str(config.hub_cache), "adapter_config.json")
-        except StartError as error:
-            raise StartError(f"LORA_MODULES: {name}: {error}") from error
-        found[name] = str(directory.absolute())
-    return found

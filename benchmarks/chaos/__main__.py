@@ -23,7 +23,7 @@ from benchmarks.chaos.http2 import Target
 from benchmarks.chaos.rounds import Chaos, ChaosReport
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.supervisor import Supervisor
-from tgis.models.demo.fetch import ensure
+from demo.fetch import ensure
 
 MAX_CONCURRENT_REQUESTS = 128  # of the honest clients, and as many of the hostile ones
 _MIB = 1 << 20

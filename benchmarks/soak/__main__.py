@@ -23,9 +23,9 @@ from benchmarks.soak.idle import server_limits, use_full_capacity, wait_until_id
 from benchmarks.soak.killed_client import kill_clients
 from benchmarks.soak.memory import MemoryMonitor
 from benchmarks.soak.report import SoakReport, format_report, to_json
+from demo.fetch import ensure
 from tgis.bench.grpc_client import CHANNEL_OPTIONS
 from tgis.bench.load import Budget, ClosedLoop
-from tgis.models.demo.fetch import ensure
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_CASES = 24

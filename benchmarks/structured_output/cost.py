@@ -17,7 +17,7 @@ import grpc
 
 from benchmarks.serving import running_server
 from benchmarks.structured_output.features import INTEGER, STRING, closed
-from tgis.models.demo.fetch import ensure
+from demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -22,7 +22,7 @@ import grpc
 
 from benchmarks.serving import running_server
 from benchmarks.structured_output.random_grammars import random_grammar
-from tgis.models.demo.fetch import ensure
+from demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -25,7 +25,7 @@ from benchmarks.serving import running_server
 from benchmarks.structured_output.schemas import SCHEMAS
 from benchmarks.structured_output.suite import accepted_schemas
 from benchmarks.structured_output.validation import problem_of
-from tgis.models.demo.fetch import ensure
+from demo.fetch import ensure
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -7,10 +7,10 @@ import zlib
 import grpc
 import pytest
 from harness import run_async
-
 from tgis.api.grpc.compression import decompressed
 from tgis.api.grpc.handlers import unary_handler
 from tgis.api.grpc.open_calls import OpenCalls
+
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 from tgis.errors import InvalidRequest

@@ -15,8 +15,6 @@ import pytest
 import uvloop
 from harness import run_async
 from raw_http2 import HELLO, call_frames
-
-from benchmarks.chaos.http2 import ACK, PING, frame
 from tgis.api.grpc.fair_server import (
     MAX_ARRIVING_SLOWLY,
     MAX_STARTS,
@@ -28,6 +26,8 @@ from tgis.api.grpc.fair_server import (
     Turn,
 )
 from tgis.api.grpc.open_calls import LARGE_BYTES, OpenCalls
+
+from benchmarks.chaos.http2 import ACK, PING, frame
 from tgis.config import Config
 from tgis.utils import event_loop
 

@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
 from raw_http2 import HELLO, Raw, call_frames, call_headers, next_frame, raw_client
+from tgis.api.grpc.open_calls import OpenCalls
 
 from benchmarks.chaos.http2 import ACK, DATA, END_STREAM, HEADERS, PING, PREFACE, SETTINGS, frame, grpc_message
-from tgis.api.grpc.open_calls import OpenCalls
+from tgis.api.grpc import server as grpc_server
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 from tgis.errors import StartError
@@ -165,18 +166,19 @@ async def test_responses_may_exceed_the_limit_of_requests() -> None:
 
 @run_async
 async def test_max_concurrent_streams_is_announced() -> None:
-    async with serving(replace(CONFIG, grpc_max_concurrent_streams=7)) as (_, port):
+    async with serving(replace(CONFIG, max_concurrent_requests=7)) as (_, port):
         async with raw_client(port, HELLO) as (reader, _):
             kind, _flags, payload = await next_frame(reader)
         assert kind == SETTINGS
-        assert dict(struct.iter_unpack(">HI", payload))[3] == 7  # SETTINGS_MAX_CONCURRENT_STREAMS
+        assert dict(struct.iter_unpack(">HI", payload))[3] == 7 + 128  # SETTINGS_MAX_CONCURRENT_STREAMS
 
 
 @run_async
-async def test_a_long_silent_call_gets_keepalive_pings() -> None:
+async def test_a_long_silent_call_gets_keepalive_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "KEEPALIVE_MS", 50)
     hanging = call_frames("/test.Service/Hang")
     async with (
-        serving(replace(CONFIG, grpc_keepalive_seconds=0.05)) as (_, port),  # type: ignore[arg-type]  # an option is whole seconds
+        serving() as (_, port),
         raw_client(port, HELLO, hanging) as client,
     ):
         await answer_pings(client, 6)
@@ -255,7 +257,7 @@ async def test_a_new_replica_gets_calls_once_connections_are_old() -> None:
         while not done.is_set():
             await channel.unary_unary("/test.Service/Count", bytes, bytes)(b"", timeout=30)
 
-    aging = replace(CONFIG, grpc_max_connection_age_seconds=1, grpc_max_connection_age_grace_seconds=5)
+    aging = replace(CONFIG, grpc_max_connection_age_seconds=1)
     balancer, done, clients = Balancer(), asyncio.Event(), 8
     listener = await asyncio.start_server(balancer.accept, "127.0.0.1", 0)
     target = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"

@@ -212,7 +212,7 @@ async def test_a_reader_that_does_not_read_holds_little_and_ends_its_call() -> N
     """What the sockets take is the kernel's."""
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     content = b"x" * 1000
-    async with serving([events_route(10**6, content, 0.0, ended)], stream_write_timeout_seconds=0.1) as client:
+    async with serving([events_route(10**6, content, 0.0, ended)], client_timeout_seconds=0.1) as client:
         reader, writer = await connect(client)
         writer.write(b"GET /events HTTP/1.1\r\nHost: t\r\n\r\n")
         await reader.readline()

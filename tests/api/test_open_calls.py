@@ -15,12 +15,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from harness import run_async
 from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
+from tgis.api.grpc.handlers import stream_handler, unary_handler
+from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 
 from benchmarks.chaos.http2 import END_HEADERS, END_STREAM, HEADERS, RST_STREAM
 from tgis.api.grpc import fair_server, open_calls
 from tgis.api.grpc import server as server_module
-from tgis.api.grpc.handlers import stream_handler, unary_handler
-from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 
@@ -31,8 +31,7 @@ CONFIG = Config(
     model_name="m",
     bind_address="127.0.0.1",
     grpc_port=0,
-    grpc_message_timeout_seconds=LONG,
-    stream_write_timeout_seconds=LONG,
+    client_timeout_seconds=LONG,
 )
 MESSAGE_TIMEOUT = f"the message has not arrived within {SHORT:g} s"
 
@@ -98,7 +97,7 @@ async def works(port: int) -> bool:
 @pytest.mark.parametrize("method", ["Unary", "Stream"])
 @run_async
 async def test_a_call_that_nobody_reads_ends(method: str) -> None:
-    async with serving(stream_write_timeout_seconds=SHORT) as (service, port):
+    async with serving(client_timeout_seconds=SHORT) as (service, port):
         assert await works(port)  # gRPC itself holds the first call
         await until(lambda: not service.calls.reading)
         call = call_frames(f"/test.Service/{method}", bytes(1000))
@@ -126,7 +125,7 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
 async def test_a_slow_reader_keeps_its_stream() -> None:
     window = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]  # the server sends what is asked for
     async with (
-        serving(stream_write_timeout_seconds=1.5) as (service, port),
+        serving(client_timeout_seconds=1.5) as (service, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", window) as channel,
     ):
         answers = channel.unary_stream("/test.Service/Stream", bytes, bytes)(bytes(100_000))
@@ -155,7 +154,7 @@ async def test_too_many_calls_that_nobody_reads(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("method", ["/test.Service/Unary", "/test.Service/Stream", "/grpc.health.v1.Health/Check"])
 @run_async
 async def test_a_message_must_arrive_in_time(method: str, sent: bytes) -> None:
-    async with serving(grpc_message_timeout_seconds=SHORT) as (service, port):
+    async with serving(client_timeout_seconds=SHORT) as (service, port):
         async with raw_client(port, HELLO, call_headers(method), sent) as (reader, _):
             _, block = await next_frame_of(reader, HEADERS)
             assert MESSAGE_TIMEOUT.encode() in block
@@ -166,7 +165,7 @@ async def test_a_message_must_arrive_in_time(method: str, sent: bytes) -> None:
 
 @run_async
 async def test_the_status_of_a_message_that_is_late() -> None:
-    async with serving(grpc_message_timeout_seconds=SHORT) as (_, port), connected(port) as channel:
+    async with serving(client_timeout_seconds=SHORT) as (_, port), connected(port) as channel:
         call = channel.stream_unary("/test.Service/Unary", bytes, bytes)()  # type: ignore[call-arg]  # stubs
         assert (await call.code(), await call.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
 
@@ -200,7 +199,7 @@ async def test_a_call_waits_while_many_messages_arrive(monkeypatch: pytest.Monke
 async def test_a_pause_of_the_server_is_no_fault_of_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_calls, "_PAUSE_SECONDS", 0.2)
     sent = HELLO, call_headers("/test.Service/Unary"), half_a_message()
-    async with serving(grpc_message_timeout_seconds=SHORT) as (service, port), raw_client(port, *sent):
+    async with serving(client_timeout_seconds=SHORT) as (service, port), raw_client(port, *sent):
         await until(lambda: service.calls.receiving)
         time.sleep(SHORT + 0.2)  # the pause
         await asyncio.sleep(0.3)  # and some sweeps
@@ -303,7 +302,7 @@ async def test_a_silent_connection_is_closed(sent: bytes, monkeypatch: pytest.Mo
 @pytest.mark.skipif(GRPC_VERSION < (1, 63), reason="this grpcio does not limit connections")
 @run_async
 async def test_connections_beyond_the_limit_are_closed() -> None:
-    async with serving(grpc_max_connections=2) as (_, port), AsyncExitStack() as stack:
+    async with serving(max_connections=2) as (_, port), AsyncExitStack() as stack:
         for _ in range(2):
             reader, _ = await stack.enter_async_context(raw_client(port, HELLO))
             await reader.readexactly(9)

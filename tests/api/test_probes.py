@@ -218,24 +218,25 @@ async def test_hostile_input_closes_its_connection_and_is_not_logged(
 
 @run_async
 async def test_an_incomplete_request_times_out() -> None:
-    async with serving(http_request_timeout_seconds=0.1) as port:
+    async with serving(client_timeout_seconds=0.1) as port:
         assert await exchange(port, b"GET /health HTT") == b""
 
 
 @run_async
-async def test_a_connection_that_has_been_idle_for_too_long_is_closed() -> None:
-    async with serving(http_keepalive_seconds=0.1) as port:
+async def test_a_connection_that_has_been_idle_for_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEEPALIVE_SECONDS", 0.1)
+    async with serving() as port:
         assert (await exchange(port, b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @run_async
 async def test_the_headers_of_a_request_are_bounded_as_a_whole() -> None:
-    async with serving(http_max_header_bytes=2000) as port:
-        few, many = (LINE + (b"X: %040d\r\n" % 0) * count for count in (30, 60))
+    async with serving() as port:
+        few, many = (LINE + (b"X: %0500d\r\n" % 0) * count for count in (60, 70))
         assert b" 200 " in await exchange(port, few + b"Connection: close\r\n\r\n")
         assert b" 200 " not in await exchange(port, many + b"Connection: close\r\n\r\n")
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for part in (LINE, *[b"X: %0100d\r\n" % 0] * 40):  # and never the end
+        for part in (LINE, *[b"X: %01000d\r\n" % 0] * 40):  # and never the end
             writer.write(part)
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
@@ -257,7 +258,7 @@ async def test_slow_clients_block_nobody() -> None:
 
 @run_async
 async def test_a_probe_gets_through_whoever_holds_the_connections() -> None:
-    async with serving(http_max_connections=8, http_request_timeout_seconds=1000.0) as port:
+    async with serving(max_connections=8, client_timeout_seconds=1000.0) as port:
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         for reader, _ in connections[:4]:
             assert await reader.read() == b""  # closed

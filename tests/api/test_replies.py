@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 from harness import run_async
+from tgis.frontend.budget import Account, MemoryBudget
+from tgis.utils.slices import Slicer
 
 from tgis.api.grpc import convert
 from tgis.errors import InvalidRequest
-from tgis.frontend.budget import Account, MemoryBudget
 from tgis.frontend.generation import TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.ipc.request import StopReason
 from tgis.pb import generation_pb2 as pb
-from tgis.utils.slices import Slicer
 
 TEXTS = ["", "a", "Ġfirst", "<0x0A>", "ü🦙" * 40, "x" * 127, "x" * 128, "\0"]
 LOGPROBS = [0.0, -0.0, -1.5, float("nan"), float("-inf"), -1e-45, -3.4e38]

@@ -24,15 +24,15 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 Stub = pb_grpc.GenerationServiceStub
-MAX_LENGTH, MAX_NEW, MAX_INPUTS, MAX_TEXTS = 200, 169, 40, 1000
+MAX_LENGTH, MAX_NEW, MAX_INPUTS, MAX_TEXTS = 200, 169, 40, 10_000
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("service")
     model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.03, poison_token=0)
-    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "MAX_TOKENIZE_INPUTS": MAX_TEXTS}
-    options["MAX_CALL_MEMORY_MB_PER_CLIENT"] = 64
+    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS}
+    options["MAX_CALL_MEMORY_MB"] = 128
     with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
         yield running
 

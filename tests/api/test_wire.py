@@ -10,13 +10,13 @@ import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
 from harness import run_async
+from tgis.utils.slices import Slicer
 
 from tgis.api.grpc import wire
 from tgis.api.grpc.convert import raw_params
 from tgis.errors import InvalidRequest
 from tgis.frontend.sampling_params import RawParams
 from tgis.pb import generation_pb2 as pb
-from tgis.utils.slices import Slicer
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from repository import REPOSITORY
+from tgis.frontend.budget import Account, MemoryBudget
 
 from benchmarks.soak import reconcile
 from benchmarks.soak.cases import Answer, assemble_answer, difference
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
 from tgis.errors import InvalidRequest
-from tgis.frontend.budget import Account, MemoryBudget
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics

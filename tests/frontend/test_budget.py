@@ -1,9 +1,9 @@
 """tgis.frontend.budget: what one call, one client and all may hold."""
 
 import pytest
+from tgis.frontend.budget import MemoryBudget, details_price
 
 from tgis.errors import InvalidRequest, Overloaded
-from tgis.frontend.budget import MemoryBudget, details_price
 from tgis.ipc.request import LogprobOptions
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import run_async
 
-from tgis import config, server
+from tgis import config, limits
 from tgis.errors import InvalidRequest, OptionError, Overloaded, RequestError, StartError
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
@@ -178,7 +178,7 @@ def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOpti
     """What the engine process gets, for sequences of up to `length` tokens."""
     path = {"PREFIX_STORE_PATH": str(store)} if store else {}
     parsed = config.parse([], {"MODEL_NAME": "m", **path, **environ}, "tgis serve")
-    return server._adapter_store_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
+    return limits.adapter_store_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
 
 
 def test_soft_prompts_take_up_to_half_of_a_sequence_by_default(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """tgis.frontend.permits: how many inputs have one, and what does not need one any more."""
 
 import pytest
+from tgis.frontend.permits import MAX_UNREAD_BYTES, Permits
 
 from tgis.errors import Overloaded
-from tgis.frontend.permits import MAX_UNREAD_BYTES, Permits
 
 
 def test_there_are_so_many() -> None:

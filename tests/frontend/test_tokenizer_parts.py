@@ -11,6 +11,7 @@ import pytest
 import tokenizer_families as zoo
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tgis.utils.slices import SLICE, Slicer
 from tokenizer_families import Families
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -19,7 +20,6 @@ from tgis.errors import InvalidRequest
 from tgis.frontend import tokenizer as module
 from tgis.frontend.tokenizer import ReplyLimit, Tokenizer, Wanted
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
-from tgis.utils.slices import SLICE, Slicer
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -5,7 +5,6 @@ import threading
 from functools import partial
 
 from harness import run_async
-
 from tgis.frontend.tokenizer_pool import TokenizerPool
 
 

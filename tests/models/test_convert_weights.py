@@ -408,7 +408,7 @@ class TestForServing:
             environ = {"MODEL_NAME": str(path), "DEPLOYMENT_FRAMEWORK": engine, "CACHE_DIR": str(tmp_path / "cache")}
             server = prepare(parse([], environ, "tgis serve"))
             server.convert_weights()
-            return Path(server._engine_options().model_path)
+            return Path(server.engine_options().model_path)
 
         assert served("fake") == path
         assert served("hf_optimum_ort") != path  # hf_transformers will serve it

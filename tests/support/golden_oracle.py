@@ -20,7 +20,7 @@ from golden_model import OracleModel
 from google.protobuf import json_format
 from repository import TEST_CACHE
 
-from tgis.models.demo import fetch
+from demo import fetch
 from tgis.pb import generation_pb2 as pb
 
 

@@ -10,7 +10,7 @@ from browser import BrowserPage, open_page, running_chromium
 from harness import Server, running_server
 from repository import REPOSITORY, TEST_CACHE
 
-from tgis.models.demo.fetch import ensure
+from demo.fetch import ensure
 from tgis.models.fake import make_fake_model
 
 IMAGES = REPOSITORY / "docs/images"

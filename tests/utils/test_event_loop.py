@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
-
 from tgis.utils.event_loop import EventLoop, run
 
 CALLS = 32

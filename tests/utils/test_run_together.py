@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from harness import run_async
-
 from tgis.utils.run_together import run_together
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 from harness import run_async
-
 from tgis.utils.slices import LITTLE, LONG_ITERATIONS, SLICE, SLICE_SECONDS, Slicer
 
 

@@ -110,21 +110,21 @@ class Clients:
             config.max_concurrent_requests_per_client or self._max_inputs, self._max_inputs
         )
         self._max_memory = config.max_call_memory_mb << 20
-        self._max_memory_per_client = min(config.max_call_memory_mb_per_client << 20, self._max_memory)
+        self._max_memory_per_client = self._max_memory // 2
         self.inputs: Counter[bytes] = Counter()  # in flight, by client
         self.memory: Counter[bytes] = Counter()  # bytes, by client
         self.unread_bytes = 0
         max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
         self.connecting = Waiting(
-            "no request has arrived within", config.grpc_message_timeout_seconds,
-            "too many connections", config.http_max_connections,
+            "no request has arrived within", config.client_timeout_seconds,
+            "too many connections", config.max_connections,
         )  # fmt: skip
         self.sending = Waiting(
-            "the message has not arrived within", config.grpc_message_timeout_seconds,
+            "the message has not arrived within", config.client_timeout_seconds,
             "too many messages arrive slowly", max_receiving,
         )  # fmt: skip
         self.reading = Waiting(
-            "the client has not read for", config.stream_write_timeout_seconds,
+            "the client has not read for", config.client_timeout_seconds,
             f"more than {MAX_SLOW_CALLS} calls are not read", MAX_SLOW_CALLS, told=False,
         )  # fmt: skip
         self.idle = Waiting(

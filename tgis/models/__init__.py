@@ -1,1 +1,1 @@
-"""Model files: finding, downloading and converting them; demo models."""
+"""Model files: finding, downloading and converting them."""

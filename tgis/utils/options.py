@@ -57,9 +57,9 @@ class Option:
     name: str = ""  # of the field: lower case with underscores
     group: str = ""
     help_text: str = ""
-    aliases: tuple[str, ...] = ()  # other names of the option; those that are set must agree
-    vllm_names: tuple[str, ...] = ()  # likewise, but only flags
-    negations: tuple[str, ...] = ()  # the names that mean the opposite
+    aliases: tuple[str, ...] = ()  # other flags and variables for it; those that are set must agree
+    vllm_names: tuple[str, ...] = ()  # other flags for it, which are no variables
+    negations: tuple[str, ...] = ()  # the names among these that mean the opposite
     short: str | None = None
     nearest_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for values of TGIS
     shown_default: str | None = None  # the default, as shown in the help
@@ -77,65 +77,24 @@ class Option:
         return (*self.names, *self.vllm_names)
 
 
-def required_option(
-    group: str,
-    value_type: ValueType[T],
-    help_text: str,
-    *,
-    aliases: tuple[str, ...] = (),
-    vllm_names: tuple[str, ...] = (),
-) -> T:
-    """A field for a mandatory option."""
-    opt = Option(value_type, group=group, help_text=help_text, aliases=aliases, vllm_names=vllm_names, required=True)
+def required_option(group: str, value_type: ValueType[T], help_text: str, **more: Any) -> T:
+    """A field for a mandatory option; `more` are further fields of its Option."""
+    opt = Option(value_type, group=group, help_text=help_text, required=True, **more)
     return cast("T", dataclasses.field(metadata={_METADATA_KEY: opt}))
 
 
-def option(
-    group: str,
-    value_type: ValueType[T],
-    help_text: str,
-    default: D,
-    *,
-    aliases: tuple[str, ...] = (),
-    vllm_names: tuple[str, ...] = (),
-    negations: tuple[str, ...] = (),
-    short: str | None = None,
-    nearest_values: Mapping[str, str] | None = None,
-    shown_default: str | None = None,
-) -> T | D:
-    """A field with a default; `shown_default` replaces it in the help."""
-    opt = Option(
-        value_type,
-        group=group,
-        help_text=help_text,
-        aliases=aliases,
-        vllm_names=vllm_names,
-        negations=negations,
-        short=short,
-        nearest_values=nearest_values or {},
-        shown_default=shown_default or format_value(default),
-    )
+def option(group: str, value_type: ValueType[T], help_text: str, default: D, **more: Any) -> T | D:
+    """A field with a default, which the help shows unless `more` has `shown_default`."""
+    shown = {"shown_default": format_value(default)} | more
+    opt = Option(value_type, group=group, help_text=help_text, **shown)
     return dataclasses.field(default=default, metadata={_METADATA_KEY: opt})
 
 
 def computed_option(
-    group: str,
-    value_type: ValueType[T],
-    help_text: str,
-    default_factory: Callable[[Mapping[str, str]], T],
-    *,
-    aliases: tuple[str, ...] = (),
-    shown_default: str,
+    group: str, value_type: ValueType[T], help_text: str, default_factory: Callable[[Mapping[str, str]], T], **more: Any
 ) -> T:
     """A field whose default is computed from the machine and the environment."""
-    opt = Option(
-        value_type,
-        group=group,
-        help_text=help_text,
-        aliases=aliases,
-        shown_default=shown_default,
-        default_factory=default_factory,
-    )
+    opt = Option(value_type, group=group, help_text=help_text, default_factory=default_factory, **more)
     return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: opt})
 
 
@@ -288,17 +247,6 @@ def or_word(value_type: ValueType[T], word: str) -> ValueType[T | str]:
             raise ValueError(f"{error}, or {word}") from None
 
     return ValueType(value_type.metavar, parse, value_type.bare_value)
-
-
-def only(reason: str, *values: str) -> ValueType[str]:
-    """One of `values`; every other is refused for a reason."""
-
-    def parse(text: str) -> str:
-        if text not in values:
-            raise ValueError(f"is not supported: {reason}")
-        return text
-
-    return ValueType("TEXT", parse)
 
 
 def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str | None:

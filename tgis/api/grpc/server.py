@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
+KEEPALIVE_MS = 60_000  # of inactivity before a ping
 _SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
 
@@ -65,23 +66,20 @@ class GrpcServer:
 
 def max_calls_of_connection(config: Config) -> int:
     """How many calls a connection may have open at a time."""
-    return config.grpc_max_concurrent_streams or config.max_concurrent_requests + _SPARE_CALLS
+    return config.max_concurrent_requests + _SPARE_CALLS
 
 
 def _channel_arguments(config: Config) -> list[tuple[str, int]]:
-    ages = {
-        "grpc.max_connection_age_ms": config.grpc_max_connection_age_seconds,
-        "grpc.max_connection_age_grace_ms": config.grpc_max_connection_age_grace_seconds,
-    }
+    age = config.grpc_max_connection_age_seconds
     return [
-        *((name, seconds * 1000) for name, seconds in ages.items() if seconds is not None),
+        *([] if age is None else [("grpc.max_connection_age_ms", age * 1000)]),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.per_message_decompression", 0),  # see calls.py
         ("grpc.max_concurrent_streams", max_calls_of_connection(config)),
-        ("grpc.max_allowed_incoming_connections", config.grpc_max_connections),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ("grpc.keepalive_time_ms", int(config.grpc_keepalive_seconds * 1000)),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),

@@ -45,7 +45,7 @@ class HttpCall:
     async def body(self, type_: type[B]) -> B:
         """The request's JSON; HttpError if it is anything else, or not what the type says."""
         if self._data is None:
-            limit, seconds = self._config.payload_limit, self._config.http_request_timeout_seconds
+            limit, seconds = self._config.payload_limit, self._config.client_timeout_seconds
             self._data = await receive(self.request, limit, seconds)
         return read_json(self._data, type_, self.account)
 

