@@ -1,6 +1,7 @@
 """Runs `tgis serve` as a child process for a benchmark."""
 
 import contextlib
+import platform
 import random
 import socket
 import subprocess
@@ -90,6 +91,12 @@ def free_ports() -> tuple[int, int]:
         if _is_free(port) and _is_free(port + 1):
             return port, port + 1
     raise StartError(f"no free ports from {_PORTS.start} to {_PORTS.stop}")
+
+
+def cpu_name() -> str:
+    """What figures of this machine are told with; without torch, unlike the engines' `cpu_model`."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
 
 
 def _is_free(port: int) -> bool:

@@ -1,7 +1,8 @@
-"""Honest streams beside 64 hostile clients: `python -m benchmarks.chaos.hostile`.
+"""Honest streams beside 64 hostile clients: `python -m benchmarks.chaos.hostile`, the gate of changes to the front end.
 
-Twice: with the attacks on the server of the honest streams, and on another server of the same kind, where they cost as
-much CPU time but can only be in the way of the operating system's scheduler. The last line is one JSON object.
+A round measures twice: with the attacks on the server of the honest streams, and as its control on another server of
+the same kind, where they cost as much CPU time but can only be in the way of the operating system's scheduler. Which
+one comes first alternates. The last line is one JSON object; the exit code is 1 if a bound is broken.
 """
 
 import argparse
@@ -9,13 +10,15 @@ import asyncio
 import contextlib
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import grpc.aio
@@ -23,7 +26,7 @@ import grpc.aio
 from benchmarks.chaos.attacker import start_attacker
 from benchmarks.chaos.attacks import ATTACKS, channel
 from benchmarks.chaos.http2 import Target
-from benchmarks.serving import Server, running_server
+from benchmarks.serving import Server, cpu_name, running_server
 from benchmarks.soak.memory import resident_bytes
 from benchmarks.soak.reconcile import MetricValues, parse_metrics
 from benchmarks.soak.requests import stream_request
@@ -38,11 +41,17 @@ _MAX_INPUTS_PER_CLIENT = 32  # four times what the honest client has, and enough
 _LAG = "tgi_event_loop_lag_duration_bucket"
 _SAMPLE_SECONDS = 0.1
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(5.0)
+_CONTROL = "control"
+
+# The promise to honest clients.
+_MAX_RATIO = 1.25  # of the 99th percentile of times to the first token, attacked by control
+_MAX_LAG_MS = 100.0  # of the event loop; the histogram's bucket that ends at 98.5 ms is the last one within
+_MAX_MEMORY_MIB = 700.0  # of the front end
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one run, in milliseconds and MiB."""
+    """What one run measured, in milliseconds and MiB."""
 
     lag_p999: float = 0.0
     lag_max: float = 0.0
@@ -55,6 +64,50 @@ class Figures:
     slowest_health: float = 0.0
     unhealthy: dict[str, int] = field(default_factory=dict)  # probes, by reason
     waited: float = 0.0  # share of the time in which the front end's event loop was ready to run and no CPU was free
+
+
+Round = Mapping[str, Figures]  # by what was attacked with, or `_CONTROL`
+
+
+def ratios(rounds: Sequence[Round], name: str) -> list[float]:
+    """The 99th percentile of times to the first token in each round, as a multiple of its control's."""
+    return [each[name].first_token_p99 / each[_CONTROL].first_token_p99 for each in rounds]
+
+
+def broken_bounds(rounds: Sequence[Round]) -> list[str]:
+    """What contradicts the promise to honest clients: nothing, or the gate is closed."""
+    attacks = [name for name in rounds[0] if name != _CONTROL]
+    medians = {name: statistics.median(ratios(rounds, name)) for name in attacks}
+    broken = [
+        f"{name}: first token p99 {ratio:.2f} times the control's, median of {len(rounds)} rounds, not {_MAX_RATIO}"
+        for name, ratio in medians.items()
+        if not ratio <= _MAX_RATIO
+    ]
+    for number, figures in enumerate(rounds, 1):
+        broken += [f"round {number}, {name}: {what}" for name in attacks for what in _attack_noticed(figures, name)]
+        broken += [f"round {number}, {name}: {what}" for name, each in figures.items() for what in _faults(each)]
+    return broken
+
+
+def _attack_noticed(figures: Round, name: str) -> Iterator[str]:
+    """What an attack did to the front end that its control did not."""
+    attacked, control = figures[name], figures[_CONTROL]
+    if attacked.lag_max > _MAX_LAG_MS >= control.lag_max:
+        yield f"the event loop was up to {attacked.lag_max:.0f} ms late, not {_MAX_LAG_MS:.0f}"
+    if attacked.peak_memory > _MAX_MEMORY_MIB:
+        yield f"the front end had {attacked.peak_memory:.0f} MiB, not {_MAX_MEMORY_MIB:.0f}"
+
+
+def _faults(figures: Figures) -> Iterator[str]:
+    """What no run may show, attacked or not."""
+    if not figures.streams:
+        yield "no honest stream got a token"
+    if figures.failed:
+        yield f"honest streams failed: {figures.failed}"
+    if figures.wrong:
+        yield f"{figures.wrong} honest streams got the wrong text"
+    if figures.unhealthy:
+        yield f"health probes failed: {figures.unhealthy}"
 
 
 async def measure(server: Server, seconds: float) -> Figures:
@@ -117,7 +170,7 @@ async def _probe(server: Server, figures: Figures, until: float) -> None:
 
 
 def _seconds_without_cpu(pid: int) -> float:
-    """Of the main thread, which runs the event loop."""
+    """How long the main thread, which runs the event loop, was ready to run and had no CPU."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
@@ -171,19 +224,29 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
     parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="options of the servers")
     parser.add_argument("--each", action="store_true", help="one attack after the other instead of all at once")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="the bound of the ratio is for their median")
     args = parser.parse_args(arguments)
     names: list[str] = random.Random(0).sample(args.attacks, len(args.attacks))
     options = [f"--{option}" for option in args.options]
-    runs = {"control": (names, False)} | ({n: ([n], True) for n in names} if args.each else {"attacked": (names, True)})
-    found = {}
-    for title, (chosen, attacked) in runs.items():
-        with tempfile.TemporaryDirectory() as directory:
-            figures = asyncio.run(_run(Path(directory), args.seconds, chosen, attacked=attacked, options=options))
-        found[title] = asdict(figures)
-        print(f"{title:<16} {json.dumps(found[title])}", flush=True)
-    ratios = {name: f["first_token_p99"] / found["control"]["first_token_p99"] for name, f in found.items()}
-    print(json.dumps(found | {"first_token_p99_ratios": ratios}))
-    return 0
+    runs = {_CONTROL: names} | ({name: [name] for name in names} if args.each else {"attacked": names})
+    rounds: list[dict[str, Figures]] = [{} for _ in range(args.rounds)]
+    for number, found in enumerate(rounds):
+        for title in list(runs)[:: -1 if number % 2 else 1]:
+            with tempfile.TemporaryDirectory() as directory:
+                attacked = title != _CONTROL
+                run = _run(Path(directory), args.seconds, runs[title], attacked=attacked, options=options)
+                found[title] = asyncio.run(run)
+            print(f"round {number + 1} {title:<16} {json.dumps(asdict(found[title]))}", flush=True)
+    broken = broken_bounds(rounds)
+    print(*(f"broken: {bound}" for bound in broken), sep="\n", end="\n" if broken else "")
+    print(json.dumps(_report(rounds, broken)))
+    return int(bool(broken))
+
+
+def _report(rounds: Sequence[Round], broken: list[str]) -> dict[str, Any]:
+    found = [{name: asdict(figures) for name, figures in each.items()} for each in rounds]
+    by_attack = {name: ratios(rounds, name) for name in rounds[0] if name != _CONTROL}
+    return {"cpu": cpu_name(), "rounds": found, "first_token_p99_ratios": by_attack, "broken": broken}
 
 
 if __name__ == "__main__":
