@@ -1,6 +1,7 @@
-"""Count lines of code, without blank lines, comments and docstrings: `tests/support/code_lines.py [-v] [FOLDER ...]`.
+"""Count lines of code, without blank lines, comments and docstrings: `tests/support/code_lines.py [-v] [PATH ...]`.
 
-For each folder a row for each of its rooms, and the sum; with -v also a row for each file. Stubs do not count.
+For each folder or file a row for each of its rooms, and the sum; with -v also a row for each file. Stubs do not count.
+With --stream, what one gRPC stream runs through: the rooms and files on its way, how many lines and how many files.
 """
 
 import ast
@@ -12,6 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_ON_A_STREAMS_WAY = (
+    *("server.py", "config.py", "api/grpc", "api/clients.py", "frontend", "ipc", "engine_core", "batcher"),
+    *("engines/base.py", "engines/paged", "engines/sampling", "engines/loading"),
+)
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -33,23 +38,33 @@ def _docstring_lines(source: str) -> set[int]:
     return lines
 
 
-def python_files(folder: Path) -> list[Path]:
-    """Those that people write."""
-    return sorted(path for path in folder.rglob("*.py") if "pb" not in path.relative_to(ROOT).parts)
+def python_files(path: Path) -> list[Path]:
+    """The file, or those of the folder that people write."""
+    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return [each for each in files if "pb" not in each.relative_to(ROOT).parts]
+
+
+def print_lines(title: str, files: list[Path], *, verbose: bool) -> None:
+    rooms: Counter[str] = Counter()
+    for path in files:
+        lines = code_lines(path.read_text())
+        rooms[str(path.relative_to(ROOT).parent)] += lines
+        if verbose:
+            print(f"{lines:6} {path.relative_to(ROOT)}")
+    for room, lines in sorted(rooms.items()):
+        print(f"{lines:6} {room}/")
+    print(f"{rooms.total():6} {title} in all, {len([path for path in files if path.stat().st_size])} files")
 
 
 def main(arguments: list[str]) -> None:
-    verbose = "-v" in arguments
-    for name in [each for each in arguments if each != "-v"] or ["tgis", "tests", "benchmarks"]:
-        rooms: Counter[str] = Counter()
-        for path in python_files(ROOT / name):
-            lines = code_lines(path.read_text())
-            rooms[str(path.relative_to(ROOT).parent)] += lines
-            if verbose:
-                print(f"{lines:6} {path.relative_to(ROOT)}")
-        for room, lines in sorted(rooms.items()):
-            print(f"{lines:6} {room}/")
-        print(f"{rooms.total():6} {name}/ in all")
+    verbose, stream = "-v" in arguments, "--stream" in arguments
+    if stream:
+        paths = [ROOT / "tgis" / name for name in _ON_A_STREAMS_WAY]
+        files = [file for path in paths if path.exists() for file in python_files(path)]
+        print_lines("what one gRPC stream runs through", files, verbose=verbose)
+    names = [each for each in arguments if not each.startswith("-")]
+    for name in names or ([] if stream else ["tgis", "tests", "benchmarks"]):
+        print_lines(f"{name}/", python_files(ROOT / name), verbose=verbose)
 
 
 if __name__ == "__main__":
