@@ -251,16 +251,17 @@ def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int) -> Itera
     One by one: `encoding.offsets` makes all of them at once and holds the GIL for as long.
     """
     to_chars = encoding.token_to_chars
-    chars = chain.from_iterable([to_chars(index) or (0, 0) for index in range(first, len(encoding))])
+    chars = chain.from_iterable(to_chars(index) or (0, 0) for index in range(first, len(encoding)))
     if text.isascii():
         return chars
     data = text.encode()
-    starts = array(_U32, [*(index for index, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data)])
-    return [starts[char] for char in chars]
+    starts = array(_U32, (index for index, byte in enumerate(data) if byte & 0xC0 != 0x80))
+    starts.append(len(data))
+    return map(starts.__getitem__, chars)
 
 
 def _packed(numbers: Iterable[int]) -> "memoryview[int]":
-    return memoryview(array(_U32, numbers).tobytes()).cast(_U32)
+    return memoryview(array(_U32, numbers))
 
 
 def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:

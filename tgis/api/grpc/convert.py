@@ -109,11 +109,20 @@ def field_path(field: str) -> str:
 
 
 def generate_response(outputs: list[RequestOutput], is_special: IsSpecial | None) -> pb.BatchedGenerationResponse:
-    return pb.BatchedGenerationResponse(responses=[generation_response(output, is_special) for output in outputs])
+    response = pb.BatchedGenerationResponse()
+    for output in outputs:
+        _fill_response(response.responses.add(), output, is_special)
+    return response
 
 
 def generation_response(output: RequestOutput, is_special: IsSpecial | None) -> pb.GenerationResponse:
-    response = pb.GenerationResponse(text=output.text, generated_token_count=output.generated_token_count)
+    response = pb.GenerationResponse()
+    _fill_response(response, output, is_special)
+    return response
+
+
+def _fill_response(response: pb.GenerationResponse, output: RequestOutput, is_special: IsSpecial | None) -> None:
+    response.text, response.generated_token_count = output.text, output.generated_token_count
     if output.input_token_count or output.stop_reason or output.seed:  # not within a stream
         response.input_token_count, response.seed = output.input_token_count, output.seed
         response.stop_reason = output.stop_reason.value  # type: ignore[assignment]  # the same numbers
@@ -122,7 +131,6 @@ def generation_response(output: RequestOutput, is_special: IsSpecial | None) -> 
         _add_token(response.tokens, info, is_special)
     for info in output.input_tokens:
         _add_token(response.input_tokens, info, is_special)
-    return response
 
 
 def tokenize_call(
@@ -143,15 +151,13 @@ def tokenize_call(
 
 def tokenize_response(tokenized: list[TokenizeResult], max_bytes: int) -> bytes:
     """A serialized BatchedTokenizeResponse; InvalidRequest if it has more bytes."""
-    responses = [
-        pb.TokenizeResponse(
-            token_count=result.token_count,
-            tokens=result.tokens,
-            offsets=[pb.TokenizeResponse.Offset(start=start, end=end) for start, end in result.offsets],
-        )
-        for result in tokenized
-    ]
-    data: bytes = pb.BatchedTokenizeResponse(responses=responses).SerializeToString()
+    message = pb.BatchedTokenizeResponse()
+    for result in tokenized:
+        response = message.responses.add(token_count=result.token_count)
+        response.tokens.extend(result.tokens)
+        for start, end in result.offsets:  # a message that is made apart has memory of its own, ten times as much
+            response.offsets.add(start=start, end=end)
+    data: bytes = message.SerializeToString()
     if len(data) > max_bytes:
         raise reply_too_large(max_bytes)
     return data
