@@ -25,7 +25,7 @@ from tgis.utils.thread_pool import WorkPool
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 
 CHARS_PER_MICROSECOND = 2
-_GROUP_CHARS = 1 << 14  # of texts that a thread tokenizes together
+PART = 1 << 14  # characters that the library tokenizes at once, if longer texts can be cut
 _CHARS_PER_TEXT = 32  # what handing a text to the library and taking its tokens costs, in characters
 _CUT_TRIES = 256
 
@@ -92,9 +92,9 @@ class Tokenizer:
         self.pool = WorkPool(workers + 1, "tokenizer")
         self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
-        added = _added_special_tokens(backend) if add_special_tokens else ([], [])
-        self.bos_token_id = added[0][0] if added and added[0] else None
-        self._cut_rule = cut_rule(description) if added else None
+        self._added = _added_special_tokens(backend) if add_special_tokens else ([], [])
+        self.bos_token_id = self._added[0][0] if self._added and self._added[0] else None
+        self._cut_rule = cut_rule(description) if self._added else None
         self.max_bytes_per_token = max_bytes_per_token(description)  # None: nobody knows
 
     @classmethod
@@ -117,35 +117,56 @@ class Tokenizer:
 
     async def encode(self, texts: Sequence[str], wanted: Wanted = EVERYTHING) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
-        if wanted.enough is not None and not wanted.offsets:
-            texts = [self._end(text, wanted.enough) for text in texts]
         cost = sum(map(len, texts)) / CHARS_PER_MICROSECOND
         groups = [self.pool.run(cost, partial(self._encode, group, wanted)) for group in _groups(texts)]
         if len(groups) == 1:
             return await groups[0]
         encodings = list(chain.from_iterable(await asyncio.gather(*groups)))
-        if wanted.max_tokens is not None and sum(len(one.packed_ids) for one in encodings) > wanted.max_tokens:
-            raise too_many_tokens(wanted.max_tokens)
+        _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted)
         return encodings
 
-    def _end(self, text: str, num_tokens: int) -> str:
-        """As much of the end of a text as certainly has more tokens; all of it where it may not be cut."""
-        rule, most = self._cut_rule, self.max_bytes_per_token
-        if rule is None or most is None:
-            return text
-        start = _last_cut(text, len(text) - (num_tokens + 1) * most)
-        return text[start + (rule.drops_space and start > 0) :]
-
     def _encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
+        if len(texts[0]) > 2 * PART and self._can_cut(wanted):
+            return [self._encode_in_parts(texts[0], wanted)]
+        found = self._encode_batch(texts, wanted, add_special_tokens=self._add_special_tokens and wanted.special_tokens)
+        _check_num_tokens(sum(_num_kept(one, wanted.keep) for one in found), wanted)
+        return [_packed_encoding(text, one, wanted) for text, one in zip(texts, found, strict=True)]
+
+    def _encode_batch(
+        self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
         encode = self._backend.encode_batch if wanted.offsets else self._backend.encode_batch_fast
         try:
-            found = encode(texts, add_special_tokens=self._add_special_tokens and wanted.special_tokens)
+            return encode(texts, add_special_tokens=add_special_tokens)
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
-        if wanted.max_tokens is not None and sum(_num_kept(one, wanted.keep) for one in found) > wanted.max_tokens:
-            raise too_many_tokens(wanted.max_tokens)
-        return [_packed_encoding(text, one, wanted) for text, one in zip(texts, found, strict=True)]
+
+    def _can_cut(self, wanted: Wanted) -> bool:
+        return self._cut_rule is not None and (self._cut_rule.keeps_offsets or not wanted.offsets)
+
+    def _encode_in_parts(self, text: str, wanted: Wanted) -> Encoding:
+        """Tokenize a long text from its end, which may be enough.
+
+        The library's encoding of the whole would take a hundred bytes for each token, and the GIL to be freed.
+        """
+        assert self._added is not None and self._cut_rule is not None
+        before, after = self._added if wanted.special_tokens else ([], [])
+        parts = [Encoding(_packed(after), _packed([0, 0] * len(after)), len(after))]  # the last one first
+        num_tokens, first_byte = len(after), len(text.encode())
+        for start, end in _parts_from_end(text):
+            first_byte -= len(text[start:end].encode())
+            part = text[start + (self._cut_rule.drops_space and start > 0) : end]
+            (found,) = self._encode_batch([part], wanted, add_special_tokens=False)
+            parts.append(_packed_encoding(part, found, wanted, first_byte))
+            num_tokens += len(found)
+            _check_num_tokens(num_tokens if wanted.keep is None else min(num_tokens, wanted.keep), wanted)
+            if wanted.enough is not None and num_tokens > wanted.enough:
+                break
+        else:
+            parts.append(Encoding(_packed(before), _packed([0, 0] * len(before)), len(before)))
+            num_tokens += len(before)
+        return _joined(parts[::-1], num_tokens, wanted)
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
         """Tokenize a short text in the calling thread."""
@@ -211,7 +232,7 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0
     for text in texts:
-        if group and size + len(text) > _GROUP_CHARS:
+        if group and size + len(text) > PART:
             yield group
             group, size = [], 0
         group.append(text)
@@ -220,10 +241,19 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _last_cut(text: str, end: int) -> int:
-    """Where tokenizer_properties.py allows to cut a text, before `end`; 0 if it is not found soon."""
+def _parts_from_end(text: str) -> Iterator[tuple[int, int]]:
+    """Begin and end of each part, cut where tokenizer_properties.py says; the first part is as long as it must be."""
+    end = len(text)
+    while end > 2 * PART and (cut := _last_cut(text, end - 2 * PART, end - PART)):
+        yield cut, end
+        end = cut
+    yield 0, end
+
+
+def _last_cut(text: str, start: int, end: int) -> int:
+    """Where a text can be cut; 0 if no such place is found soon."""
     for _ in range(_CUT_TRIES):
-        if end <= 0 or (end := text.rfind(" ", 0, end)) <= 0:
+        if (end := text.rfind(" ", start, end)) <= 0:
             break
         if _is_ascii_alnum(text[end - 1]) and _is_ascii_alnum(text[end + 1]):
             return end
@@ -238,14 +268,29 @@ def _num_kept(encoding: tokenizers.Encoding, keep: int | None) -> int:
     return len(encoding) if keep is None else min(keep, len(encoding))
 
 
-def _packed_encoding(text: str, encoding: tokenizers.Encoding, wanted: Wanted) -> Encoding:
+def _check_num_tokens(num_tokens: int, wanted: Wanted) -> None:
+    if wanted.max_tokens is not None and num_tokens > wanted.max_tokens:
+        raise too_many_tokens(wanted.max_tokens)
+
+
+def _packed_encoding(text: str, encoding: tokenizers.Encoding, wanted: Wanted, first_byte: int = 0) -> Encoding:
+    """The encoding of a text, or of a part that begins at this byte."""
     num_tokens, kept = len(encoding), _num_kept(encoding, wanted.keep)
     ids = _packed(encoding.ids[num_tokens - kept :] if kept else ())
-    offsets = _byte_offsets(text, encoding, num_tokens - kept) if wanted.offsets else ()
+    offsets = _byte_offsets(text, encoding, num_tokens - kept, first_byte) if wanted.offsets else ()
     return Encoding(ids, _packed(offsets), num_tokens)
 
 
-def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int) -> Iterable[int]:
+def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
+    ids, offsets = array(_U32), array(_U32)
+    for part in parts:
+        ids.frombytes(part.packed_ids)
+        offsets.frombytes(part.packed_offsets)
+    first = 0 if wanted.keep is None else max(len(ids) - wanted.keep, 0)
+    return Encoding(memoryview(ids)[first:], memoryview(offsets)[2 * first :], num_tokens)
+
+
+def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int, first_byte: int) -> Iterable[int]:
     """Spans of the tokens from the first one on, in UTF-8 bytes; the Python binding has them in characters.
 
     One by one: `encoding.offsets` makes all of them at once and holds the GIL for as long.
@@ -253,10 +298,10 @@ def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int) -> Itera
     to_chars = encoding.token_to_chars
     chars = chain.from_iterable(to_chars(index) or (0, 0) for index in range(first, len(encoding)))
     if text.isascii():
-        return chars
+        return (char + first_byte for char in chars) if first_byte else chars
     data = text.encode()
-    starts = array(_U32, (index for index, byte in enumerate(data) if byte & 0xC0 != 0x80))
-    starts.append(len(data))
+    starts = array(_U32, (index + first_byte for index, byte in enumerate(data) if byte & 0xC0 != 0x80))
+    starts.append(len(data) + first_byte)
     return map(starts.__getitem__, chars)
 
 

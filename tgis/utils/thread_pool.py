@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SMALL = 250  # microseconds: about what handing work to a thread costs
-LARGE = 50_000  # microseconds; one thread is always left to work that takes less
+LARGE = 50_000  # microseconds; of work that takes longer, there is one piece at a time
 _START_SECONDS = 10.0
 
 
@@ -35,7 +35,7 @@ class WorkPool:
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = started_pool(num_threads, name)
         self._num_idle = num_threads
-        self._num_free_for_large = max(num_threads - 1, 1)
+        self._large_runs = False
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap
         self._arrivals = itertools.count()
 
@@ -66,15 +66,15 @@ class WorkPool:
     def _start_next(self) -> None:
         while self._num_idle and self._waiting:
             cost, _, turn = self._waiting[0]
-            if not turn.done() and cost > LARGE and not self._num_free_for_large:
-                return  # those behind it are larger
+            if not turn.done() and cost > LARGE and self._large_runs:
+                return  # what waits behind it is as large
             heapq.heappop(self._waiting)
             if not turn.done():
                 self._num_idle -= 1
-                self._num_free_for_large -= cost > LARGE
+                self._large_runs = self._large_runs or cost > LARGE
                 turn.set_result(None)
 
     def _release(self, cost: float) -> None:
         self._num_idle += 1
-        self._num_free_for_large += cost > LARGE
+        self._large_runs = self._large_runs and cost <= LARGE
         self._start_next()
