@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import StartError
-from tgis.models import child_process
 from tgis.models.files import read_json
-from tgis.models.progress_bar import timed
+from tgis.models.staging import run_child, timed
 from tgis.utils.file_lock import locked
 
 MANIFEST = "manifest.json"
@@ -101,7 +100,7 @@ def download(package: str, folder: Path) -> Path:
     """Download the wheel of `package` (NAME==VERSION) into `folder`, with pip's configuration of this machine."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), package]
-    reason = child_process.run(command, DOWNLOAD_SECONDS)
+    reason = run_child(command, DOWNLOAD_SECONDS)
     wheels = list(folder.glob("*.whl"))
     if reason is not None or len(wheels) != 1:
         raise StartError(f"cannot download {package}: {reason or 'no wheel came'}")

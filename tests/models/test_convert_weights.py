@@ -28,7 +28,7 @@ from transformers import (
 
 from tgis.config import parse
 from tgis.errors import StartError
-from tgis.models import child_process
+from tgis.models import staging
 from tgis.models.convert import weights, weights_child
 from tgis.models.fake import make_fake_model
 from tgis.models.files import find_weights
@@ -88,10 +88,10 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
             return str(left.code)
         return None
 
-    monkeypatch.setattr(child_process, "run", run)
+    monkeypatch.setattr(staging, "run_child", run)
 
 
-CHILD = child_process.run
+CHILD = staging.run_child
 
 
 def made_of(kind: str) -> Any:
@@ -326,7 +326,7 @@ class TestInterrupted:
 
         files = sorted(path.iterdir())
         with monkeypatch.context() as patch:
-            patch.setattr(child_process, "run", limited)
+            patch.setattr(staging, "run_child", limited)
             with pytest.raises(StartError, match=reason):
                 weights.convert_weights(path)
         assert sorted(path.iterdir()) == files
@@ -378,7 +378,7 @@ class TestForServing:
         path, cache = model("tied"), tmp_path / "cache"
         first = weights.ensure_weights(path, cache)
         with monkeypatch.context() as patch:
-            patch.setattr(child_process, "run", lambda *_args, **_options: "must not run")
+            patch.setattr(staging, "run_child", lambda *_args, **_options: "must not run")
             (path / "config.json").rename(path / "old.json")  # others of the model's files may change
             shutil.copy(path / "old.json", path / "config.json")
             assert weights.ensure_weights(path, cache) == first

@@ -8,7 +8,7 @@ from model_directories import write_model
 from tokenizers import Tokenizer
 
 from tgis.errors import StartError
-from tgis.models import child_process
+from tgis.models import staging
 from tgis.models.convert.fast_tokenizer import add_tokenizer, ensure_tokenizer
 from tgis.models.files import ModelFiles, eos_token_ids, find_model
 
@@ -28,7 +28,7 @@ class TestOfAServer:
         assert tokenizer.encode("hello").tokens == ["hell", "o"]
         assert eos_token_ids(slow_gpt2, first) == (256 + 3,)  # after the bytes and the merges
 
-        monkeypatch.setattr(child_process, "run", lambda command, seconds: "not again")
+        monkeypatch.setattr(staging, "run_child", lambda command, seconds: "not again")
         assert ensure_tokenizer(slow_gpt2, tmp_path) == first
         (slow_gpt2.path / "merges.txt").write_text("#version: 0.2\nh e\n")
         with pytest.raises(StartError, match="not again"):
@@ -76,7 +76,7 @@ class TestForGood:
 
     def test_an_existing_one_is_kept(self, slow_gpt2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
         (slow_gpt2.path / "tokenizer.json").write_text("{}")
-        monkeypatch.setattr(child_process, "run", lambda command, seconds: "not again")
+        monkeypatch.setattr(staging, "run_child", lambda command, seconds: "not again")
         assert add_tokenizer(slow_gpt2, None) == f"{slow_gpt2.path} has a tokenizer.json already: nothing to do"
 
     def test_another_directory_gets_the_whole_tokenizer(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from model_directories import write_model
 
 from tgis.errors import StartError
-from tgis.models import child_process, files
+from tgis.models import files, staging
 from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -278,13 +278,13 @@ class TestFacts:
 
 class TestChild:
     def run(self, code: str, seconds: float = 60) -> str | None:
-        return child_process.run([sys.executable, "-c", code], seconds)
+        return staging.run_child([sys.executable, "-c", code], seconds)
 
     def test_the_reason_is_one_line(self) -> None:
         assert self.run("pass") is None
         assert self.run("raise ValueError('first\\nlast\\n\\n')") == "last"
         assert self.run("raise SystemExit(3)") == "exit code 3"
-        assert len(self.run("raise ValueError('x' * 10000)") or "") == child_process.MAX_REASON_LENGTH
+        assert len(self.run("raise ValueError('x' * 10000)") or "") == staging.MAX_REASON_LENGTH
         assert self.run("import time; time.sleep(60)", seconds=0.1) == "not done after 0 s"
 
 

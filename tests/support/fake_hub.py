@@ -7,8 +7,6 @@ import contextlib
 import hashlib
 import json
 import re
-import socket
-import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -63,8 +61,6 @@ class FakeHub:
     truncations: dict[str, list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )  # file -> bytes sent before the connection breaks
-    resets: bool = False  # it breaks by a reset, else by an orderly close
-    ranges: bool = True
     gates: dict[str, "Gate"] = field(default_factory=dict)  # file -> the gate that it waits at
     statuses: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # file or "api" -> first answers
 
@@ -142,9 +138,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[:cut])
         if cut is not None:
             self.wfile.flush()
-            if self.hub.resets:
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.connection.close()
             self.close_connection = True
 
     def fail(self, status: int, code: str = "", message: str = "") -> None:
@@ -155,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         if statuses := self.hub.statuses[name]:
             return self.fail(statuses.pop(0))
         content = self.hub.overrides.get(name, content)
-        wanted = self.headers.get("Range") if self.hub.ranges else None
+        wanted = self.headers.get("Range")
         start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
         if start and start >= len(content):
             return self.send(416, {"Content-Range": f"bytes */{len(content)}"})

@@ -43,8 +43,8 @@ def _parser(prog: str) -> Parser:
     parser = Parser(
         prog=prog,
         description="Download a model from the hub into the local cache, where tgis serve finds it by name. Files"
-        " that are complete are not downloaded again, interrupted ones resume, and all hashes are verified. The last"
-        " line of the output is the model's directory.",
+        " that are complete are not downloaded again; others begin anew. The last line of the output is the model's"
+        " directory.",
         epilog=f"{model.ENVIRONMENT_HELP} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY work as in"
         " huggingface_hub.",
     )

@@ -150,7 +150,8 @@ class Tokenizer:
 
         The library's encoding of the whole would take a hundred bytes for each token, and the GIL to be freed.
         """
-        assert self._added is not None and self._cut_rule is not None
+        assert self._added is not None
+        assert self._cut_rule is not None
         before, after = self._added if wanted.special_tokens else ([], [])
         parts = [Encoding(_packed(after), _packed([0, 0] * len(after)), len(after))]  # the last one first
         num_tokens, first_byte = len(after), len(text.encode())

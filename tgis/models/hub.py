@@ -12,7 +12,8 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # of the HTTP library that this release of the client uses
+    HTTPError,  # of the HTTP library that this release of the client uses: an error status, or no response
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -26,7 +27,6 @@ TRAINING_FILES = re.compile("arguments|args|training")  # in the names of files 
 COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 MAX_FILES = 10_000
-HTTP_FAILURE: type[Exception] = HTTPError  # an error status, or no response
 
 
 class HubUnreachable(StartError):
@@ -60,7 +60,7 @@ def fetch_listing(api: HfApi, repo: str, revision: str | None) -> Listing:
         return _listing(repo, info)
     except HFValidationError as error:
         raise StartError(f"{repo!r:.200} is no name of a model on the hub: {_one_line(error)}") from error
-    except (HTTP_FAILURE, OfflineModeIsEnabled) as error:
+    except (HTTPError, OfflineModeIsEnabled) as error:
         raise start_error(error, api, repo, revision) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StartError(f"{api.endpoint} does not answer as a hub does: {_one_line(error)}") from error
@@ -76,6 +76,8 @@ def select_files(listing: Listing, extensions: tuple[str, ...]) -> tuple[HubFile
 def start_error(error: Exception, api: HfApi, repo: str, revision: str | None) -> StartError:
     """The error to report for a failed request."""
     match error:
+        case LocalEntryNotFoundError(__cause__=Exception() as cause):
+            return start_error(cause, api, repo, revision)
         case OfflineModeIsEnabled():
             return HubUnreachable("HF_HUB_OFFLINE is set: nothing is downloaded")
         case GatedRepoError():
@@ -94,7 +96,9 @@ def start_error(error: Exception, api: HfApi, repo: str, revision: str | None) -
         case HfHubHTTPError(response=response):
             message = _one_line(response.headers.get("X-Error-Message") or response.reason_phrase)
             return StartError(f"{repo}: {api.endpoint} answers {response.status_code}: {message}")
-    return HubUnreachable(f"cannot reach {api.endpoint}: {_one_line(error) or type(error).__name__}")
+        case HTTPError():
+            return HubUnreachable(f"cannot reach {api.endpoint}: {_one_line(error) or type(error).__name__}")
+    return StartError(f"cannot download {repo}: {_one_line(error) or type(error).__name__}")
 
 
 def _listing(repo: str, info: ModelInfo) -> Listing:

@@ -1,10 +1,20 @@
-"""A place to build files that must appear complete or not at all."""
+"""What downloads and conversions of model files share: child processes, free space, staging directories."""
 
 import contextlib
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tgis.errors import StartError
+from tgis.utils import stop_signals
+
+MAX_REASON_LENGTH = 300
+STDERR = 2
 
 
 @contextlib.contextmanager
@@ -16,3 +26,50 @@ def staging_directory(parent: Path, prefix: str = ".") -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def run_child(command: list[str], seconds: float | None, *, show_output: bool = False) -> str | None:
+    """Run `command` for at most `seconds`; None on success, else the last line of its stderr.
+
+    `show_output` forwards its stdout to the stderr of this process; otherwise it is discarded.
+    """
+    stdout = STDERR if show_output else subprocess.DEVNULL
+    try:
+        with stop_signals.undoing():  # kills the child
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, check=False, timeout=seconds
+            )
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:.0f} s"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"killed by {signal.Signals(-done.returncode).name}"
+    lines = [line.strip() for line in done.stderr.decode("utf-8", "replace").splitlines()]
+    return next((line for line in reversed(lines) if line), f"exit code {done.returncode}")[:MAX_REASON_LENGTH]
+
+
+@contextlib.contextmanager
+def timed(label: str) -> Iterator[None]:
+    """Print when the block starts and how long it took."""
+    print(f"{label} ...", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    yield
+    print(f"{label}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def check_free_space(folder: Path, need: int, what: str) -> None:
+    """StartError if the file system of `folder` has no room for `need` bytes more."""
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        room = f"the file system of {folder} has {format_bytes(free)} free"
+        raise StartError(f"{what} needs {format_bytes(need)}, and {room}")
+
+
+def format_bytes(count: int) -> str:
+    """The size for people: 12 bytes, 34.5 MB."""
+    value, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value >= 999.5:
+            value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"

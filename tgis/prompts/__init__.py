@@ -1,1 +1,1 @@
-"""Soft prompts and LoRA adapters on disk: found, checked, loaded and cached."""
+"""Adapters on disk, both soft prompts and LoRA adapters: found, checked, loaded and cached."""

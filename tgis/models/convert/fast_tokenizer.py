@@ -1,16 +1,19 @@
-"""Makes tokenizer.json for models with a slow tokenizer: transformers converts it in a child process."""
+"""Makes tokenizer.json for models with a slow tokenizer: transformers converts it in a child process.
+
+The child runs this file: `python -m tgis.models.convert.fast_tokenizer MODEL OUT`, both directories.
+"""
 
 import contextlib
 import hashlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tgis.errors import StartError
-from tgis.models import child_process
+from tgis.models import staging
 from tgis.models.files import ModelFiles, read_json
-from tgis.models.staging import staging_directory
 
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 26  # larger files are weights
@@ -64,12 +67,12 @@ def _cache_key(path: Path) -> str:
 @contextlib.contextmanager
 def _converted(model: ModelFiles, folder: Path) -> Iterator[Path]:
     """A staging directory in `folder` with the tokenizer as transformers saves it."""
-    with staging_directory(folder) as staging:
-        command = [sys.executable, "-m", "tgis.models.convert.fast_tokenizer_child", str(model.path), str(staging)]
-        reason = child_process.run(command, CONVERT_SECONDS) or _conversion_problem(model, staging)
+    with staging.staging_directory(folder) as made:
+        command = [sys.executable, "-m", "tgis.models.convert.fast_tokenizer", str(model.path), str(made)]
+        reason = staging.run_child(command, CONVERT_SECONDS) or _conversion_problem(model, made)
         if reason is not None:
             raise StartError(f"{model.path} has no {TOKENIZER}, put one there; none can be made: {reason}")
-        yield staging
+        yield made
 
 
 def _conversion_problem(model: ModelFiles, made: Path) -> str | None:
@@ -84,9 +87,22 @@ def _conversion_problem(model: ModelFiles, made: Path) -> str | None:
     return None
 
 
-def _publish(staging: Path, target: Path) -> None:
+def _publish(made: Path, target: Path) -> None:
     try:
-        staging.rename(target)
+        made.rename(target)
     except OSError:
         if not target.is_dir():  # otherwise another server has published the same content
             raise
+
+
+def convert_here(model: str, out: str) -> None:
+    """Convert local files only, without running the model's code; the parent reports exceptions."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read by the following import
+    from transformers import AutoTokenizer  # noqa: PLC0415 - see above
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    convert_here(*sys.argv[1:])

@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 
 from tgis.errors import StartError
-from tgis.models import child_process
+from tgis.models import staging
 from tgis.models.files import SAFETENSORS, find_weights, shard_files
-from tgis.models.progress_bar import format_bytes
-from tgis.models.staging import staging_directory
 from tgis.utils.file_lock import locked
 from tgis.utils.log_progress import log_progress
 
@@ -104,18 +102,14 @@ def _cache_key(path: Path) -> str:
 def _convert(path: Path, sources: list[Path], out: Path, show_progress: bool) -> str:
     for left in out.glob(f"{STAGING_PREFIX}*"):  # of a killed process
         shutil.rmtree(left, ignore_errors=True)
-    need, free = sum(file.stat().st_size for file in sources), shutil.disk_usage(out).free
-    if need > free:
-        raise StartError(
-            f"converting the weights in {path} needs {format_bytes(need)}, "
-            f"and the file system of {out} has {format_bytes(free)} free"
-        )
+    need = sum(file.stat().st_size for file in sources)
+    staging.check_free_space(out, need, f"converting the weights in {path}")
     names = [file.name for file in sources]
-    with staging_directory(out, STAGING_PREFIX) as staging:
-        command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(staging), *names]
-        if reason := child_process.run(command, None, show_output=show_progress):
+    with staging.staging_directory(out, STAGING_PREFIX) as made_in:
+        command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(made_in), *names]
+        if reason := staging.run_child(command, None, show_output=show_progress):
             raise StartError(f"cannot convert the weights in {path}: {reason}")
-        made = sorted(staging.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
+        made = sorted(made_in.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
         for file in made:
             file.replace(out / file.name)
     return f"{path}: {', '.join(names)} converted to safetensors, every bit compared"

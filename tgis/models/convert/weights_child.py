@@ -3,7 +3,6 @@
 `python -m tgis.models.convert.weights_child MODEL OUT FILE ...`: two directories, and names of files in the first.
 """
 
-import contextlib
 import json
 import os
 import pickle
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from tgis.errors import StartError
 from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
-from tgis.models.progress_bar import ProgressBar
+from tgis.models.staging import format_bytes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,16 +30,14 @@ def convert(model: Path, out: Path, names: list[str]) -> None:
     """Write a safetensors file for each of `names`, and the index if the model has one."""
     weight_map: dict[str, str] = {}  # tensor -> file
     tied = tied_names(model)
-    total = sum((model / name).stat().st_size for name in names)
-    with contextlib.closing(ProgressBar("converting", total, stream=sys.stdout)) as progress:
-        for name in names:
-            tensors, dropped = untie(load(model / name), tied)
-            target = out / target_name(name)
-            save_file(tensors, target, metadata=dropped | {"format": "pt"})
-            target.chmod(0o644)  # save_file makes it readable by its owner only
-            verify(target, tensors)
-            weight_map |= dict.fromkeys(tensors, target.name)
-            progress.advance((model / name).stat().st_size)
+    for name in names:
+        print(f"converting {name}, {format_bytes((model / name).stat().st_size)} ...", flush=True)
+        tensors, dropped = untie(load(model / name), tied)
+        target = out / target_name(name)
+        save_file(tensors, target, metadata=dropped | {"format": "pt"})
+        target.chmod(0o644)  # save_file makes it readable by its owner only
+        verify(target, tensors)
+        weight_map |= dict.fromkeys(tensors, target.name)
     for index in model.glob(f"*.bin{INDEX_SUFFIX}"):
         content = read_json(index) | {"weight_map": weight_map}
         (out / target_name(index.name)).write_text(json.dumps(content, indent=4) + "\n")

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import StartError
-from tgis.models import child_process
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
 from tgis.models.hub import CONFIG_EXTENSIONS
 from tgis.models.onnx.optimum_packages import ensure_packages
-from tgis.models.progress_bar import timed
-from tgis.models.staging import staging_directory
+from tgis.models.staging import run_child, staging_directory, timed
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
 EXPORT_SECONDS = 3 * 3600
@@ -58,7 +56,7 @@ def _export(model: ModelFiles, staging: Path, options: OnnxOptions, cache_dir: P
     _make_export_source(model, source)
     command = [str(options.python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
     with timed("export with Optimum"):
-        reason = child_process.run(command, EXPORT_SECONDS)
+        reason = run_child(command, EXPORT_SECONDS)
     if reason is not None:
         raise StartError(f"Optimum cannot export {model.path}: {reason}")
     if is_encoder_decoder(model.config):  # the merged graph replaces its two parts

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from tgis.errors import StartError
-from tgis.models import child_process
-from tgis.models.staging import staging_directory
+from tgis.models.staging import run_child, staging_directory
 from tgis.utils.file_lock import locked
 
 REQUIREMENTS = Path(__file__).with_name("optimum.txt")
@@ -37,6 +36,6 @@ def _install(target: Path, wheels: Path | None) -> None:
     if wheels is not None:
         command += ["--no-index", "--find-links", str(wheels)]
     with staging_directory(target.parent, ".optimum-") as staging:
-        if reason := child_process.run([*command, "--target", str(staging)], INSTALL_SECONDS):
+        if reason := run_child([*command, "--target", str(staging)], INSTALL_SECONDS):
             raise StartError(f"cannot install Optimum (--wheels and --python need no network): {reason}")
         staging.rename(target)
