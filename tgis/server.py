@@ -68,7 +68,7 @@ from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
 from tgis.utils import event_loop, logs, stop_signals
 from tgis.utils.allocator import reuse_large_blocks
-from tgis.utils.scratch_directory import scratch_directory
+from tgis.utils.file_lock import scratch_directory
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from tgis.bench.client import SETUP_TIMEOUT, CallOptions, ServedModel
-from tgis.bench.record import RequestRecord
+from tgis.bench.client import SETUP_TIMEOUT, CallOptions, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 from tgis.errors import StartError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, padded_tokens
@@ -214,19 +214,6 @@ def read_trace(path: Path) -> list[TraceRequest]:
         )
     except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise OptionError(f"{path} is no trace: {type(error).__name__}: {error}") from error
-
-
-def plot(result: SimulationResult, path: Path) -> None:
-    """Draw the queue and the batch over time."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - for this option only
-
-    times = [sample.time for sample in result.samples]
-    axes: Any = Figure(figsize=(10, 4), layout="constrained").subplots()
-    axes.step(times, [sample.num_running for sample in result.samples], label="running", where="post")
-    axes.step(times, [sample.num_waiting for sample in result.samples], label="waiting", where="post")
-    axes.set(xlabel="seconds", ylabel="requests")
-    axes.legend()
-    axes.figure.savefig(path)
 
 
 def _seconds(text: str) -> float:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tgis.bench.record import RequestRecord
+from tgis.bench.client import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)

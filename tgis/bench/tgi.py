@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import CallOptions, ServedModel
+from tgis.bench.client import CallOptions, RequestRecord, ServedModel
 from tgis.bench.http_client import FailedAnswer
-from tgis.bench.record import RequestRecord
 from tgis.bench.workload import BenchRequest
 
 
