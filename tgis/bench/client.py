@@ -11,7 +11,7 @@ SETUP_TIMEOUT = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What is the same for all requests of a run."""
+    """Options that all requests of a run share."""
 
     stream: bool = True
     ignore_eos: bool = True
@@ -24,7 +24,7 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the server says about its model; None for what it does not say."""
+    """The server's description of its model; fields that it does not report are None."""
 
     name: str | None = None
     kind: str | None = None
@@ -55,7 +55,7 @@ class RequestRecord:
     detail: str = ""  # the server's error message
 
     def record_output(self, now: float, tokens: int) -> None:
-        """Record a message of a stream that has output, which makes so many tokens in all."""
+        """Record a message of a stream that has output; `tokens` counts all so far."""
         if not self.first_output_at:
             self.first_output_at, self.first_message_tokens = now, tokens
         elif now - self.last_output_at > self.max_gap:

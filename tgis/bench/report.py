@@ -38,7 +38,7 @@ def format_table(report: Report) -> str:
 
 
 def format_notes(report: Report) -> Iterator[str]:
-    """What to know when reading the table."""
+    """Remarks that a reader of the table needs."""
     if report.interrupted:
         yield "interrupted: requests that were under way are not counted"
     if not report.calibrated:

@@ -31,7 +31,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class TgiRequests:
-    """Every event is a token."""
+    """Requests of TGI's API, where every event is a token."""
 
     model_path = "/info"
 
