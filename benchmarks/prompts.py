@@ -17,9 +17,8 @@ from typing import Any
 
 from benchmarks.serving import running_server
 from demo.fetch import ensure
-from tgis.bench.client import CallOptions, Client
+from tgis.bench.client import CallOptions, Client, RequestRecord
 from tgis.bench.grpc_client import connect
-from tgis.bench.record import RequestRecord
 from tgis.bench.workload import BenchRequest
 
 _WORDS = tuple("time year people way day man thing woman life child world school state family student group".split())  # noqa: SIM905 - one line is easier to read

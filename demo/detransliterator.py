@@ -59,7 +59,7 @@ def _pieces(archive: zipfile.ZipFile, name: str) -> list[str]:
 
 
 def _merges(rules: str) -> Iterator[tuple[str, str]]:
-    """The merges of Latin pieces."""
+    """The BPE merges of Latin pieces."""
     for line in filter(None, rules.split("\n")[1:]):
         left, right = line.split(" ")[:2]
         if not any("\u07c0" <= character <= "\u07ff" for character in left + right):

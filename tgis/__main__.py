@@ -27,6 +27,12 @@ COMMANDS = {
     "convert-to-fast-tokenizer": "convert a slow tokenizer to tokenizer.json",
     "convert-to-onnx": "export a model to ONNX for hf_optimum_ort",
 }
+FUNCTIONS = {  # of commands that are not `main` of the module of their name
+    "vllm_tgis_adapter": "serve.main_as_adapter",
+    "model-info": "server_info.model_info",
+    "health": "server_info.health",
+    "grpc_healthcheck": "server_info.grpc_healthcheck",
+}
 SERVERS = ("serve", "vllm_tgis_adapter")
 MODEL_FILE_COMMANDS = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
@@ -100,8 +106,8 @@ def run_command(command: str, argv: list[str], prog: str) -> int:
 
     try:
         prepare_command()
-        module = importlib.import_module(f"tgis.cli.{command.replace('-', '_')}")
-        code: int = module.main(argv, prog)
+        module, _, function = FUNCTIONS.get(command, f"{command.replace('-', '_')}.main").partition(".")
+        code: int = getattr(importlib.import_module(f"tgis.cli.{module}"), function)(argv, prog)
         return code
     except StartError as error:
         print(f"tgis: {' '.join(str(error).split())}", file=sys.stderr)

@@ -80,7 +80,7 @@ LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
 
 
 def _num_threads(environ: Mapping[str, str]) -> int:
-    """As many as PyTorch would start, but no more than the CPU quota of a container pays for."""
+    """The number of threads that PyTorch would start, limited by the CPU quota of a container."""
     first = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others are for nested parallel regions
     return int(first) if first.isdecimal() and 0 < int(first) <= MAX_THREADS else usable_cores()
 
@@ -90,12 +90,12 @@ def _tokenization_workers(_environ: Mapping[str, str]) -> int:
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:
-    """A directory that any user can create, even where only the temporary directory is writable."""
+    """A directory of this user in the temporary directory, which is writable everywhere."""
     return Path(environ.get("TMPDIR") or "/tmp") / f"tgis-{os.getuid()}"  # noqa: S108 - prepare_cache_dir() checks it
 
 
 def _hf_home(environ: Mapping[str, str]) -> Path:
-    """The same default as huggingface_hub's."""
+    """The default of huggingface_hub."""
     home = environ.get("HOME") or os.path.expanduser("~")
     return Path(environ.get("XDG_CACHE_HOME") or Path(home) / ".cache") / "huggingface"
 

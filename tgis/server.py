@@ -69,7 +69,7 @@ from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
 from tgis.utils import logs, stop_signals
 from tgis.utils.allocator import reuse_large_blocks
-from tgis.utils.scratch_directory import scratch_directory
+from tgis.utils.file_lock import scratch_directory
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def prepare(config: Config) -> "Server":
 
 
 def load_credentials(config: Config) -> Credentials:
-    """What TLS and bearer authentication need, None where it is off; OptionError for unusable files."""
+    """Load certificates and tokens, None where TLS or authentication is off; OptionError for unusable files."""
     cert, key, client_ca = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     files = TlsFiles(str(cert), str(key), str(client_ca) if client_ca else None)
     certificates = Certificates(files) if cert and key else None
@@ -163,7 +163,7 @@ class Server:
             self._model = replace(self._model, path=ensure_weights(path, self._config.cache_dir))
 
     def engine_options(self) -> EngineOptions:
-        """What the engine process is started with."""
+        """The options that the engine process starts with."""
         return engine_options(self._config, self._limits, self._model, self._eos_ids, self._adapter_store)
 
     async def serve(self) -> int:

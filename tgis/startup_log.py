@@ -1,4 +1,4 @@
-"""What a start has led to, in five lines for the log."""
+"""Five log lines that say what was started."""
 
 import os
 from importlib.metadata import version
@@ -14,8 +14,10 @@ _LIBRARIES = ("torch", "transformers", "grpcio")
 def startup_lines(
     config: Config, info: EngineInfo, fallback_reason: str, lengths: tuple[int, int], ports: tuple[int, int, int | None]
 ) -> list[str]:
-    """`fallback_reason`: why it is not the engine asked for; `lengths`: most tokens, and new tokens, of a sequence.
-    `ports`: of gRPC, of probes, of the HTTP APIs.
+    """The lines, each with its name.
+
+    `fallback_reason` says why the engine is not the one asked for; `lengths` are the maximum tokens and new tokens of a
+    sequence; `ports` those of gRPC, probes and the HTTP APIs.
     """
     lines = {
         "versions": _versions(),

@@ -26,12 +26,11 @@ from hypothesis import strategies as st
 from benchmarks.certificates import make_pair
 from tgis.__main__ import run
 from tgis.bench import plot, workload
-from tgis.bench.client import CallOptions
+from tgis.bench.client import CallOptions, RequestRecord
 from tgis.bench.grpc_client import record_message
 from tgis.bench.load import Budget, ClosedLoop, OpenLoop
 from tgis.bench.measure import LevelResult, LoadSettings, Report
 from tgis.bench.progress import progress
-from tgis.bench.record import RequestRecord
 from tgis.bench.summary import percentile, percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from tgis.__main__ import run
-from tgis.bench.client import CallOptions
+from tgis.bench.client import CallOptions, RequestRecord
 from tgis.bench.openai import OpenAIRequests
-from tgis.bench.record import RequestRecord
 from tgis.bench.summary import request_times
 from tgis.bench.workload import BenchRequest
 

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from harness import Server, running_server, unary_request
 
+from tgis.cli.serve import FILE_TABLE_SIZE, MAX_OPEN_FILES, raise_file_limit
 from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
-from tgis.utils.file_limit import MAX_OPEN_FILES, TABLE_SIZE, raise_file_limit
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,7 +37,7 @@ def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: P
     with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake") as server, server.stub() as stub:
         assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
         (size,) = re.findall(r"FDSize:\s+(\d+)", Path(f"/proc/{server.process.pid}/status").read_text())
-        assert int(size) >= min(TABLE_SIZE, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        assert int(size) >= min(FILE_TABLE_SIZE, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         limit = len(os.listdir(f"/proc/{server.process.pid}/fd")) + 10
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
         with contextlib.ExitStack() as connections:

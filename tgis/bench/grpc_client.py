@@ -8,8 +8,7 @@ from time import perf_counter
 
 import grpc.aio
 
-from tgis.bench.client import SETUP_TIMEOUT, CallOptions, ServedModel
-from tgis.bench.record import RequestRecord
+from tgis.bench.client import SETUP_TIMEOUT, CallOptions, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub

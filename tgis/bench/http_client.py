@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from tgis.bench.client import SETUP_TIMEOUT, CallOptions, ServedModel
-from tgis.bench.record import RequestRecord
+from tgis.bench.client import SETUP_TIMEOUT, CallOptions, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 from tgis.errors import StartError
 
@@ -48,7 +47,7 @@ class Api(Protocol):
     def body(self, job: BenchRequest) -> dict[str, Any]: ...
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
-        """Whether it is the last one; FailedAnswer if it is an error."""
+        """Record an event and return true if it is the last; FailedAnswer if it is an error."""
         ...
 
     def record_answer(self, answer: bytes, headers: Mapping[str, str], record: RequestRecord) -> None: ...

@@ -15,7 +15,7 @@ Send = Callable[[float], Coroutine[None, None, bool]]  # takes the scheduled tim
 
 @dataclass(slots=True)
 class Budget:
-    """What may still be sent: a number of requests, or those scheduled within some seconds."""
+    """The requests still to send: a number, or those scheduled within a duration in seconds."""
 
     requests: int | None
     duration: float | None
@@ -34,7 +34,7 @@ class Level(Protocol):
 
     @property
     def name(self) -> str:
-        """What is constant: "concurrency" or "rate"."""
+        """The constant quantity: "concurrency" or "rate"."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests at random times (Poisson), `value` per second, whether or not earlier ones have ended."""
+    """Requests at random times (Poisson), `value` per second, even while earlier ones are in flight."""
 
     value: float
     seed: int

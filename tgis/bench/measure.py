@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tgis.bench.client import CallOptions, Client, ServedModel
+from tgis.bench.client import CallOptions, Client, RequestRecord, ServedModel
 from tgis.bench.load import Budget, Level
-from tgis.bench.record import RequestRecord
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
     UNCALIBRATED,

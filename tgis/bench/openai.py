@@ -1,13 +1,12 @@
-"""OpenAI's API: /v1/completions and /v1/chat/completions, with what vLLM and llama.cpp know besides."""
+"""OpenAI's API: /v1/completions and /v1/chat/completions, with the extensions of vLLM and llama.cpp."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from tgis.bench.client import CallOptions, ServedModel
+from tgis.bench.client import CallOptions, RequestRecord, ServedModel
 from tgis.bench.http_client import FailedAnswer
-from tgis.bench.record import RequestRecord
 from tgis.bench.workload import BenchRequest
 
 _DONE = b"[DONE]"
@@ -43,7 +42,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """Also a whole answer."""
+    """A chunk of a stream, or a whole answer."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -70,7 +69,7 @@ class OpenAIRequests:
         return ServedModel(served.id, max_sequence_length=served.max_model_len)
 
     def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
-        """With the template of a chat, which only the server knows."""
+        """Generate a token: usage counts the template of a chat, which only the server knows."""
         return self.path, self._body(text, max_tokens=1)
 
     def token_count(self, answer: bytes) -> int:

@@ -12,7 +12,7 @@ CLEAR = "\r\x1b[K"
 
 
 async def show_progress(report: Report, stream: TextIO) -> None:
-    """Until cancelled: update one line of a terminal, or else print a line every few seconds."""
+    """Update one line of a terminal, or else print a line every few seconds, until cancelled."""
     terminal = stream.isatty()
     try:
         while True:
@@ -46,7 +46,7 @@ def progress(report: Report) -> str:
 
 
 def _seconds_left(report: Report, ended: int, elapsed: float) -> int | None:
-    """Of this level at its pace so far, and of those to come if they take as long; None if there is no pace yet."""
+    """The time left at the pace so far, assuming that later levels take as long; None before the first result."""
     settings = report.settings
     if settings.requests and not ended:
         return None

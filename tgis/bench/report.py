@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from tgis.bench.client import RequestRecord
 from tgis.bench.measure import LevelResult, Report
-from tgis.bench.record import RequestRecord
 from tgis.bench.summary import Percentiles, Summary, request_times
 
 MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
@@ -38,7 +38,7 @@ def format_table(report: Report) -> str:
 
 
 def format_notes(report: Report) -> Iterator[str]:
-    """What to know when reading the table."""
+    """Remarks that a reader of the table needs."""
     if report.interrupted:
         yield "interrupted: requests that were under way are not counted"
     if not report.calibrated:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, padded_tokens
@@ -31,7 +31,7 @@ SMOLLM2_TWO_CORES = StepModel(
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request of a trace; it arrives so many seconds after the start."""
+    """A request of a trace; `arrival_time` is in seconds after the start."""
 
     arrival_time: float
     prompt_tokens: int
@@ -49,7 +49,7 @@ class QueueSample:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What the requests saw, and what the batches were; times in seconds."""
+    """Times of the requests in seconds, and counts of the batches."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -78,7 +78,7 @@ class SimulationResult:
 
 
 class StepEngine(Protocol):
-    """What computes steps."""
+    """Computes steps."""
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
         """The new tokens of each sampled sequence, and the seconds that the step took."""
@@ -89,7 +89,7 @@ class StepEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """Does nothing, in the time that the model says."""
+    """Takes the time that the model of step times says, and computes nothing."""
 
     model: StepModel
 
@@ -195,7 +195,7 @@ def lognormal_trace(count: int, rate: float, seed: int, length: int = 60, new: i
 
 
 def bimodal_trace(count: int, rate: float, seed: int) -> Iterator[TraceRequest]:
-    """Nine of ten with 32 tokens in and out, one with 1024 in and 256 out."""
+    """Nine requests of ten have 32 tokens in and out, one has 1024 in and 256 out."""
     draw, now = random.Random(seed), 0.0
     for _ in range(count):
         now += draw.expovariate(rate)
@@ -214,19 +214,6 @@ def read_trace(path: Path) -> list[TraceRequest]:
         )
     except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise OptionError(f"{path} is no trace: {type(error).__name__}: {error}") from error
-
-
-def plot(result: SimulationResult, path: Path) -> None:
-    """Draw the queue and the batch over time."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - for this option only
-
-    times = [sample.time for sample in result.samples]
-    axes: Any = Figure(figsize=(10, 4), layout="constrained").subplots()
-    axes.step(times, [sample.num_running for sample in result.samples], label="running", where="post")
-    axes.step(times, [sample.num_waiting for sample in result.samples], label="waiting", where="post")
-    axes.set(xlabel="seconds", ylabel="requests")
-    axes.legend()
-    axes.figure.savefig(path)
 
 
 def _seconds(text: str) -> float:

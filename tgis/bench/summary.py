@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tgis.bench.record import RequestRecord
+from tgis.bench.client import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one figure over the requests; None if no request has it."""
+    """Percentiles of one figure over the requests; None if no request has it."""
 
     p50: float | None
     p90: float | None

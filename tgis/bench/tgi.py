@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import CallOptions, ServedModel
+from tgis.bench.client import CallOptions, RequestRecord, ServedModel
 from tgis.bench.http_client import FailedAnswer
-from tgis.bench.record import RequestRecord
 from tgis.bench.workload import BenchRequest
 
 
@@ -32,7 +31,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class TgiRequests:
-    """Every event is a token."""
+    """Requests of TGI's API, where every event is a token."""
 
     model_path = "/info"
 

@@ -1,1 +1,1 @@
-"""One module per command of `tgis`, each with `main(argv, prog) -> exit code`."""
+"""The commands of `tgis`: functions of (argv, prog) that return an exit code, as listed in `tgis.__main__`."""

@@ -3,10 +3,11 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -15,7 +16,7 @@ from tgis.bench.client import CallOptions, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import LoadSettings, Report, measure
 from tgis.bench.openai import OpenAIRequests
-from tgis.bench.plot import draw, require_matplotlib
+from tgis.bench.plot import draw_report, require_matplotlib
 from tgis.bench.progress import show_progress
 from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
 from tgis.bench.tgi import TgiRequests
@@ -176,7 +177,7 @@ def _write(report: Report, args: argparse.Namespace) -> None:
     if args.json:
         args.json.write_text(dump_line(to_json(report, with_records=True)) + "\n", encoding="utf-8")
     if args.plot and report.results:
-        draw(report, args.plot)
+        draw_report(report, args.plot)
     if not args.quiet:
         print(format_table(report), *format_notes(report), sep="\n")
     if args.quiet or not sys.stdout.isatty():
@@ -184,24 +185,22 @@ def _write(report: Report, args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> LoadSettings:
+    """Fields that are not given here are the options of the same names."""
     duration = args.duration if args.requests or args.duration else DEFAULT_DURATION
-    return LoadSettings(
-        api=args.api,
-        target=_target(args),
-        options=_call_options(args),
-        levels=_levels(args),
-        requests=args.requests,
-        duration=duration,
-        prompts=args.prompts,
-        input_tokens=args.input_tokens,
-        input_spread=args.input_spread,
-        output_tokens=args.output_tokens,
-        output_spread=args.output_spread,
-        warmup=args.warmup,
-        seed=args.seed,
-        server_pid=args.server_pid,
-        slo=args.slo,
-    )
+    given: dict[str, Any] = {
+        "target": _target(args),
+        "options": _call_options(args),
+        "levels": _levels(args),
+        "duration": duration,
+    }
+    return LoadSettings(**given, **_same_names(LoadSettings, args, given))
+
+
+def _same_names(
+    settings: type[LoadSettings | CallOptions], args: argparse.Namespace, given: Collection[str]
+) -> dict[str, Any]:
+    """The options with the names of fields that are not in `given`."""
+    return {field.name: getattr(args, field.name) for field in fields(settings) if field.name not in given}
 
 
 def _target(args: argparse.Namespace) -> str:
@@ -230,15 +229,7 @@ def _call_options(args: argparse.Namespace) -> CallOptions:
             raise OptionError(f"--{name.replace('_', '-')}: only with --api {api}")
     if args.adapter_id and args.api == "openai":
         raise OptionError("--adapter-id: in OpenAI's API adapters are models, see --model")
-    return CallOptions(
-        stream=args.stream,
-        ignore_eos=args.ignore_eos,
-        chat=args.chat,
-        model=args.model,
-        adapter_id=args.adapter_id,
-        prefix_id=args.prefix_id,
-        timeout=args.timeout,
-    )
+    return CallOptions(**_same_names(CallOptions, args, ()))
 
 
 def _header(text: str) -> tuple[str, str]:

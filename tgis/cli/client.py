@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_
 
 
 def add_call_arguments(group: argparse._ArgumentGroup, timeout: float | None) -> None:
-    """Those for any protocol."""
+    """Add the options of a call over any protocol."""
     group.add_argument(
         "--timeout",
         type=decimal(0, 86400, exclude_low=True),
@@ -71,7 +71,7 @@ def rpc_errors(target: str) -> Iterator[None]:
 
 
 def metadata(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """The token, if there is one; for every call."""
+    """The metadata of every call: the bearer token, if there is one."""
     if options.token_file is None:
         return ()
     token = (_read(options.token_file) or b"").split(b"\n")[0].strip()
@@ -81,14 +81,14 @@ def metadata(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """Those of TLS; None for plaintext."""
+    """Channel credentials for TLS; None for plaintext."""
     if not wants_tls(options):
         return None
     return grpc.ssl_channel_credentials(*map(_read, (options.ca_cert, options.tls_key, options.tls_cert)))
 
 
 def ssl_context(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """Of HTTP with TLS; None for plaintext."""
+    """A context for HTTP with TLS; None for plaintext."""
     if not wants_tls(options):
         return None
     try:

@@ -1,6 +1,9 @@
 """`tgis serve`: parse the options, set up logging and the environment, then run the server or only check it."""
 
+import fcntl
 import logging
+import os
+import resource
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -8,8 +11,10 @@ from itertools import groupby
 from tgis.config import Config, from_command_line, json_output_requested, prepare_environment
 from tgis.errors import OptionError, StartError
 from tgis.utils import logs
-from tgis.utils.file_limit import enlarge_file_table, raise_file_limit
 from tgis.utils.options import Option, declared_options, format_value
+
+MAX_OPEN_FILES = 1 << 16  # more than connections ever need; containers often have a hard limit of a billion
+FILE_TABLE_SIZE = 1 << 13
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +22,11 @@ log = logging.getLogger(__name__)
 def main(argv: list[str], prog: str) -> int:
     """Serve until a signal."""
     return run(lambda: from_command_line(argv, prog))
+
+
+def main_as_adapter(argv: list[str], prog: str) -> int:
+    """`python -m vllm_tgis_adapter`: serve with the variables and defaults of vllm-tgis-adapter."""
+    return run(lambda: from_command_line(argv, prog, as_adapter=True))
 
 
 def run(read_config: Callable[[], Config]) -> int:
@@ -49,6 +59,26 @@ def _serve(config: Config) -> int:
         logs.write_termination_message(config.termination_log, f"{type(error).__name__}: {error}")
         log.exception("the server cannot go on")
         return 1
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit, which is often 1,024 for the sake of select(), to the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        log.info("limit of open files raised from %d to %d", soft, wanted)
+
+
+def enlarge_file_table() -> None:
+    """Have the kernel's table of open files as large as many connections need; call it before threads are started.
+
+    It grows when a file is opened, and where there are threads that waits for all CPUs: up to a second, in accept().
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    size = FILE_TABLE_SIZE if soft == resource.RLIM_INFINITY else min(soft, FILE_TABLE_SIZE)
+    with open(os.devnull) as file:
+        os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, size - 1))
 
 
 def _log_fatal(error: StartError) -> int:

@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tgis.batcher.capacity import BatchLimits
+from tgis.bench.plot import draw_simulation, require_matplotlib
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
-    SimulationResult,
     TraceRequest,
     bimodal_trace,
     lognormal_trace,
-    plot,
     read_trace,
 )
 from tgis.engines.fake import StepModel
@@ -26,11 +25,14 @@ _MILLISECONDS = 1e-3
 def main(argv: list[str], prog: str) -> int:
     """Simulate; print a table, and the same numbers as JSON in the last line."""
     options = _parser(prog).parse_args(argv)
+    if options.plot:
+        require_matplotlib()
     outcome = Simulation(_limits(options), SimulatedEngine(_model(options)), _jobs(options), options.clients).run()
     summary = outcome.summary()
     for name, value in summary.items():
         print(f"{name:<22}{value:>14,.4g}" if value < 1000 else f"{name:<22}{value:>14,.0f}")
-    _plot(outcome, options.plot)
+    if options.plot:
+        draw_simulation(outcome, options.plot)
     print(json.dumps(summary))
     return 0
 
@@ -92,8 +94,3 @@ def _jobs(options: Namespace) -> Iterable[TraceRequest]:
             return bimodal_trace(options.requests, options.rate, options.seed)
         case path:
             return read_trace(Path(path))
-
-
-def _plot(outcome: SimulationResult, path: Path | None) -> None:
-    if path is not None:
-        plot(outcome, path)

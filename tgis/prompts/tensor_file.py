@@ -1,5 +1,6 @@
 """Files of tensors, untrusted: read within limits, checked, and converted to the type and device of a model."""
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,13 +12,16 @@ import torch
 from tgis.errors import AdapterError
 from tgis.prompts.files import CONFIG, PICKLE, SAFETENSORS, AdapterDirectory
 from tgis.prompts.torch_file import NotTensorsError, check_description, load_torch_file
-from tgis.utils.device_sync import may_wait
 
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_CONFIG_BYTES = 1 << 20
 _ALLOCATION_BYTES = 512  # granularity of torch's allocator
 
 T = TypeVar("T")
+
+# Held while a thread other than the engine's waits for a CUDA device, and while the engine's forbids it: torch can only
+# forbid waiting to all threads of a process.
+may_wait = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class TokenFile:
         self._digests = _read_digests(path)
 
     def accepts(self, token: str) -> bool:
-        """Whether the file has the token; takes the same time however much of the token is right."""
+        """Return true if the file has the token, in constant time with regard to the token."""
         if self._watch.changed():
             self._reload()
         digest = _digest(token)

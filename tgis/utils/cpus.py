@@ -14,7 +14,7 @@ def usable_cpus(root: Path = _ROOT) -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Like `usable_cpus`, but the hyperthreads of a core count once: a second one makes arithmetic no faster."""
+    """The usable CPUs, counting the hyperthreads of a core once: a second one makes arithmetic no faster."""
     names = "core_cpus_list", "thread_siblings_list"  # the second one in Linux before 5.2
     topologies = [root / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in os.sched_getaffinity(0)]
     siblings = [next(filter(None, (_read(path / name) for name in names)), str(path)) for path in topologies]

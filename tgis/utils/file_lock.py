@@ -1,14 +1,20 @@
-"""A lock between processes; the kernel releases it when its holder dies."""
+"""Locks between processes, which the kernel releases when their holder dies, and directories that live as long."""
 
 import contextlib
 import fcntl
+import logging
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 _RETRY_SECONDS = 0.1
+_REMOVALS = 5
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -30,9 +36,42 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether it was free."""
+    """Take the lock if it is free."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def scratch_directory(parent: Path) -> Iterator[Path | None]:
+    """A new directory in `parent`, which holds nothing else, removed at the end; None where none can be made.
+
+    A process that is killed leaves its directory behind, but not the lock in it: the next process removes it.
+    """
+    path = None
+    with contextlib.ExitStack() as stack:
+        try:
+            parent.mkdir(mode=0o700, exist_ok=True)
+            with locked(parent / "lock"):
+                for left in parent.glob("*/"):
+                    _remove_unless_locked(left)
+                path = Path(tempfile.mkdtemp(dir=parent))
+                stack.callback(_remove, path)
+                stack.enter_context(locked(path / "lock"))
+        except OSError as error:
+            log.warning("temporary files are not in %s: %s", parent, error)
+        yield path
+
+
+def _remove_unless_locked(path: Path) -> None:
+    with contextlib.suppress(OSError), (path / "lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove it a few times: children may still add to it."""
+    for _ in range(_REMOVALS):
+        shutil.rmtree(path, ignore_errors=True)

@@ -35,7 +35,7 @@ class FileWatch:
         self._error: tuple[Signature, str] | None = None
 
     def changed(self) -> bool:
-        """Whether any file has changed since the previous check, or what had changed then could not be read."""
+        """Return true if a file has changed since the previous check, or if what changed then could not be read."""
         now = self._clock()
         if now - self._checked_at < CHECK_INTERVAL_SECONDS:
             return False
@@ -46,8 +46,8 @@ class FileWatch:
         return changed
 
     def failed(self, error: Exception) -> bool:
-        """The files cannot be used, perhaps only for now: for want of a descriptor, for example. The next check reports
-        them again; return whether the error is a new one.
+        """Report that the files cannot be used, perhaps only for now (no free descriptor), so that the next check
+        returns true again; return true for an error that is new.
         """
         self._failed = True
         before, self._error = self._error, (self._signature, str(error))

@@ -42,7 +42,7 @@ class ValueType(Generic[T]):
     many: bool = False  # a flag takes several words
 
     def __call__(self, text: str) -> T:
-        """For use as the `type` of an argparse argument."""
+        """Parse as argparse's `type`: errors are ArgumentTypeErrors."""
         try:
             return self.parse(text)
         except ValueError as error:
@@ -99,7 +99,7 @@ def computed_option(
 
 
 def format_value(value: object) -> str:
-    """As a user would write it."""
+    """Format a value as a user would write it."""
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -199,7 +199,7 @@ def integer(low: int, high: int = 2**31 - 1) -> ValueType[int]:
 
 
 def with_unit(value_type: ValueType[T]) -> ValueType[T]:
-    """Also takes 4k and 4K, as vLLM does: thousands, and multiples of 1024."""
+    """A type that also takes 4k and 4K, as vLLM does: thousands, and multiples of 1024."""
 
     def parse(text: str) -> T:
         if found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text, re.ASCII):

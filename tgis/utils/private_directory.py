@@ -1,4 +1,4 @@
-"""Whether other users of the machine could replace a directory, or what lies in it.
+"""Checks that no other user of the machine can replace a directory, or what lies in it.
 
 A volume (the root of a file system that root has mounted) may be open to everybody: containers get theirs that way, and
 whoever else mounts it is trusted.
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom to trust with a directory."""
+    """The users trusted with a directory."""
 
     uids: frozenset[int]
     code: frozenset[Path]  # the directories above this code: whoever can replace files there runs the server anyway
@@ -48,7 +48,7 @@ class Trust:
         return None
 
     def doubts(self, entries: Sequence[Entry]) -> list[str]:
-        """What is wrong only if members of a group are not trusted."""
+        """Problems that exist only if the members of a group are not trusted."""
         others = [entry for entry in entries if entry.path not in self.code]
         open_to_group = [entry for entry in others if entry.mode & stat.S_IWGRP and not _protected(entry, entries)]
         members = [(entry, self.members(entry.gid)) for entry in open_to_group]
@@ -58,7 +58,7 @@ class Trust:
 
 
 def _protected(entry: Entry, entries: Sequence[Entry]) -> bool:
-    """Whether nobody can replace what is in it, whoever else may write to it."""
+    """Return true if nobody can replace what is in the directory, even where others can write to it."""
     sticky = bool(entry.mode & stat.S_ISVTX) and entry is not entries[-1]  # whose next entry's owner is checked
     return sticky or stat.S_ISLNK(entry.mode) or entry.volume
 
@@ -69,7 +69,7 @@ def entries_of(path: Path) -> list[Entry]:
 
 
 def trust_of_this_process() -> Trust:
-    """Itself, root, and whoever owns this code; in a user namespace also those outside of it."""
+    """Trust this user, root, and the owner of this code; in a user namespace also the users outside of it."""
     uids = {os.getuid(), _ROOT, Path(__file__).stat().st_uid, *_outer_uids()}
     any_user = os.getuid() != _ROOT and _ROOT in (os.getgid(), *os.getgroups())
     return Trust(frozenset(uids), frozenset(Path(__file__).resolve().parents), any_user, _other_members)
@@ -97,7 +97,7 @@ def _entry(path: Path) -> Entry:
 
 
 def _outer_uids() -> set[int]:
-    """What users of the host look like that a container's user namespace has no id for."""
+    """The user id that stands for users of the host that a container's user namespace does not map."""
     try:
         whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
         return set() if whole else {int(Path("/proc/sys/kernel/overflowuid").read_text())}

@@ -19,7 +19,7 @@ from tgis.engines.lora.soft_prompts import PromptSpan
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay, capture_sizes, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
-from tgis.utils.device_sync import may_wait
+from tgis.prompts.tensor_file import may_wait
 
 ROWS, WIDTH, LONG, SCRATCH = 37, 6, 44, 999
 

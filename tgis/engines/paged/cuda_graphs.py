@@ -22,7 +22,7 @@ from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.self_check import verify_steps
 from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
-from tgis.utils.device_sync import may_wait
+from tgis.prompts.tensor_file import may_wait
 from tgis.utils.log_progress import log_progress
 
 log = logging.getLogger(__name__)

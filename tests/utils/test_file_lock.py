@@ -1,4 +1,4 @@
-"""tgis.utils.scratch_directory: when the directory goes, and which others."""
+"""tgis.utils.file_lock: when the directory goes, and which others."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tgis.utils.scratch_directory import scratch_directory
+from tgis.utils.file_lock import scratch_directory
 
 HOLD = """
 import sys
 from pathlib import Path
-from tgis.utils.scratch_directory import scratch_directory
+from tgis.utils.file_lock import scratch_directory
 with scratch_directory(Path(sys.argv[1])) as path:
     (path / "left").touch()
     print(path, flush=True)

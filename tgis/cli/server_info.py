@@ -1,0 +1,73 @@
+"""`tgis model-info`, `tgis health` and `grpc_healthcheck`: what a running server says of itself."""
+
+from google.protobuf import json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tgis.cli import client
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.utils.options import TEXT, Parser, decimal
+
+SERVICE = "fmaas.GenerationService"
+
+
+def model_info(argv: list[str], prog: str) -> int:
+    """Show the kind of the model and its limits."""
+    parser = Parser(prog=prog, description="Show the kind of the model and its limits in tokens.")
+    parser.add_argument("--json", action="store_true", help="print the response as a line of JSON")
+    client.add_arguments(parser)
+    options = parser.parse_args(argv)
+    with client.open_channel(options) as channel:
+        stub = GenerationServiceStub(channel)
+        info = stub.ModelInfo(pb.ModelInfoRequest(), timeout=options.timeout, metadata=client.metadata(options))
+    if options.json:
+        print(json_format.MessageToJson(info, indent=None))
+        return 0
+    print(f"model_kind           {pb.ModelInfoResponse.ModelKind.Name(info.model_kind)}")
+    print(f"max_sequence_length  {info.max_sequence_length}")
+    print(f"max_new_tokens       {info.max_new_tokens}")
+    return 0
+
+
+def health(argv: list[str], prog: str) -> int:
+    """The standard gRPC health check as a command, for probes: 0 if the service is SERVING, else 1."""
+    parser = Parser(prog=prog, description="Check the server with grpc.health.v1: exit code 0 if it is ready, else 1.")
+    parser.add_argument(
+        "--service",
+        type=TEXT,
+        default=SERVICE,
+        metavar="NAME",
+        help=f"service to check; '' is the whole server (default: {SERVICE})",
+    )
+    client.add_arguments(parser, timeout=5.0)
+    options = parser.parse_args(argv)
+    request = health_pb2.HealthCheckRequest(service=options.service)
+    with client.open_channel(options) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        status = stub.Check(request, timeout=options.timeout, metadata=client.metadata(options)).status
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+    return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+def grpc_healthcheck(argv: list[str], prog: str) -> int:
+    """The probe of vllm-tgis-adapter, with its flags."""
+    parser = Parser(prog=prog, description="Check a server with grpc.health.v1: exit code 0 if it is ready, else 1.")
+    parser.add_argument(
+        "--server-url", default=client.GRPC_TARGET, metavar="HOST:PORT", help="gRPC address (default: localhost:8033)"
+    )
+    parser.add_argument(
+        "--timeout", type=decimal(0, 3600), default=1.0, metavar="X", help="seconds to wait (default: 1)"
+    )
+    parser.add_argument(
+        "--service-name", type=TEXT, default=SERVICE, metavar="NAME", help=f"service to check (default: {SERVICE})"
+    )
+    security = parser.add_mutually_exclusive_group()
+    security.add_argument("--insecure", action="store_true", help="use no TLS (the default)")
+    security.add_argument(
+        "--secure",
+        action="store_true",
+        help="use TLS and trust the CA certificates in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+    )
+    options = parser.parse_args(argv)
+    service, timeout = f"--service={options.service_name}", f"--timeout={options.timeout}"
+    return health([f"--target={options.server_url}", service, timeout, *["--tls"] * options.secure], prog)
