@@ -158,7 +158,7 @@ def as_stream_request(request: pb.BatchedGenerationRequest) -> pb.SingleGenerati
     return pb.SingleGenerationRequest(request=one, params=request.params, prefix_id=prefix, adapter_id=adapter)
 
 
-def adapter_request(text: str, max_new_tokens: int, **adapter: str | None) -> pb.BatchedGenerationRequest:
+def adapter_request(text: str, max_new_tokens: int, **adapter: Any) -> pb.BatchedGenerationRequest:
     """A unary request for output tokens with a `prefix_id` or an `adapter_id`."""
     request = unary_request(text, max_new_tokens)
     request.MergeFrom(pb.BatchedGenerationRequest(**adapter))
