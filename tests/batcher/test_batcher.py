@@ -28,24 +28,28 @@ def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: fl
     return plan.seqs[0]
 
 
-def test_a_request_ends_with_its_last_allowed_token() -> None:
-    seq = generated(Batcher(limits(), {EOS}), request(1, max_new=3), [7] * 10)
-    assert (seq.num_generated_tokens, seq.stop_reason) == (3, StopReason.MAX_TOKENS)
+IGNORE_EOS = SamplingParams(ignore_eos=True)
 
 
-def test_a_request_limited_by_context_ends_with_token_limit() -> None:
-    seq = generated(Batcher(limits(), {EOS}), request(1, max_new=3, capped=True), [7] * 10)
-    assert seq.stop_reason is StopReason.TOKEN_LIMIT
-
-
-def test_eos_on_the_last_allowed_token_is_eos() -> None:
-    seq = generated(Batcher(limits(), {EOS}), request(1, max_new=2), [7, EOS])
-    assert (seq.num_generated_tokens, seq.stop_reason) == (2, StopReason.EOS_TOKEN)
-
-
-def test_each_eos_id_ends_a_request() -> None:
-    seq = generated(Batcher(limits(), {EOS, 98}), request(1), [7, 98])
-    assert (seq.num_generated_tokens, seq.stop_reason) == (2, StopReason.EOS_TOKEN)
+@pytest.mark.parametrize(
+    ("one", "tokens", "count", "reason"),
+    [
+        (request(1, max_new=3), [7] * 10, 3, StopReason.MAX_TOKENS),
+        (request(1, max_new=3, capped=True), [7] * 10, 3, StopReason.TOKEN_LIMIT),
+        (request(1, max_new=2), [7, EOS], 2, StopReason.EOS_TOKEN),
+        (request(1), [7, 98], 2, StopReason.EOS_TOKEN),  # another EOS id
+        (request(1, min_new=3), [EOS, EOS, EOS], 3, StopReason.EOS_TOKEN),
+        (
+            msgspec.structs.replace(request(1, max_new=3), sampling_params=IGNORE_EOS),
+            [EOS] * 3,
+            3,
+            StopReason.MAX_TOKENS,
+        ),
+    ],
+)
+def test_why_a_request_ends(one: Request, tokens: list[int], count: int, reason: StopReason) -> None:
+    seq = generated(Batcher(limits(), {EOS, 98}), one, tokens)
+    assert (seq.num_generated_tokens, seq.stop_reason) == (count, reason)
 
 
 def test_a_sequence_stays_out_of_steps_until_its_grammar_is_ready() -> None:
@@ -93,17 +97,6 @@ def test_the_adapters_of_a_batch_have_a_limited_sum_of_ranks(kind: dict[str, Any
         together.append({seq.request.adapter.version for seq in plan.seqs if seq.request.adapter})
     assert all(sum(ranks[version] for version in adapters) <= MAX_ADAPTER_RANKS for adapters in together)
     assert {3} in together
-
-
-def test_eos_before_min_new_tokens_does_not_end() -> None:
-    seq = generated(Batcher(limits(), {EOS}), request(1, min_new=3), [EOS, EOS, EOS])
-    assert (seq.num_generated_tokens, seq.stop_reason) == (3, StopReason.EOS_TOKEN)
-
-
-def test_ignore_eos_leaves_the_other_reasons() -> None:
-    one = msgspec.structs.replace(request(1, max_new=3), sampling_params=SamplingParams(ignore_eos=True))
-    seq = generated(Batcher(limits(), {EOS}), one, [EOS, EOS, EOS])
-    assert (seq.num_generated_tokens, seq.stop_reason) == (3, StopReason.MAX_TOKENS)
 
 
 def test_the_time_limit_beats_everything_and_keeps_the_token() -> None:

@@ -195,16 +195,12 @@ def test_the_shutdown_grace_is_limited(tmp_path: Path) -> None:
         assert "s: 2 of 2 inputs were cancelled" in server.log.read_text()
 
 
-def test_a_request_that_fails_steps_is_retried_alone_and_then_fails(tmp_path: Path) -> None:
+def test_a_request_that_fails_steps_is_retried_alone_and_fails_without_its_neighbours(tmp_path: Path) -> None:
     with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
         assert refused(lambda: stub.Generate(unary_request("!"))) is grpc.StatusCode.INTERNAL
         assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
         assert server.get("/health") == (200, "")
         assert 'tgi_batch_inference_failure{method="prefill",reason="error"} 2.0' in server.get("/metrics")[1]
-
-
-def test_a_request_that_fails_steps_does_not_affect_its_neighbours(tmp_path: Path) -> None:
-    with start(tmp_path, {"crash_token": 0, "step_seconds": 0.01}) as server, server.stub() as stub:
         texts = [f"number {n} " for n in range(8)]
         calls = [stub.Generate.future(unary_request(text, 40)) for text in texts]
         assert refused(lambda: stub.Generate(unary_request("!"))) is grpc.StatusCode.INTERNAL
@@ -402,28 +398,18 @@ def one_line(text: str) -> str:
     return line
 
 
-def test_a_missing_model_is_one_error_line(tmp_path: Path) -> None:
-    code, text = run(**fake(tmp_path, MODEL_NAME=tmp_path / "nowhere"))
-    assert code == 1
-    assert str(tmp_path / "nowhere") in one_line(text)
-
-
-def test_a_directory_without_config_is_one_error_line(tmp_path: Path) -> None:
-    code, text = run(**fake(tmp_path, MODEL_NAME=tmp_path))
-    assert code == 1
-    assert "config.json" in one_line(text)
-
-
-def test_a_model_without_weights_is_one_error_line(tmp_path: Path) -> None:
-    code, text = run(**fake(tmp_path, DEPLOYMENT_FRAMEWORK="hf_transformers"))
-    assert code == 1
-    assert "safetensors" in one_line(text)
-
-
-def test_an_unreadable_certificate_is_one_error_line(tmp_path: Path) -> None:
-    code, text = run(**fake(tmp_path, TLS_CERT_PATH="/nowhere/cert.pem", TLS_KEY_PATH="/nowhere/key.pem"))
-    assert code != 0
-    assert "/nowhere/cert.pem" in one_line(text)
+@pytest.mark.parametrize(
+    ("options", "reason", "code"),
+    [
+        ({"MODEL_NAME": "/nowhere"}, "/nowhere", 1),
+        ({"MODEL_NAME": "/proc/self"}, "config.json", 1),
+        ({"DEPLOYMENT_FRAMEWORK": "hf_transformers"}, "safetensors", 1),
+        ({"TLS_CERT_PATH": "/nowhere/cert.pem", "TLS_KEY_PATH": "/nowhere/key.pem"}, "/nowhere/cert.pem", 2),
+    ],
+)
+def test_what_is_missing_is_one_error_line(tmp_path: Path, options: dict[str, object], reason: str, code: int) -> None:
+    found, text = run(**fake(tmp_path, **options))
+    assert (found, reason in one_line(text)) == (code, True)
 
 
 @pytest.mark.parametrize("option", ["GRPC_PORT", "PORT"])

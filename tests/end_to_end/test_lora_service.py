@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import tuning
-from harness import Server, as_stream_request, running_server
+from harness import Server, adapter_request, as_stream_request, output_tokens, running_server
 from lora_files import BROKEN_LORA
 from prompt_files import matrix, tgis, write
 from transformers import AutoTokenizer
@@ -61,23 +61,7 @@ def stub(server: Server) -> Iterator[Stub]:
 
 
 def call(text: str, adapter: str | None, new: int = tuning.MAX_NEW_TOKENS) -> pb.BatchedGenerationRequest:
-    return pb.BatchedGenerationRequest(
-        requests=[pb.GenerationRequest(text=text)],
-        adapter_id=adapter,
-        params=pb.Parameters(
-            stopping=pb.StoppingCriteria(max_new_tokens=new), response=pb.ResponseOptions(generated_tokens=True)
-        ),
-    )
-
-
-def tokens_of(stub: Stub, request: pb.BatchedGenerationRequest) -> list[str]:
-    (response,) = stub.Generate(request, timeout=60).responses
-    return [token.text for token in response.tokens]
-
-
-def metric(server: Server, name: str) -> float:
-    _, text = server.get("/metrics")
-    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")))
+    return adapter_request(text, new, adapter_id=adapter)
 
 
 def test_more_adapters_than_fit_into_the_cache_under_load(
@@ -94,14 +78,14 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
     def ask(one: Continuation, name: str) -> tuple[list[str], list[str]]:
         request = call(texts[tuple(one.tokens)], name or None)
         stream = stub.GenerateStream(as_stream_request(request), timeout=60)
-        return tokens_of(stub, request), [token.text for message in stream for token in message.tokens]
+        return output_tokens(stub, request), [token.text for message in stream for token in message.tokens]
 
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, wanted, names))
     for one, (unary, streamed) in zip(wanted, answers, strict=True):
         assert unary == streamed == tokenizer.convert_ids_to_tokens(one.generated)
-    assert metric(server, "tgi_prompt_load_duration_count") > len(set(names)) + 10
-    assert metric(server, "tgi_prompt_load_failure") == 0
+    assert server.metric("tgi_prompt_load_duration_count") > len(set(names)) + 10
+    assert server.metric("tgi_prompt_load_failure") == 0
 
 
 def test_adapters_in_use_are_in_the_metrics(server: Server, stub: Stub) -> None:
@@ -111,12 +95,12 @@ def test_adapters_in_use_are_in_the_metrics(server: Server, stub: Stub) -> None:
         next(stream), next(stream)
         scrape = server.get("/metrics")[1]
         assert len(list(stream)) > 0
-    assert metric(server, "tgi_lora_running_adapters") == 0
+    assert server.metric("tgi_lora_running_adapters") == 0
 
 
 def test_broken_adapters_have_clear_errors_and_affect_no_other_request(server: Server, stub: Stub, store: Path) -> None:
     request = call("The Queen", "queen", 100)
-    undisturbed = tokens_of(stub, request)
+    undisturbed = output_tokens(stub, request)
     running = stub.GenerateStream(as_stream_request(request), timeout=60)
     exact = 0
     for at, (files, text) in enumerate(BROKEN_LORA.values()):
@@ -130,14 +114,14 @@ def test_broken_adapters_have_clear_errors_and_affect_no_other_request(server: S
         assert text in error.details() or "the model's layer has" in error.details() or "no linear" in error.details()
     assert exact > 30
     assert [token.text for message in running for token in message.tokens] == undisturbed
-    assert tokens_of(stub, request) == undisturbed
+    assert output_tokens(stub, request) == undisturbed
     assert "Traceback" not in server.log.read_text()
 
 
 def test_either_field_may_name_a_soft_prompt_or_an_adapter(stub: Stub, store: Path) -> None:
     """The files in the directory decide which it is; an adapter adds no input tokens."""
     write(store / "soft", tgis(matrix(3, 128)))
-    assert tokens_of(stub, call("The Queen", "soft", 4)) != tokens_of(stub, call("The Queen", None, 4))
+    assert output_tokens(stub, call("The Queen", "soft", 4)) != output_tokens(stub, call("The Queen", None, 4))
     by_adapter = stub.Generate(call("The Queen", "queen"), timeout=60).responses[0]
     request = call("The Queen", None)
     assert by_adapter.input_token_count == stub.Generate(request, timeout=60).responses[0].input_token_count
@@ -150,12 +134,12 @@ def test_either_field_may_name_a_soft_prompt_or_an_adapter(stub: Stub, store: Pa
 def test_a_replaced_adapter_is_used_at_once(stub: Stub, store: Path) -> None:
     shutil.copytree(store / "queen", store / "changing")
     request = call("The Hatter", "changing")
-    first = tokens_of(stub, request)
+    first = output_tokens(stub, request)
     shutil.copytree(store / "mouse", store / "new")
     running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(8)]
     for one in running:
         next(one)  # its adapter is resolved
     shutil.rmtree(store / "changing")
     (store / "new").rename(store / "changing")
-    assert first != tokens_of(stub, request) == tokens_of(stub, call("The Hatter", "mouse"))
+    assert first != output_tokens(stub, request) == output_tokens(stub, call("The Hatter", "mouse"))
     assert all([token.text for message in one for token in message.tokens] == first for one in running)

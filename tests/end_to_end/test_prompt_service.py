@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 import tuning
-from harness import Server, as_stream_request, running_server
+from harness import Server, adapter_request, as_stream_request, output_tokens, running_server
 from prompt_files import BROKEN, CAPACITY, KEY, matrix, peft, tgis, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from tuning import Tuned
@@ -58,17 +58,8 @@ def stub(server: Server) -> Iterator[Stub]:
         yield made
 
 
-def call(text: str, prompt: str | None, new: int = NEW_TOKENS, **response: bool) -> pb.BatchedGenerationRequest:
-    return pb.BatchedGenerationRequest(
-        requests=[pb.GenerationRequest(text=text)],
-        prefix_id=prompt,
-        params=pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new), response=pb.ResponseOptions(**response)),
-    )
-
-
-def tokens_of(stub: Stub, request: pb.BatchedGenerationRequest) -> list[str]:
-    (response,) = stub.Generate(request, timeout=60).responses
-    return [token.text for token in response.tokens]
+def call(text: str, prompt: str | None, new: int = NEW_TOKENS) -> pb.BatchedGenerationRequest:
+    return adapter_request(text, new, prefix_id=prompt)
 
 
 def failure(stub: Stub, request: pb.BatchedGenerationRequest) -> tuple[grpc.StatusCode, str]:
@@ -78,21 +69,16 @@ def failure(stub: Stub, request: pb.BatchedGenerationRequest) -> tuple[grpc.Stat
     return error.code(), error.details()
 
 
-def metric(server: Server, name: str) -> float:
-    _, text = server.get("/metrics")
-    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")))
-
-
 def test_trained_prompts_give_what_peft_generates(stub: Stub, tuned: Tuned, glassllm_dir: Path) -> None:
     """All prompts at once, beside inputs without one; unary and streamed."""
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
 
     def ask(one: tuning.Continuation) -> tuple[list[str], list[str]]:
         text = next(text for text in tuning.TUNING_PLANS["glassllm"].inputs if tokenizer(text).input_ids == one.tokens)
-        request = call(text, one.prompt or None, tuning.MAX_NEW_TOKENS, generated_tokens=True)
+        request = call(text, one.prompt or None, tuning.MAX_NEW_TOKENS)
         stream = stub.GenerateStream(as_stream_request(request), timeout=60)
         streamed = [token.text for message in stream for token in message.tokens]
-        return tokens_of(stub, request), streamed
+        return output_tokens(stub, request), streamed
 
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, tuned.trained.continuations))
@@ -150,23 +136,23 @@ def test_fifty_prompts_share_a_cache_of_ten_under_load(
     assert len({tuple(tokens) for tokens, _ in expected.values()}) > PROMPTS // 2
     rng = random.Random(4)
     asked = [name for _ in range(3) for name in rng.sample(list(expected), len(expected))]
-    loaded = metric(server, "tgi_prompt_load_duration_count")
-    failed = metric(server, "tgi_prompt_load_failure")
+    loaded = server.metric("tgi_prompt_load_duration_count")
+    failed = server.metric("tgi_prompt_load_failure")
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda name: tokens_of(stub, call("The Queen", name, generated_tokens=True)), asked))
+        answers = list(pool.map(lambda name: output_tokens(stub, call("The Queen", name)), asked))
     for name, tokens in zip(asked, answers, strict=True):
         wanted, settled = expected[name]
         assert tokens[:settled] == wanted[:settled], name
     assert sum(settled for _, settled in expected.values()) > 0.9 * NEW_TOKENS * len(expected)
-    loads = metric(server, "tgi_prompt_load_duration_count") - loaded
+    loads = server.metric("tgi_prompt_load_duration_count") - loaded
     assert 2 * PROMPTS < loads <= 3 * PROMPTS  # most had been evicted when they were requested again
-    assert metric(server, "tgi_prompt_load_failure") == failed
+    assert server.metric("tgi_prompt_load_failure") == failed
 
 
 def test_broken_prompts_have_clear_errors_and_affect_no_other_request(server: Server, stub: Stub, store: Path) -> None:
-    before = metric(server, "tgi_prompt_load_failure")
-    request = call("The Queen", "queen", 100, generated_tokens=True)
-    undisturbed = tokens_of(stub, request)
+    before = server.metric("tgi_prompt_load_failure")
+    request = call("The Queen", "queen", 100)
+    undisturbed = output_tokens(stub, request)
     running = stub.GenerateStream(as_stream_request(request), timeout=60)
     cases = {name: text for name, (_, text) in BROKEN.items() if str(CAPACITY) not in text and "from 1 to" not in text}
     exact = 0
@@ -179,8 +165,8 @@ def test_broken_prompts_have_clear_errors_and_affect_no_other_request(server: Se
         assert cases[name] in details or "the model's embeddings have 128" in details
     assert exact >= 15
     assert [token.text for message in running for token in message.tokens] == undisturbed
-    assert tokens_of(stub, request) == undisturbed
-    assert metric(server, "tgi_prompt_load_failure") - before == len(cases)
+    assert output_tokens(stub, request) == undisturbed
+    assert server.metric("tgi_prompt_load_failure") - before == len(cases)
     assert "Traceback" not in server.log.read_text()
 
 
@@ -201,14 +187,14 @@ def test_long_and_hostile_ids_are_truncated_and_escaped(stub: Stub) -> None:
 
 def test_a_replaced_prompt_is_used_at_once_and_a_deleted_one_is_not_found(stub: Stub, store: Path) -> None:
     shutil.copytree(store / "queen", store / "changing")
-    request = call("The Hatter", "changing", generated_tokens=True)
-    first = tokens_of(stub, request)
+    request = call("The Hatter", "changing")
+    first = output_tokens(stub, request)
     (store / "new").mkdir()
     shutil.copy(store / "nested" / "king" / "adapter_model.bin", store / "new" / "adapter_model.bin")
     shutil.rmtree(store / "changing")
     (store / "new").rename(store / "changing")
-    second = tokens_of(stub, request)
-    assert first != second == tokens_of(stub, call("The Hatter", "nested/king", generated_tokens=True))
+    second = output_tokens(stub, request)
+    assert first != second == output_tokens(stub, call("The Hatter", "nested/king"))
     shutil.rmtree(store / "changing")
     assert 'prefix id "changing" not found' in failure(stub, request)[1]
 
@@ -216,8 +202,8 @@ def test_a_replaced_prompt_is_used_at_once_and_a_deleted_one_is_not_found(stub: 
 def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub, store: Path) -> None:
     """Its files are deleted and its cache entry is evicted while requests wait and run."""
     shutil.copytree(store / "queen", store / "leaving")
-    request = call("The Hatter", "leaving", 60, generated_tokens=True)
-    expected = tokens_of(stub, request)
+    request = call("The Hatter", "leaving", 60)
+    expected = output_tokens(stub, request)
     running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(80)]  # 64 run at once
     for one in running:
         next(one)  # the first message shows that the prompt is resolved
@@ -229,7 +215,7 @@ def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub,
 def test_clients_that_disconnect_during_lookups_leave_nothing_running(server: Server, stub: Stub) -> None:
     for _ in range(30):
         stub.Generate.future(call("a", "queen", 400)).cancel()
-    assert tokens_of(stub, call("a", "queen", generated_tokens=True))
+    assert output_tokens(stub, call("a", "queen"))
     server.wait_for_metric("tgi_batch_current_size 0.0")
 
 

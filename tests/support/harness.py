@@ -64,6 +64,12 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels."""
+        return float(
+            next(line.split()[1] for line in self.get("/metrics")[1].splitlines() if line.startswith(f"{name} "))
+        )
+
     def wait_for_metric(self, sample: str, seconds: float = 20) -> None:
         """Until /metrics has this line."""
         until = time.monotonic() + seconds
@@ -150,3 +156,17 @@ def as_stream_request(request: pb.BatchedGenerationRequest) -> pb.SingleGenerati
     prefix = request.prefix_id if request.HasField("prefix_id") else None
     adapter = request.adapter_id if request.HasField("adapter_id") else None
     return pb.SingleGenerationRequest(request=one, params=request.params, prefix_id=prefix, adapter_id=adapter)
+
+
+def adapter_request(text: str, max_new_tokens: int, **adapter: Any) -> pb.BatchedGenerationRequest:
+    """A unary request for output tokens with a `prefix_id` or an `adapter_id`."""
+    request = unary_request(text, max_new_tokens)
+    request.MergeFrom(pb.BatchedGenerationRequest(**adapter))
+    request.params.response.generated_tokens = True
+    return request
+
+
+def output_tokens(stub: pb_grpc.GenerationServiceStub, request: pb.BatchedGenerationRequest) -> list[str]:
+    """The tokens generated for the only input."""
+    (response,) = stub.Generate(request, timeout=60).responses
+    return [token.text for token in response.tokens]

@@ -58,6 +58,7 @@ def test_interpreted_writes_and_choices_are_those_of_pytorch() -> None:
     assert {name: count for name, count in wrong.items() if count} == {}
 
 
+@pytest.mark.slow
 def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp_path: Path) -> None:
     """Keys and values written, attention in chunks and decodes, and tokens chosen, all by kernels that passed."""
     model = make_model("Llama", tmp_path)
@@ -71,6 +72,7 @@ def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp
         assert tokens == output[0, len(request.tokens) :].tolist()
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Attention with wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
     builds = child("triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))

@@ -97,14 +97,6 @@ def test_slices_called_with_other_inputs_and_out_of_order() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_nothing_is_kept_after_the_last_slice() -> None:
-    model, x = Odd(), torch.randn(3, 4)
-    merge_linears(model, x=x)
-    model(x, False)
-    assert model.a.merged._input is None
-    assert model.a.merged._outputs == []
-
-
 def test_ranks_merge_their_shards(tmp_path: Path) -> None:
     """Two ranks, and two models one after the other; merged layers are packed afterwards."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}
