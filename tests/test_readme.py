@@ -40,6 +40,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("readme")
     model = make_fake_model(directory / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
         yield running
 
