@@ -16,10 +16,10 @@ from tgis.api.http.operations import Operation
 from tgis.api.http.timing_headers import timing_headers
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.chat import ChatCompletions
-from tgis.api.rest import convert
-from tgis.api.rest.face import TgiFace
-from tgis.api.rest.rules import RestLimits, check
-from tgis.api.rest.schema import (
+from tgis.api.tgi import convert
+from tgis.api.tgi.face import TgiFace
+from tgis.api.tgi.rules import TgiLimits, check
+from tgis.api.tgi.schema import (
     ChatTokenizeResponse,
     Details,
     GenerateRequest,
@@ -209,9 +209,9 @@ class TgiApi:
             )
         )
 
-    def _limits(self, generator: Generator) -> RestLimits:
+    def _limits(self, generator: Generator) -> TgiLimits:
         config, length = self._config, generator.server_info.limits.max_sequence_length
-        return RestLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
+        return TgiLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
 
 
 class _StreamWriter:

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import msgspec
 from msgspec import UNSET
 
-from tgis.api.rest.schema import (
+from tgis.api.tgi.schema import (
     BestOfSequence,
     FinishReason,
     GenerateParameters,
