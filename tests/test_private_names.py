@@ -115,7 +115,7 @@ def _names_of_classes(tree: ast.AST, names: set[str]) -> set[str]:
         ("handler._request_count += 1", ["_request_count"]),
         ("class A(Handler):\n  def a(self): return self._request_count", ["_request_count"]),
         ("class A:\n  def a(self, other): self._b = other._b", []),
-        ("class A(Server):\n  def _run(self): return super()._run()", ["super()._run"]),
+        ("class A(Server):\n  def _run(self): return super()._run()", ["_run"]),
         ("loop.set_task_factory(made)", ["set_task_factory"]),
         ("function.__globals__['a']", ["__globals__"]),
         ("getattr(model, '_tied', None)", ["_tied"]),
