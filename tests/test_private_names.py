@@ -25,7 +25,7 @@ FILES = {
         "models/convert/weights_child.py",
     ],
 }
-_PUBLIC = {"_exit", "_replace"}  # documented, of os and of named tuples
+_PUBLIC = {"_exit", "_replace", "_name"}  # documented: of os, of named tuples, of libraries in ctypes
 _INTERNALS = {"__globals__", "__closure__", "__code__", "set_task_factory"}
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
