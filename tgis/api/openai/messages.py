@@ -9,14 +9,14 @@ from tgis.errors import InvalidRequest
 
 
 def template_messages(messages: list[ChatMessage]) -> Iterator[dict[str, Any]]:
-    """Without what is null: templates expect it to be absent. Each is made when it is read: there may be many."""
+    """The messages for the template, which expects null fields to be absent. Made lazily: there may be many."""
     if not messages:
         raise InvalidRequest("messages", "messages cannot be empty")
     return (_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def template_tools(tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
-    """Likewise; schemas may be large and are not copied."""
+    """The tools for the template, made lazily; schemas may be large and are not copied."""
     for tool in tools:
         function = tool.function
         found = {"name": function.name, "description": function.description, "parameters": function.parameters}

@@ -73,7 +73,7 @@ class TgiApi:
         ]  # fmt: skip
 
     async def _compat_generate(self, call: HttpCall) -> web.StreamResponse:
-        """As the clients call it: an array of one; the text begins with the prompt unless the request says no."""
+        """POST / of the client libraries: an array of one; the text begins with the prompt unless told otherwise."""
         request = await call.body(GenerateRequest)
         if request.parameters.return_full_text is None:
             request.parameters.return_full_text = True
@@ -162,7 +162,7 @@ class TgiApi:
         return json_response(await self._tokens(call, request.inputs, add_special_tokens=True))
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
-        """Without the special tokens that the tokenizer adds: the template has them."""
+        """Tokenize the rendered chat; no special tokens are added, since the template has them."""
         text = await self._chat.prompt(await call.body(ChatCompletionRequest), call.generator.slicer)
         return json_response(ChatTokenizeResponse(await self._tokens(call, text, add_special_tokens=False), text))
 

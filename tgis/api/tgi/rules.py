@@ -11,7 +11,7 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class TgiLimits:
-    """What the server allows a request of this API."""
+    """The limits of the server for requests of this API."""
 
     max_best_of: int
     max_stop_sequences: int
