@@ -1,6 +1,7 @@
 """Runs `tgis serve` as a child process for a benchmark."""
 
 import contextlib
+import os
 import platform
 import random
 import socket
@@ -60,16 +61,29 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(model: Path, cache: Path, *options: str, log: Path | None = None) -> Iterator[Server]:
-    """Serve `model` until the end of the block; logs to the file `log`, otherwise only warnings to stderr."""
+def running_server(
+    model: Path,
+    cache: Path,
+    *options: str,
+    log: Path | None = None,
+    python: str = sys.executable,
+    directory: Path | None = None,
+) -> Iterator[Server]:
+    """Serve `model` until the end of the block; logs to a file, or else only warnings to stderr.
+
+    `directory` is the checkout whose code is served, if not that of the environment.
+    """
     grpc_port, http_port = free_ports()
-    command = [sys.executable, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
+    command = [python, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
     command += ["--grpc-port", str(grpc_port), "--port", str(http_port), "--bind-address", "127.0.0.1"]
     command += [] if log else ["--log-level", "warning"]
+    environment = os.environ | ({"PYTHONPATH": str(directory)} if directory else {})
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log else None
-        process = stack.enter_context(subprocess.Popen([*command, *options], stdout=output, stderr=output))
+        process = stack.enter_context(
+            subprocess.Popen([*command, *options], stdout=output, stderr=output, cwd=directory, env=environment)
+        )
         stack.callback(_terminate, process)
         while not _is_healthy(http_port):
             if process.poll() is not None or time.monotonic() - started > START_SECONDS:

@@ -28,11 +28,11 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api/grpc": "config errors frontend ipc pb security utils",
     "api/http": "config errors frontend ipc security utils",
     "api/openai": "api/http config errors frontend ipc prompts utils",
-    "api/rest": "api/http api/openai config errors frontend ipc utils",
+    "api/tgi": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",
     "server": (
-        "api/grpc api/http api/openai api/rest config errors frontend ipc limits models prompts security startup_log "
+        "api/grpc api/http api/openai api/tgi config errors frontend ipc limits models prompts security startup_log "
         "utils"
     ),
     # the engine process

@@ -31,7 +31,7 @@ from tgis.api.http.pages.routes import Pages
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.api.openai.operations import OpenAIApi
-from tgis.api.rest.routes import TgiApi
+from tgis.api.tgi.routes import TgiApi
 from tgis.config import Config
 from tgis.errors import StartError, Unavailable
 from tgis.frontend import request_log

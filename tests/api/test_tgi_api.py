@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from repository import REPOSITORY
 
-from tgis.api.rest.convert import json_float
+from tgis.api.tgi.convert import json_float
 from tgis.models.fake import make_fake_model
 
 MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 150, 8

@@ -8,7 +8,7 @@ from tgis.api.http.calls import HttpApi
 from tgis.api.http.pages.routes import Pages
 from tgis.api.http.server import HttpServer
 from tgis.api.openai.operations import OpenAIApi
-from tgis.api.rest.routes import TgiApi
+from tgis.api.tgi.routes import TgiApi
 from tgis.config import Config
 from tgis.prompts.catalog import AdapterCatalog
 

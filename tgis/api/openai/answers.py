@@ -3,10 +3,15 @@
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
 
 from tgis import __version__
 from tgis.api.http.calls import HttpCall
-from tgis.api.openai.bodies import SamplingBody, Usage
+from tgis.api.http.event_stream import EventStream
+from tgis.api.openai.bodies import ChatCompletionChunk, Completion, SamplingBody, Usage
 from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.output import RequestOutput
@@ -16,6 +21,7 @@ from tgis.utils import logs
 
 FINGERPRINT = f"tgis-{__version__}"
 DONE = b"[DONE]"
+C = TypeVar("C", Completion, ChatCompletionChunk)
 _STOPS = (StopReason.EOS_TOKEN, StopReason.STOP_SEQUENCE)
 
 
@@ -30,7 +36,7 @@ def make_call(
     token_ids: list[list[int]] | None = None,
     stream: bool,
 ) -> GenerateCall:
-    """For the front end."""
+    """The call that the front end gets."""
     several = CallKind.SINGLE if len(texts) * n == 1 else CallKind.BATCH
     return GenerateCall(
         kind=CallKind.STREAM if stream else several,
@@ -47,13 +53,13 @@ def make_call(
 
 
 def check_at_most(field_name: str, value: int, limit: int) -> None:
-    """InvalidRequest if it is more."""
+    """Raise InvalidRequest if `value` exceeds `limit`."""
     if value > limit:
         raise InvalidRequest(field_name, f"{field_name} must be <= {limit}", str(value))
 
 
 def finish_reason(reason: StopReason, num_calls: int = 0) -> str | None:
-    """Of an output that calls so many tools; None before its end."""
+    """The finish_reason of an output with `num_calls` tool calls; None before its end."""
     if not reason:
         return None
     if reason in _STOPS:
@@ -70,7 +76,7 @@ class UsageCounter:
     completion_tokens: dict[int, int] = field(default_factory=dict)
 
     def count(self, output: RequestOutput) -> None:
-        """A whole output, or a message of a stream."""
+        """Add a whole output, or a message of a stream."""
         if output.input_token_count:
             self.prompt_tokens[output.index // self.n] = output.input_token_count
         self.completion_tokens[output.index] = max(
@@ -84,7 +90,7 @@ class UsageCounter:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What all chunks of an answer say."""
+    """The fields that all chunks of an answer share."""
 
     id: str
     model: str
@@ -98,3 +104,17 @@ class Answer:
         include_usage = options is not None and bool(options.include_usage)
         continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
         return cls(prefix + uuid.uuid4().hex, model, include_usage, continuous, int(time.time()))
+
+    def chunk(self, kind: type[C], choices: list[Any], usage: UsageCounter) -> bytes:
+        """An event of a stream; the last one has no choices."""
+        chunk = kind(self.id, self.created, self.model, choices, FINGERPRINT)
+        if self.include_usage:
+            chunk.usage = usage.usage() if self.usage_in_chunks or not choices else None
+        return msgspec.json.encode(chunk)
+
+    async def end(self, events: EventStream, kind: type[C], usage: UsageCounter) -> web.StreamResponse:
+        """Send the usage, if wanted, and the end of the stream."""
+        if self.include_usage:
+            await events.send(self.chunk(kind, [], usage))
+        await events.send(DONE)
+        return events.response

@@ -12,7 +12,6 @@ from msgspec import UNSET
 from tgis.api.http.calls import HttpCall, json_response
 from tgis.api.http.timing_headers import timing_headers
 from tgis.api.openai.answers import (
-    DONE,
     FINGERPRINT,
     Answer,
     UsageCounter,
@@ -57,7 +56,7 @@ _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the route has made of a request."""
+    """A request that was read and checked."""
 
     body: ChatCompletionRequest
     generate_call: GenerateCall
@@ -78,7 +77,7 @@ class ChatCompletions:
         self._format: ToolFormat | None = None
 
     def use_template(self, template: ChatTemplate) -> None:
-        """That of the model, once it has loaded."""
+        """Set the chat template of the model, which is known once it has loaded."""
         self._template, self._format = template, tool_format(template)
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
@@ -126,7 +125,7 @@ class ChatCompletions:
         return await self._template.render(messages, tools or None, body.chat_template_kwargs)
 
     def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:
-        """Of an output; calls that must be there come as plain JSON where the template has no format that is known."""
+        """The format of tool calls in the output; required calls are plain JSON if the template has no known format."""
         if not choice.tools:
             return None
         return self._format or (LLAMA3 if choice.required else None)
@@ -141,11 +140,8 @@ class ChatCompletions:
             async for output in outputs:
                 usage.count(output)
                 for chunk in choices[output.index].chunks(output):
-                    await events.send(_encoded_chunk(answer, [chunk], usage, last=False))
-        if answer.include_usage:
-            await events.send(_encoded_chunk(answer, [], usage, last=True))
-        await events.send(DONE)
-        return events.response
+                    await events.send(answer.chunk(ChatCompletionChunk, [chunk], usage))
+        return await answer.end(events, ChatCompletionChunk, usage)
 
 
 def _choice(decoder: TokenDecoder, request: _Request, output: RequestOutput) -> ChatChoice:
@@ -173,7 +169,7 @@ class StreamedChoice:
         self._held: list[Piece] = []  # of a tool call: the last one must have the finish reason
 
     def chunks(self, output: RequestOutput) -> list[ChunkChoice]:
-        """What a message of the front end adds."""
+        """The chunks that a message of the front end becomes."""
         if not output.generated_token_count and not output.stop_reason:
             return []  # before the first token
         deltas = [self._delta(piece) for piece in self._pieces(output)]
@@ -208,15 +204,8 @@ class StreamedChoice:
         return Delta(tool_calls=[ToolCallDelta(function, piece.index, _new_id(), "function")])
 
 
-def _encoded_chunk(answer: Answer, choices: list[ChunkChoice], usage: UsageCounter, *, last: bool) -> bytes:
-    chunk = ChatCompletionChunk(answer.id, answer.created, answer.model, choices, FINGERPRINT)
-    if answer.include_usage:
-        chunk.usage = usage.usage() if last or answer.usage_in_chunks else None
-    return msgspec.json.encode(chunk)
-
-
 def _limited(pieces: list[Piece], body: ChatCompletionRequest) -> list[Piece]:
-    """Without the calls after the first, where only one is wanted."""
+    """The pieces; only the first call is kept if the request allows no parallel calls."""
     if body.parallel_tool_calls is not False:
         return pieces
     return [piece for piece in pieces if isinstance(piece, str) or not piece.index]

@@ -12,7 +12,6 @@ from aiohttp import web
 from tgis.api.http.calls import HttpCall, json_response
 from tgis.api.http.timing_headers import timing_headers
 from tgis.api.openai.answers import (
-    DONE,
     FINGERPRINT,
     Answer,
     UsageCounter,
@@ -77,7 +76,7 @@ def _prompts(
 
 
 async def _echoed(call: HttpCall, body: CompletionRequest, generate_call: GenerateCall) -> list[str]:
-    """What stands before the outputs of each prompt."""
+    """The text that is put before the outputs of each prompt."""
     if not body.echo:
         return [""] * len(generate_call.texts)
     if generate_call.token_ids is None:
@@ -161,15 +160,5 @@ async def _stream(
             pending[output.index] = None
             text = to_echo.pop(output.index, "") + output.text
             choice = CompletionChoice(output.index, text, logprobs, finish_reason(output.stop_reason))
-            await events.send(_encoded_chunk(answer, [choice], usage, last=False))
-    if answer.include_usage:
-        await events.send(_encoded_chunk(answer, [], usage, last=True))
-    await events.send(DONE)
-    return events.response
-
-
-def _encoded_chunk(answer: Answer, choices: list[CompletionChoice], usage: UsageCounter, *, last: bool) -> bytes:
-    chunk = Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT)
-    if answer.include_usage:
-        chunk.usage = usage.usage() if last or answer.usage_in_chunks else None
-    return msgspec.json.encode(chunk)
+            await events.send(answer.chunk(Completion, [choice], usage))
+    return await answer.end(events, Completion, usage)

@@ -19,11 +19,11 @@ class TokenTexts:
         self._offset = 0  # in the text, of the next token
 
     def chat_logprobs(self, infos: Iterable[TokenInfo]) -> ChatLogprobs:
-        """Of the next tokens."""
+        """The logprobs of the next tokens."""
         return ChatLogprobs([self._chat_logprob(info) for info in infos])
 
     def completion_logprobs(self, infos: Iterable[TokenInfo], *, with_top: bool) -> CompletionLogprobs:
-        """Of the next tokens; the first of a prompt has none."""
+        """The logprobs of the next tokens; the first token of a prompt has none."""
         found = CompletionLogprobs([], [], [], [] if with_top else None)
         for info in infos:
             text = _text(self._bytes(info.id))

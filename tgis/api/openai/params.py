@@ -30,7 +30,7 @@ RULES = FaceRules(
 
 
 def chat_params(body: ChatCompletionRequest, *, parses_tools: bool) -> RawParams:
-    """Of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
+    """Parameters of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     options = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=body.top_logprobs or 0)
     return _params(
@@ -43,7 +43,7 @@ def chat_params(body: ChatCompletionRequest, *, parses_tools: bool) -> RawParams
 
 
 def completion_params(body: CompletionRequest) -> RawParams:
-    """Of a completion."""
+    """Parameters of a completion."""
     if body.suffix is not None:
         raise InvalidRequest("suffix", "suffix is not supported")
     wants_logprobs = body.logprobs is not None

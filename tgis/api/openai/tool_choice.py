@@ -26,7 +26,7 @@ _SHOWN = 40  # characters, in an error
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What a request wants."""
+    """The tools that a request offers, and whether the output must call one."""
 
     tools: Sequence[Tool]  # that the template shows; empty: none may be called
     required: bool = False  # the output is calls and nothing else

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET
 
-from tgis.api.rest.schema import (
+from tgis.api.tgi.schema import (
     BestOfSequence,
     FinishReason,
     GenerateParameters,
@@ -40,7 +40,7 @@ J = TypeVar("J")
 
 
 def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: int) -> RawParams:
-    """`details`: the answer says something about each token."""
+    """Parameters for the front end; with `details` the answer has something for each token."""
     options = LogprobOptions(
         generated_tokens=details,
         input_tokens=given.decoder_input_details,
@@ -94,7 +94,7 @@ def _grammar(given: Grammar) -> GrammarSpec:
 def finish_reason(
     output: RequestOutput, num_input_tokens: int, given: GenerateParameters, limits: RequestLimits
 ) -> FinishReason:
-    """As many tokens as there can be is `length`, whatever the last one is."""
+    """`length` if no more tokens were possible, even if the last one would have ended the output."""
     room = limits.max_sequence_length - num_input_tokens
     if output.generated_token_count >= min(given.max_new_tokens or limits.max_new_tokens, room):
         return "length"
@@ -109,7 +109,7 @@ class TokenConverter:
         self._detokenizer = Detokenizer(generator.token_decoder)
 
     def token(self, info: TokenInfo) -> Token:
-        """With the text that it completes, special tokens literally."""
+        """The token with the text that it completes; special tokens literally."""
         text = self._detokenizer.add(info.id)
         return Token(info.id, text, json_float(info.logprob), self._tokenizer.is_special(info.id))
 
@@ -143,7 +143,7 @@ def sequence(output: RequestOutput, given: GenerateParameters, generator: Genera
 
 
 def _prefill(output: RequestOutput, given: GenerateParameters, generator: Generator) -> Iterable[TokenInfo]:
-    """What the output follows: the input, or what the decoder of an encoder-decoder begins with."""
+    """The tokens that the output follows: the input, or the first token of the decoder of an encoder-decoder."""
     start = generator.server_info.engine.decoder_start_token_id
     if start is None or not given.decoder_input_details:
         return output.input_tokens

@@ -3,7 +3,7 @@
 import msgspec
 
 from tgis.api.http.errors import HttpError
-from tgis.api.rest.schema import ErrorResponse
+from tgis.api.tgi.schema import ErrorResponse
 from tgis.errors import (
     ClientTimeout,
     EngineFailure,

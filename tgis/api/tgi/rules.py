@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tgis.api.rest.schema import GenerateRequest
+from tgis.api.tgi.schema import GenerateRequest
 from tgis.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class RestLimits:
-    """What the server allows a request of this API."""
+class TgiLimits:
+    """The limits of the server for requests of this API."""
 
     max_best_of: int
     max_stop_sequences: int
@@ -21,7 +21,7 @@ class RestLimits:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     request: GenerateRequest
-    limits: RestLimits
+    limits: TgiLimits
     streams: bool
 
     @property
@@ -40,7 +40,7 @@ class _Rule:
     message: str  # a format string over what was asked
 
 
-def check(request: GenerateRequest, limits: RestLimits, *, streams: bool) -> None:
+def check(request: GenerateRequest, limits: TgiLimits, *, streams: bool) -> None:
     """InvalidRequest for the first rule violated."""
     asked = _Asked(request, limits, streams)
     for rule in _RULES:

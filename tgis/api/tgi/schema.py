@@ -48,7 +48,7 @@ class GenerateParameters(Struct):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn; otherwise the best is taken."""
+        """True if tokens are sampled; otherwise decoding is greedy."""
         return self.do_sample or self.temperature not in (None, 1.0) or self._filters
 
     @property

@@ -17,10 +17,10 @@ from tgis.api.http.operations import Operation
 from tgis.api.http.timing_headers import timing_headers
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.chat import ChatCompletions
-from tgis.api.rest import convert
-from tgis.api.rest.face import TgiFace
-from tgis.api.rest.rules import RestLimits, check
-from tgis.api.rest.schema import (
+from tgis.api.tgi import convert
+from tgis.api.tgi.face import TgiFace
+from tgis.api.tgi.rules import TgiLimits, check
+from tgis.api.tgi.schema import (
     ChatTokenizeResponse,
     Details,
     GenerateRequest,
@@ -75,7 +75,7 @@ class TgiApi:
         ]  # fmt: skip
 
     async def _compat_generate(self, call: HttpCall) -> web.StreamResponse:
-        """As the clients call it: an array of one; the text begins with the prompt unless the request says no."""
+        """POST / of the client libraries: an array of one; the text begins with the prompt unless told otherwise."""
         request = await call.body(GenerateRequest)
         if request.parameters.return_full_text is None:
             request.parameters.return_full_text = True
@@ -153,7 +153,7 @@ class TgiApi:
         return json_response(await self._tokens(call, request.inputs, add_special_tokens=True))
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
-        """Without the special tokens that the tokenizer adds: the template has them."""
+        """Tokenize the rendered chat; no special tokens are added, since the template has them."""
         text = await self._chat.prompt(await call.body(ChatCompletionRequest))
         tokens = await self._tokens(call, text, add_special_tokens=False)
         return json_response(b'{"tokenizations":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}")
@@ -205,9 +205,9 @@ class TgiApi:
             )
         )
 
-    def _limits(self, generator: Generator) -> RestLimits:
+    def _limits(self, generator: Generator) -> TgiLimits:
         config, length = self._config, generator.server_info.limits.max_sequence_length
-        return RestLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
+        return TgiLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
 
 
 def _detailed_answer(outputs: list[RequestOutput], request: GenerateRequest, generator: Generator) -> bytes:

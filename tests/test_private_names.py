@@ -1,0 +1,127 @@
+"""Private parts of libraries are used in one file per library, so that an upgrade has one place to look at."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from repository import REPOSITORY
+
+ROOT = REPOSITORY / "tgis"
+
+# Engines patch and record what torch and transformers do inside, each in its own place.
+FILES = {
+    "grpcio": ["api/grpc/private.py"],
+    "aiohttp": ["api/http/connections.py"],
+    "argparse": ["cli/client.py", "utils/options.py"],
+    "torch and transformers": [
+        "engines/kernels/cpu/fused_ops.py",
+        "engines/kernels/cpu/gemm.py",
+        "engines/kernels/cpu/recording.py",
+        "engines/loading/loader.py",
+        "engines/padded/attention.py",
+        "engines/paged/compile.py",
+        "engines/paged/self_check.py",
+        "engines/paged/static_inputs.py",
+        "models/convert/weights_child.py",
+    ],
+}
+_PUBLIC = {"_exit", "_replace", "_name"}  # documented: of os, of named tuples, of libraries in ctypes
+_INTERNALS = {"__globals__", "__closure__", "__code__", "set_task_factory"}
+_BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
+
+
+def is_private(name: str) -> bool:
+    return name in _INTERNALS or (name.startswith("_") and not name.endswith("__") and name not in _PUBLIC)
+
+
+def private_uses(tree: ast.AST, inherited: set[str]) -> Iterator[str]:
+    """Private names that come from elsewhere; `inherited` are those that classes of ours give to their heirs."""
+    own = own_names(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=name) if is_private(name):
+                if name not in _owned(value, own, inherited):
+                    yield name
+            case ast.Call(func=ast.Name(id=function), args=[_, ast.Constant(value=str(name)), *_]):
+                if function in _BY_NAME and is_private(name):
+                    yield name
+            case ast.Import() | ast.ImportFrom():
+                yield from _private_imports(node)
+
+
+def _private_imports(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    module = getattr(node, "module", None) or ""
+    for name in node.names:
+        parts = [*module.split("."), *name.name.split(".")]
+        if parts[0] != "tgis" and any(map(is_private, parts)):
+            yield f"{module} {name.name}".strip()
+
+
+def _owned(value: ast.expr, own: set[str], inherited: set[str]) -> set[str]:
+    """The private names that are ours as attributes of this: of `super()` only what a class of ours has."""
+    match value:
+        case ast.Name(id="self" | "cls"):
+            return own | inherited
+        case ast.Call(func=ast.Name(id="super")):
+            return inherited
+    return own
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """What the classes of a file define: methods, fields, and attributes of `self`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for child in ast.walk(node):
+                match child:
+                    case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                        found.add(name)
+                    case ast.Name(id=name, ctx=ast.Store()):
+                        found.add(name)
+                    case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                        found.add(name)
+    return found
+
+
+def test_private_names_of_a_library_are_in_its_file() -> None:
+    paths = [path for path in ROOT.rglob("*.py") if "pb" not in path.relative_to(ROOT).parts]
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+    bases = {base for tree in trees.values() for base in _bases(tree)}
+    inherited = {name for tree in trees.values() for name in _names_of_classes(tree, bases)}
+    uses = {path: sorted(set(private_uses(tree, inherited))) for path, tree in trees.items()}
+    allowed = {path for paths in FILES.values() for path in paths}
+    assert {path: names for path, names in uses.items() if names and path not in allowed} == {}
+    assert {path for path in allowed if not uses.get(path)} == set(), "these need no private name any more"
+
+
+def _bases(tree: ast.AST) -> set[str]:
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for each in classes for base in each.bases}
+
+
+def _names_of_classes(tree: ast.AST, names: set[str]) -> set[str]:
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in names]
+    return {name for each in classes for name in own_names(each)}
+
+
+@pytest.mark.parametrize(
+    ("source", "uses"),
+    [
+        ("from grpc._cython import cygrpc", ["grpc._cython cygrpc"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("from torch import _C", ["torch _C"]),
+        ("from tgis.frontend import _private", []),
+        ("from __future__ import annotations", []),
+        ("handler._request_count += 1", ["_request_count"]),
+        ("class A(Handler):\n  def a(self): return self._request_count", ["_request_count"]),
+        ("class A:\n  def a(self, other): self._b = other._b", []),
+        ("class A(Server):\n  def _run(self): return super()._run()", ["_run"]),
+        ("loop.set_task_factory(made)", ["set_task_factory"]),
+        ("function.__globals__['a']", ["__globals__"]),
+        ("getattr(model, '_tied', None)", ["_tied"]),
+        ("os._exit(1)", []),
+        ("type(self).__name__", []),
+    ],
+)
+def test_what_a_private_use_is(source: str, uses: list[str]) -> None:
+    assert list(private_uses(ast.parse(source), set())) == uses
