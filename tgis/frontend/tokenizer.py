@@ -17,7 +17,7 @@ from typing import Any, Final
 import tokenizers
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer_properties import cut_rule, max_bytes_per_token
+from tgis.frontend.tokenizer_properties import dropped_at_cut, max_bytes_per_token
 from tgis.models.files import read_json
 from tgis.utils.thread_pool import WorkPool
 
@@ -94,7 +94,7 @@ class Tokenizer:
         self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
         added = _added_special_tokens(backend) if add_special_tokens else ([], [])
         self.bos_token_id = added[0][0] if added and added[0] else None
-        self._cut_rule = cut_rule(description) if added else None
+        self._dropped_at_cut = dropped_at_cut(description) if added else None
         self.max_bytes_per_token = max_bytes_per_token(description)  # None: nobody knows
 
     @classmethod
@@ -130,11 +130,11 @@ class Tokenizer:
 
     def _end(self, text: str, num_tokens: int) -> str:
         """As much of the end of a text as certainly has more tokens; all of it where it may not be cut."""
-        rule, most = self._cut_rule, self.max_bytes_per_token
-        if rule is None or most is None:
+        dropped, most = self._dropped_at_cut, self.max_bytes_per_token
+        if dropped is None or most is None:
             return text
         start = _last_cut(text, len(text) - (num_tokens + 1) * most)
-        return text[start + (rule.drops_space and start > 0) :]
+        return text[start + dropped :] if start else text
 
     def _encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.

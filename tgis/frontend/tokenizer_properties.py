@@ -1,6 +1,6 @@
 """What is certain about a tokenizer, from its `tokenizer.json`. Nothing is assumed of what is not known here.
 
-A text can be cut before a single space between two ASCII letters or digits, and the parts tokenized one by one, if
+A text can be cut before a single space between two ASCII letters or digits, and what is behind it tokenized alone, if
 every step treats the two sides alone: no added token matches across the cut, each normalizer looks at characters or
 grapheme clusters, a pre-tokenizer splits there whatever is around, and the model looks at one word at a time. Where
 no pre-tokenizer splits there, no token of the vocabulary must have a space after a letter or digit.
@@ -9,7 +9,6 @@ A token stands for a bounded number of bytes if no step drops or shortens text a
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -35,16 +34,11 @@ _SPLIT_PATTERNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CutRule:
-    """How to cut a text before a space between two ASCII letters or digits."""
+def dropped_at_cut(description: dict[str, Any]) -> int | None:
+    """How many spaces to leave out where a text is cut, so that its end gives the last tokens of the whole.
 
-    drops_space: bool  # the normalizer puts one before every part
-    keeps_offsets: bool
-
-
-def cut_rule(description: dict[str, Any]) -> CutRule | None:
-    """How to cut texts so that the parts give the tokens of the whole; None unless that is certain."""
+    1 if the normalizer puts one before every text; None unless all this is certain.
+    """
     added = [token["content"] for token in description.get("added_tokens") or ()]
     if any(" " in content.strip(" ") or _SPACE in content for content in added) or _strips(description, "rstrip"):
         return None
@@ -61,7 +55,7 @@ def cut_rule(description: dict[str, Any]) -> CutRule | None:
         return None
     if not any(map(_splits_at_spaces, pre_tokenizers)) and not _never_joins(model, _space(normalizers, pre_tokenizers)):
         return None
-    return CutRule(drops_space, keeps_offsets=not drops_space and not _trims_first_space(description))
+    return int(drops_space)
 
 
 def max_bytes_per_token(description: dict[str, Any]) -> int | None:
@@ -147,9 +141,3 @@ def _drops_text(pre_tokenizer: dict[str, Any]) -> bool:
     if pre_tokenizer["type"] in ("Split", "Punctuation"):
         return pre_tokenizer.get("behavior") == "Removed"
     return pre_tokenizer["type"] not in ("ByteLevel", "Digits", "Metaspace")
-
-
-def _trims_first_space(description: dict[str, Any]) -> bool:
-    """Whether the post-processor thinks that a space at the beginning of a part has been added."""
-    processors = _members(description.get("post_processor"))
-    return any(one.get("trim_offsets") and one.get("add_prefix_space") for one in processors)
