@@ -156,7 +156,7 @@ class TgiApi:
         """Without the special tokens that the tokenizer adds: the template has them."""
         text = await self._chat.prompt(await call.body(ChatCompletionRequest))
         tokens = await self._tokens(call, text, add_special_tokens=False)
-        return json_response(b'{"tokenizations":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}")
+        return json_response(b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}")
 
     async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> bytes:
         """The tokens of a text, as JSON."""
