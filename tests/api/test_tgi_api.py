@@ -72,7 +72,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def chat_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Client"]:
-    """Of a model with a chat template."""
+    """A client of a model with a chat template."""
     directory = tmp_path_factory.mktemp("chat")
     model = make_fake_model(directory / "model", MAX_LENGTH)
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
