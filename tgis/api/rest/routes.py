@@ -153,7 +153,7 @@ class TgiApi:
         return json_response(await self._tokens(call, request.inputs, add_special_tokens=True))
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
-        """Without the special tokens that the tokenizer adds: the template has them."""
+        """Tokenize a chat; the template has the special tokens that the tokenizer would add."""
         text = await self._chat.prompt(await call.body(ChatCompletionRequest))
         tokens = await self._tokens(call, text, add_special_tokens=False)
         return json_response(b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}")
