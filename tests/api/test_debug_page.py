@@ -18,6 +18,7 @@ import pytest
 from batches import EOS, limits
 from harness import Server, as_stream_request, run_async, running_server, unary_request
 
+from tgis.api.clients import Clients
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.pages.batch import render_error, render_json, render_page
 from tgis.api.http.probes import Probes
@@ -174,7 +175,8 @@ async def test_browsers_get_html_and_others_json() -> None:
         return news
 
     probes = Probes(lambda: None, list, HttpAuth(None, None, lambda: None), inspect)
-    server = HttpServer(Config(model_name="m", bind_address="127.0.0.1"), 0, probes.routes())
+    config = Config(model_name="m", bind_address="127.0.0.1")
+    server = HttpServer(config, 0, probes.routes(), Clients(config))
     port = await server.start()
     for news, status in ((BUSY, 200), (None, 503)):
         for accept, kind in ((BROWSER, "text/html"), ("*/*", "application/json"), ("", "application/json")):

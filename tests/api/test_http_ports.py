@@ -15,6 +15,7 @@ from aiohttp import web
 from harness import run_async
 
 from benchmarks.certificates import Pair, make_pair
+from tgis.api.clients import Clients
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
@@ -33,7 +34,8 @@ async def identity(request: web.Request) -> web.Response:
 @asynccontextmanager
 async def serving(certificates: Certificates | None = None, **options: Any) -> AsyncIterator[tuple[int, int | None]]:
     config = Config(model_name="m", bind_address="127.0.0.1", port=0, **options)
-    ports = HttpPorts(config, Probes(lambda: None, list, AUTH), [web.get("/identity", identity)], certificates)
+    probes, routes = Probes(lambda: None, list, AUTH), [web.get("/identity", identity)]
+    ports = HttpPorts(config, probes, routes, Clients(config), certificates)
     numbers = await ports.start()
     try:
         yield numbers
@@ -42,7 +44,7 @@ async def serving(certificates: Certificates | None = None, **options: Any) -> A
 
 
 async def statuses(port: int, **options: Any) -> dict[str, int]:
-    """Of each path on a port."""
+    """The status of each path on a port."""
     scheme = "https" if options else "http"
     found = {}
     async with aiohttp.ClientSession() as client:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 from aiohttp import web
 from harness import run_async
 
-from tgis.api.http import connections, event_stream
+from tgis.api import clients
+from tgis.api.clients import Clients
+from tgis.api.http import event_stream
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.body import receive
 from tgis.api.http.calls import HttpApi, HttpCall
@@ -45,12 +47,15 @@ FACE = PlainFace()
 async def serving(routes: list[web.RouteDef], **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a server with these routes."""
     config = Config(model_name="m", bind_address="127.0.0.1", **options)
-    server = HttpServer(config, 0, routes)
+    connected = Clients(config)
+    server = HttpServer(config, 0, routes, connected)
     port = await server.start()
+    sweep = asyncio.create_task(connected.sweep_forever())
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
             yield client
     finally:
+        sweep.cancel()
         await server.stop()
 
 
@@ -142,18 +147,47 @@ async def test_a_body_that_is_framed_wrongly_is_400() -> None:
 
 
 @run_async
-async def test_of_too_many_half_bodies_the_oldest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_RECEIVING_BYTES", 100)
-    async with serving([body_route()]) as client:
+async def test_a_head_that_never_ends_closes_its_connection() -> None:
+    async with serving([events_route()]) as client:
+        reader, writer = await connect(client)
+        writer.write(b"GET /events HTTP/1.1\r\n")
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"X: %01000d\r\n" % 0)
+                await writer.drain()
+        assert await read_to_end(reader) == b""
+        writer.close()
+
+
+@run_async
+async def test_a_large_body_right_behind_its_head_is_read() -> None:
+    content = b"x" * (4 << 20)
+    async with serving([body_route(len(content))]) as client:
+        reader, writer = await connect(client)
+        for _ in range(2):  # the second request over the same connection
+            writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert await reader.readexactly(len(content)) == content
+        writer.close()
+
+
+@run_async
+async def test_only_so_many_bodies_may_arrive_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_RECEIVING_BYTES", 2 << 20)
+    async with serving([body_route()], grpc_max_message_bytes=1 << 20) as client:
         slow = []
-        for number in range(4):
+        for _ in range(4):
             slow.append(await connect(client))
             slow[-1][1].write(JSON_HEAD + b"Content-Length: 50\r\n\r\n" + b"x" * 40)
-            if number >= 2:  # two fit
-                assert await read_to_end(slow[number - 2][0]) == b""
-        for reader, writer in slow[2:]:
+        gone = [asyncio.create_task(read_to_end(reader)) for reader, _ in slow]
+        await asyncio.wait(gone[:2])  # two may go on
+        assert not any(task.done() for task in gone[2:])
+        for _, writer in slow[2:]:
             writer.write(b"x" * 10)
-            assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+            writer.write_eof()
+        answers = await asyncio.gather(*gone)
+        assert [answer.split(b"\r\n")[0] for answer in answers] == [b"", b"", *[b"HTTP/1.1 200 OK"] * 2]
         for _, writer in slow:
             writer.close()
 
@@ -221,14 +255,46 @@ async def test_a_reader_that_does_not_read_holds_little_and_ends_its_call() -> N
         writer.close()
 
 
+@run_async
+async def test_a_connection_that_has_been_slow_to_read_waits_again_afterwards() -> None:
+    async def large(_request: web.Request) -> web.Response:
+        return web.Response(body=b"x" * (32 << 20))
+
+    async with serving([web.get("/large", large)], client_timeout_seconds=0.5) as client:
+        reader, writer = await connect(client)
+        writer.write(b"GET /large HTTP/1.1\r\nHost: t\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(32 << 20)
+        writer.write(b"GET /large HTT")  # and no more
+        assert await read_to_end(reader) == b""
+        writer.close()
+
+
+@run_async
+async def test_at_the_limit_the_oldest_connection_that_waits_gives_way() -> None:
+    async with serving([events_route(number=10**6, pause=0.001), body_route()], max_connections=3) as client:
+        busy, half, idle = [await connect(client) for _ in range(3)]
+        busy[1].write(b"GET /events HTTP/1.1\r\nHost: t\r\n\r\n")
+        await busy[0].readuntil(b"data: ")
+        half[1].write(JSON_HEAD + b"Content-Length: 50\r\n\r\n" + b"x" * 40)
+        more = await connect(client)
+        assert await read_to_end(half[0]) == b""
+        last = await connect(client)
+        assert await read_to_end(idle[0]) == b""
+        await busy[0].readuntil(b"data: ")  # its client reads
+        for _, writer in (busy, half, idle, more, last):
+            writer.close()
+
+
 def api_route(**options: Any) -> web.RouteDef:
-    """Of an API that has no model yet."""
+    """A route of an API that has no model yet."""
     tokens = TokenFile(options["auth_token_path"]) if "auth_token_path" in options else None
 
     async def handle(_call: HttpCall) -> web.StreamResponse:
         raise AssertionError
 
-    api = HttpApi(Config(model_name="m"), HttpAuth(tokens, options.get("api_key"), lambda: None))
+    config = Config(model_name="m")
+    api = HttpApi(config, HttpAuth(tokens, options.get("api_key"), lambda: None), Clients(config))
     return Operation("GET", "/thing", handle, FACE, "thing", "A thing").route(api)
 
 

@@ -68,7 +68,7 @@ async def answered(page: BrowserPage, how: str) -> None:
 
 
 async def heading(page: BrowserPage) -> list[str]:
-    """Of the card: the token and its probability."""
+    """The heading of the card: the token and its probability."""
     found: list[str] = await page.value("[...document.querySelector('#card h2').childNodes].map(e => e.textContent)")
     return found
 

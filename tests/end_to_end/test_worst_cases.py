@@ -28,7 +28,7 @@ PROPER |= {"200", "400", "422"}  # of HTTP
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call, to the front end."""
+    """What one call costs the front end."""
 
     status: str
     callback: float  # seconds of the CPU that one callback held the event loop, at most
@@ -89,7 +89,7 @@ async def call(server: Server, case: WorstCase) -> tuple[str, int]:
 
 
 async def post(server: Server, case: WorstCase) -> tuple[str, int]:
-    """Likewise."""
+    """The status, and the bytes of the reply."""
     url, headers = f"http://localhost:{server.http_port}{case.path}", {"content-type": "application/json"}
     async with aiohttp.ClientSession() as http, http.post(url, data=io.BytesIO(case.data), headers=headers) as answer:
         return str(answer.status), len(await answer.read())

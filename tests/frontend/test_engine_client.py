@@ -117,7 +117,7 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
     with client.submit([request(1)], eager=True, arrived=0.0) as (queue,):
         await asyncio.sleep(0)
         client.connection_lost(None)
-        for waiting in (question, lookup, queue.get(), look_up()):
+        for waiting in (question, lookup, queue.ready(), look_up()):
             with pytest.raises(Unavailable, match="the engine process has ended"):
                 await waiting
     assert await client.died == "the engine process was ended by signal 11"

@@ -149,7 +149,7 @@ def test_pauses_of_the_engine_turn_health_off_until_they_end_and_kill_nothing() 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_hang_is_found_amid_pauses(seed: int) -> None:
-    """Of an engine that still sends heartbeats."""
+    """The engine process still sends heartbeats while its steps hang."""
     draw = random.Random(seed)
     steps = iter([1.0] * draw.randrange(50))
     simulation = Simulation(draw, lambda: next(steps, math.inf))

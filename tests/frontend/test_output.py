@@ -1,6 +1,5 @@
 """tgis.frontend.output: unary calls and streams give the same output, however tokens are grouped into steps."""
 
-import asyncio
 import itertools
 import math
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import OutputBuilder, RequestOutput, TokenInfo, best_first
-from tgis.frontend.output_queue import NewTokens, OutputQueue, RequestTimings
+from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
@@ -23,7 +22,7 @@ Steps = list[list[int]]
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
-    """Of byte tokens: the ids of a text are those of its UTF-8 bytes."""
+    """A decoder of byte tokens: the ids of a text are those of its UTF-8 bytes."""
     tokenizer = Tokenizer.load(make_fake_model(tmp_path_factory.mktemp("bytes")), workers=1)
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=False)
 
@@ -46,28 +45,34 @@ def ids(decoder: TokenDecoder, text: str) -> list[int]:
     return decoder.tokenizer.encode_without_special_tokens(text)
 
 
-def deliveries(steps: Steps, *, logprobs: bool) -> Iterator[NewTokens]:
-    """What the queue gives for these steps, the last of which ends the request."""
+def deliver(output: OutputBuilder, steps: Steps) -> Iterator[None]:
+    """Put these steps into its queue, the last of which ends the request; yield after each until the output ends."""
+    logprobs = output.params.given.logprob_options.logprobs
     for number, tokens in enumerate(steps, 1):
         reason = StopReason.MAX_TOKENS if number == len(steps) else StopReason.NOT_FINISHED
-        yield NewTokens(list(tokens), [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason)
+        output.queue.put(tokens, [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason)
+        if not output.stop_reason:
+            yield
 
 
 def unary(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> RequestOutput:
     output = builder(decoder, wanted)
-    for new in deliveries(steps, logprobs=wanted.given.logprob_options.logprobs):
-        if not output.stop_reason:
-            list(output.add(new))
+    for _ in deliver(output, steps):
+        output.collect()
     return output.final()
 
 
 def streamed(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> list[RequestOutput]:
     output = builder(decoder, wanted)
-    chunks: list[RequestOutput] = []
-    for new in deliveries(steps, logprobs=wanted.given.logprob_options.logprobs):
-        if not output.stop_reason:
-            chunks += output.chunks(new)
-    return chunks
+    return [chunk for _ in deliver(output, steps) for chunk in output.chunks()]
+
+
+def streamed_late(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> list[RequestOutput]:
+    """The messages of a reader that comes when all steps have been made."""
+    output = builder(decoder, wanted)
+    for _ in deliver(output, steps):
+        pass
+    return list(output.chunks())
 
 
 @st.composite
@@ -95,12 +100,15 @@ def test_steps_and_streaming_do_not_change_an_output(decoder: TokenDecoder, toke
         single = streamed(decoder, wanted, [[token] for token in whole])
         assert chunks == single
         assert all(chunk.text or chunk.stop_reason for chunk in chunks)
-    last = chunks[-1]
-    assert "".join(chunk.text for chunk in chunks) == expected.text
-    assert list(itertools.chain.from_iterable(chunk.tokens for chunk in chunks)) == list(expected.tokens)
-    assert (last.stop_reason, last.stop_sequence) == (expected.stop_reason, expected.stop_sequence)
-    assert last.generated_token_count == expected.generated_token_count
-    assert all(not chunk.stop_reason for chunk in chunks[:-1])
+    late = streamed_late(decoder, wanted, steps)
+    assert late == chunks if tokens else len(late) == 1 or len(steps) == 1
+    for messages in (chunks, late):
+        last = messages[-1]
+        assert "".join(chunk.text for chunk in messages) == expected.text
+        assert list(itertools.chain.from_iterable(chunk.tokens for chunk in messages)) == list(expected.tokens)
+        assert (last.stop_reason, last.stop_sequence) == (expected.stop_reason, expected.stop_sequence)
+        assert last.generated_token_count == expected.generated_token_count
+        assert all(not chunk.stop_reason for chunk in messages[:-1])
 
 
 def test_a_message_per_token_if_tokens_are_requested(decoder: TokenDecoder) -> None:
@@ -117,18 +125,20 @@ def test_a_message_per_token_with_text_otherwise(decoder: TokenDecoder) -> None:
 
 
 def test_one_message_for_all_steps_that_a_slow_reader_has_not_taken(decoder: TokenDecoder) -> None:
-    output = builder(decoder, params([], tokens=False))
-    for new in deliveries([ids(decoder, "ab"), ids(decoder, "cd"), ids(decoder, "é")], logprobs=False):
-        output.queue.put(new.token_ids, new.logprobs, new.stop_reason)
-    (chunk,) = output.chunks(asyncio.run(output.queue.get()))
+    steps = [ids(decoder, "ab"), ids(decoder, "cd"), ids(decoder, "é")]
+    (chunk,) = streamed_late(decoder, params([], tokens=False), steps)
     assert (chunk.text, chunk.generated_token_count, chunk.stop_reason) == ("abcdé", 6, StopReason.MAX_TOKENS)
 
 
+def test_one_message_up_to_a_stop_sequence_among_steps_that_were_not_taken(decoder: TokenDecoder) -> None:
+    steps = [ids(decoder, "ab"), ids(decoder, "cd"), ids(decoder, "e")]
+    (chunk,) = streamed_late(decoder, params(["c"], tokens=False), steps)
+    assert (chunk.text, chunk.generated_token_count, chunk.stop_reason) == ("abc", 3, StopReason.STOP_SEQUENCE)
+    assert chunk.stop_sequence == "c"
+
+
 def test_a_slow_reader_that_wants_tokens_gets_a_message_for_each(decoder: TokenDecoder) -> None:
-    output = builder(decoder, params([], tokens=True))
-    for new in deliveries([ids(decoder, "ab"), ids(decoder, "c")], logprobs=True):
-        output.queue.put(new.token_ids, new.logprobs, new.stop_reason)
-    chunks = list(output.chunks(asyncio.run(output.queue.get())))
+    chunks = streamed_late(decoder, params([], tokens=True), [ids(decoder, "ab"), ids(decoder, "c")])
     assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("", 1), ("a", 2), ("bc", 3)]
 
 
@@ -155,6 +165,16 @@ def test_the_best_has_the_highest_mean_logprob() -> None:
 
 def test_a_request_that_expires_in_the_queue_has_only_a_stop_reason(decoder: TokenDecoder) -> None:
     output = builder(decoder, params([], tokens=True))
-    (chunk,) = output.chunks(NewTokens(stop_reason=StopReason.TIME_LIMIT))
+    output.queue.put([], [], StopReason.TIME_LIMIT)
+    (chunk,) = output.chunks()
     assert chunk == RequestOutput(stop_reason=StopReason.TIME_LIMIT, tokens=[])
     assert output.final() == RequestOutput(stop_reason=StopReason.TIME_LIMIT, input_token_count=2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_end_without_a_token_gives_what_is_held_back(decoder: TokenDecoder, late: bool) -> None:
+    steps = [ids(decoder, "xab"), []]  # "b" may be the first letter of a stop sequence
+    chunks = (streamed_late if late else streamed)(decoder, params(["bc"], tokens=False), steps)
+    assert "".join(chunk.text for chunk in chunks) == "xab"
+    assert (chunks[-1].generated_token_count, chunks[-1].stop_reason) == (3, StopReason.MAX_TOKENS)
+    assert unary(decoder, params(["bc"], tokens=False), steps).text == "xab"

@@ -7,26 +7,29 @@ from batches import request
 from harness import run_async
 
 from tgis.errors import Unavailable
-from tgis.frontend.output_queue import NewTokens, OutputQueue
+from tgis.frontend.output_queue import OutputQueue
 from tgis.ipc.request import StopReason, TokenLogprobs
 
 NOT_FINISHED, MAX_TOKENS = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS
 
 
-async def pending(queue: OutputQueue) -> "asyncio.Task[NewTokens]":
+async def pending(queue: OutputQueue) -> "asyncio.Task[None]":
     """A consumer that already waits."""
-    task = asyncio.create_task(queue.get())
+    task = asyncio.create_task(queue.ready())
     await asyncio.sleep(0)
+    assert not task.done()
     return task
 
 
 @run_async
-async def test_steps_that_nobody_has_taken_are_merged() -> None:
+async def test_steps_that_nobody_has_taken_are_taken_together() -> None:
     queue = OutputQueue(request(1), eager=True, arrived=0.0)
     queue.put([1, 2], [TokenLogprobs(-1.0), TokenLogprobs(-2.0)], NOT_FINISHED)
     queue.put([3], [TokenLogprobs(-3.0)], MAX_TOKENS)
-    logprobs = [TokenLogprobs(-float(n)) for n in (1, 2, 3)]
-    assert await queue.get() == NewTokens([1, 2, 3], logprobs, MAX_TOKENS, merged=True)
+    await queue.ready()
+    assert (queue.num_steps, queue.num_tokens, queue.stop_reason, queue.ended) == (2, 3, MAX_TOKENS, True)
+    assert queue.take() == ([1, 2, 3], [TokenLogprobs(-float(n)) for n in (1, 2, 3)])
+    assert (queue.take(), queue.num_steps, queue.num_tokens) == (([], []), 0, 3)
 
 
 @run_async
@@ -35,7 +38,18 @@ async def test_an_eager_consumer_wakes_at_every_step() -> None:
     for tokens in ([1], [2, 3]):
         consumer = await pending(queue)
         queue.put(tokens, [], NOT_FINISHED)
-        assert await consumer == NewTokens(tokens, merged=False)
+        await consumer
+        assert queue.num_steps == 1
+        assert queue.take() == (tokens, [])
+
+
+@run_async
+async def test_a_step_before_an_eager_consumer_waits_is_not_missed() -> None:
+    queue = OutputQueue(request(1), eager=True, arrived=0.0)
+    queue.put([1], [], NOT_FINISHED)
+    await queue.ready()
+    assert queue.take() == ([1], [])
+    await pending(queue)
 
 
 @run_async
@@ -46,7 +60,8 @@ async def test_any_other_consumer_wakes_at_the_end() -> None:
     await asyncio.sleep(0)
     assert not consumer.done()
     queue.put([2], [], MAX_TOKENS)
-    assert await consumer == NewTokens([1, 2], [], MAX_TOKENS, merged=True)
+    await consumer
+    assert queue.take() == ([1, 2], [])
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -56,10 +71,22 @@ def test_an_error_is_raised_after_the_tokens_before_it(eager: bool) -> None:
         queue = OutputQueue(request(1), eager=eager, arrived=0.0)
         queue.put([1], [], NOT_FINISHED)
         queue.fail(Unavailable("it is gone"))
-        assert queue.failed
-        assert await queue.get() == NewTokens([1])
+        assert (queue.failed, queue.ended) == (Unavailable, True)
+        await queue.ready()
+        assert queue.take() == ([1], [])
         for _ in range(2):
             with pytest.raises(Unavailable, match="it is gone"):
-                await queue.get()
+                await queue.ready()
 
     fail()
+
+
+@run_async
+async def test_the_end_is_told_once_the_engine_is_done() -> None:
+    for fails in (False, True):
+        queue, ends = OutputQueue(request(1), eager=True, arrived=0.0), list[bool]()
+        queue.on_end = lambda queue=queue, ends=ends: ends.append(queue.ended)
+        queue.put([1], [], NOT_FINISHED)
+        assert ends == []
+        queue.fail(Unavailable("it is gone")) if fails else queue.put([2], [], MAX_TOKENS)
+        assert ends == [True]

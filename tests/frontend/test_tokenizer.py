@@ -99,6 +99,27 @@ def test_a_short_text_waits_for_no_thread(families: Families, monkeypatch: pytes
     assert asyncio.run(run())[0].ids == backend.encode("a short text").ids
 
 
+@pytest.mark.parametrize("texts", [["word and word " * 1000], ["word and word " * 500] * 2, ["a word "] * 1000])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_too_many_tokens_are_refused(families: Families, texts: list[str], offsets: bool) -> None:
+    backend, tokenizer = families("gpt2")
+    num_tokens = sum(len(backend.encode(text).ids) for text in texts)
+    exactly = asyncio.run(tokenizer.encode(texts, Wanted(offsets=offsets, max_tokens=num_tokens)))
+    assert [one.ids for one in exactly] == [backend.encode(text).ids for text in texts]
+    with pytest.raises(InvalidRequest, match=f"the text has more than {num_tokens - 1} tokens"):
+        asyncio.run(tokenizer.encode(texts, Wanted(offsets=offsets, max_tokens=num_tokens - 1)))
+
+
+def test_only_tokens_that_are_kept_are_too_many(families: Families) -> None:
+    backend, tokenizer = families("gpt2")
+    text = "word and word " * 1000
+    ids = backend.encode(text).ids
+    for keep in (5, 0):
+        (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(offsets=True, keep=keep, max_tokens=5)))
+        assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep :], len(ids))
+        assert list(encoding.offsets) == naive_offsets(backend, text)[len(ids) - keep :]
+
+
 def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: Path) -> None:
     backend = Backend.from_str(zoo.description("byte_level", cache_dir))
     plain = backend.encode("The first word, the second word.").ids

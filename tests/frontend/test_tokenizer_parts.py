@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,13 @@ import pytest
 import tokenizer_families as zoo
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tgis.utils.slices import SLICE, Slicer
 from tokenizer_families import Families
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tgis.errors import InvalidRequest
 from tgis.frontend import tokenizer as module
-from tgis.frontend.tokenizer import ReplyLimit, Tokenizer, Wanted
+from tgis.frontend.tokenizer import Tokenizer, Wanted
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 
 LLAMA3 = (
@@ -60,7 +59,6 @@ WORDS += ["</s>", "<s>", "<|endoftext|>", "▁", "\u0301", "\t", "\u00a0", "<0x4
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PART", 6)
-        patch.setattr(module, "LONG", 12)
         yield
 
 
@@ -124,97 +122,17 @@ def test_a_text_that_cannot_be_cut_is_tokenized_as_a_whole(made: Any) -> None:
 
 
 @pytest.mark.parametrize("texts", [["word and word " * 20_000], ["word and word " * 500] * 40, ["a word"] * 30_000])
-def test_texts_of_too_many_tokens_are_not_tokenized_to_the_end(
-    made: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, _ = made("gpt2")
-    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=2)  # threads outlive this event loop
-    encode, num_chars = Tokenizer._encode, 0
-
-    def count(self: Tokenizer, some: list[str], *args: Any, **options: Any) -> Any:
-        nonlocal num_chars
-        num_chars += sum(map(len, some))
-        return encode(self, some, *args, **options)
-
-    monkeypatch.setattr(Tokenizer, "_encode", count)
-    with pytest.raises(InvalidRequest, match="the reply has more than 3000 bytes"):
-        asyncio.run(tokenizer.encode(texts, Wanted(offsets=True, reply=ReplyLimit(3000, lambda _start: 3))))
-    assert 0 < num_chars < 70_000
+def test_texts_of_too_many_tokens_are_refused(made: Any, texts: list[str]) -> None:
+    _, tokenizer = made("gpt2")
+    with pytest.raises(InvalidRequest, match="the text has more than 1000 tokens"):
+        asyncio.run(tokenizer.encode(texts, Wanted(offsets=True, max_tokens=1000)))
 
 
-def test_parts_of_a_text_count_with_where_they_begin(made: Any, tmp_path: Path) -> None:
-    backend, _ = made("gpt2")
-    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=2)
-    text, starts = "word " * 20_000, list[int]()
-
-    def token_bytes(start: int) -> int:
-        starts.append(start)
-        return 0
-
-    wanted = Wanted(offsets=True, reply=ReplyLimit(0, token_bytes))
-    (encoding,) = asyncio.run(tokenizer.encode([text], wanted))
-    assert encoding.num_tokens == len(backend.encode(text).ids)
-    assert starts == sorted(starts[: len(starts) // 2], reverse=True) * 2
-    assert starts[0] > 0
-    assert starts[-1] == 0
-
-
-def test_a_truncated_text_has_only_the_tokens_that_it_keeps(made: Any) -> None:
+def test_only_tokens_that_are_kept_count(made: Any) -> None:
     backend, tokenizer = made("gpt2")
     text = "word and word " * 20_000
-    (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(keep=5, enough=5, reply=ReplyLimit(5, lambda _start: 1))))
+    (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(keep=5, enough=5, max_tokens=5)))
     assert encoding.ids == backend.encode(text).ids[-5:]
-
-
-@pytest.mark.parametrize("text", ["word and word " * 20_000, "x" * 60_000, "é" * 10_000])
-def test_offsets_are_read_in_slices_of_the_event_loop(made: Any, text: str) -> None:
-    backend, tokenizer = made("gpt2")
-    slices: list[int] = []
-
-    class Recorder(Slicer):
-        async def slices(self, items: Iterable[Any], cost: int = 1) -> AsyncIterator[list[Any]]:
-            async for some in super().slices(items, cost):
-                slices.append(len(some) * cost)
-                yield some
-
-    (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(offsets=True), Recorder()))
-    assert encoding.num_tokens == len(backend.encode(text).ids)
-    assert sum(slices) >= encoding.num_tokens / 16
-    assert max(slices) <= SLICE
-
-
-def test_few_encodings_wait_for_the_event_loop_to_read_their_offsets(
-    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, _ = made("gpt2")
-    tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=2)
-    encode, may_read, num_encoded = Tokenizer._encode, asyncio.Event(), 0
-
-    def count(self: Tokenizer, *args: Any, **options: Any) -> Any:
-        nonlocal num_encoded
-        num_encoded += 1
-        return encode(self, *args, **options)
-
-    class Held(Slicer):
-        async def slices(self, items: Iterable[Any], cost: int = 1) -> AsyncIterator[list[Any]]:
-            await may_read.wait()
-            async for some in super().slices(items, cost):
-                yield some
-
-    async def run() -> list[list[module.Encoding]]:
-        wanted = Wanted(offsets=True)
-        calls = [asyncio.create_task(tokenizer.encode(["word " * 100], wanted, Held())) for _ in range(20)]
-        while num_encoded < 2:
-            await asyncio.sleep(0.001)
-        await tokenizer.encode(["word " * 100])  # the threads are free for others
-        assert num_encoded == 3
-        may_read.set()
-        return await asyncio.gather(*calls)
-
-    monkeypatch.setattr(Tokenizer, "_encode", count)
-    num_tokens = len(backend.encode("word " * 100).ids)
-    assert {len(list(encoding.offsets)) for (encoding,) in asyncio.run(run())} == {num_tokens}
-    assert num_encoded == 21
 
 
 RULES = {family: CutRule(drops_space=False, keeps_offsets=True) for family in CUT}

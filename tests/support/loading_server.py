@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tgis.api.clients import Clients
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
 from tgis.api.http.pages.routes import Pages
@@ -19,9 +20,10 @@ async def serving_while_loading(api_key: str | None = None) -> AsyncIterator[str
     config, auth = Config(model_name="m", bind_address="127.0.0.1"), HttpAuth(None, api_key, lambda: None)
     openai = OpenAIApi(config, AdapterCatalog(None))
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
-    api = HttpApi(config, auth)
+    clients = Clients(config)
+    api = HttpApi(config, auth, clients)
     routes = [*(each.route(api) for each in operations), *Pages(operations, auth).routes()]
-    server = HttpServer(config, 0, routes)
+    server = HttpServer(config, 0, routes, clients)
     try:
         yield f"http://127.0.0.1:{await server.start()}"
     finally:

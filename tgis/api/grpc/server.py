@@ -42,10 +42,13 @@ class GrpcServer:
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
         address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
-        if self._certificates is None:
-            port: int = self._server.add_insecure_port(address)
-        else:
-            port = self._server.add_secure_port(address, self._certificates.server_credentials())
+        try:
+            if self._certificates is None:
+                port: int = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._certificates.server_credentials())
+        except RuntimeError:  # grpcio's, without the reason
+            port = 0
         if not port:
             raise StartError(f"cannot listen for gRPC on {address}: {_bind_error(self._host, self._port)}")
         return port

@@ -59,7 +59,7 @@ class Connections:
 class Connection(web.RequestHandler):
     """A connection of aiohttp's that knows what it waits for."""
 
-    __slots__ = ("_clients", "_connections", "_head_bytes", "client", "waits")
+    __slots__ = ("_answers", "_clients", "_connections", "_head_bytes", "client")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
         super().__init__(
@@ -75,35 +75,36 @@ class Connection(web.RequestHandler):
             max_field_size=MAX_HEAD_BYTES,
         )
         self.client = ""
-        self.waits = True  # for a head or a body, or for the client to read
         self._connections, self._clients = connections, connections.clients
-        self._head_bytes = 0  # of a head that is not complete
+        self._answers = False  # a request whose head is complete
+        self._head_bytes = 0  # that have arrived since the last answer, or before the first
 
     @classmethod
     def of(cls, request: web.Request) -> "Connection":
         return cast("Connection", request.protocol)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a head or a body, or for the client to read."""
+        return not self._answers or self in self._clients.sending or self in self._clients.reading
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """The head of a request is there; until the end of the block it is answered."""
         self._clients.sending.remove(self)
         self._clients.started(self)
-        self.waits, self._head_bytes = False, 0
+        self._answers, self._head_bytes = True, 0
         try:
             yield
         finally:
             self._clients.finished(self)
-            self.waits = True
+            self._answers = False
 
     @contextmanager
     def receiving_body(self) -> Iterator[None]:
         """The body of a request arrives."""
-        self.waits = True
-        try:
-            with self._clients.sending.entered(self):
-                yield
-        finally:
-            self.waits = False
+        with self._clients.sending.entered(self):
+            yield
 
     def end(self, _error: RequestError | None) -> None:
         """Close it at once: what has not been sent is dropped."""
@@ -123,13 +124,14 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.waits and self not in self._clients.sending:
-            self._clients.connecting.remove(self)
-            self._clients.sending.add(self)
-        if self.waits and self._head_bytes > MAX_HEAD_BYTES + _READ_AHEAD_BYTES:
-            self.end(None)
-            return
-        self._head_bytes += len(data)
+        if not self._answers:
+            if self not in self._clients.sending:
+                self._clients.connecting.remove(self)
+                self._clients.sending.add(self)
+            if self._head_bytes > MAX_HEAD_BYTES + _READ_AHEAD_BYTES:
+                self.end(None)
+                return
+            self._head_bytes += len(data)
         super().data_received(data)
 
     def handle_error(
@@ -144,12 +146,10 @@ class Connection(web.RequestHandler):
         return super().handle_error(request, status, exc, message)
 
     def pause_writing(self) -> None:
-        self.waits = True
         self._clients.reading.add(self)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self.waits = False
         self._clients.reading.remove(self)
         super().resume_writing()
 

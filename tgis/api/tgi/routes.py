@@ -156,7 +156,8 @@ class TgiApi:
         """Tokenize the rendered chat; no special tokens are added, since the template has them."""
         text = await self._chat.prompt(await call.body(ChatCompletionRequest))
         tokens = await self._tokens(call, text, add_special_tokens=False)
-        return json_response(b'{"tokenizations":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}")
+        shown = msgspec.json.encode(text)
+        return json_response(b'{"tokenize_response":' + tokens + b',"templated_text":' + shown + b"}")
 
     async def _tokens(self, call: HttpCall, text: str, *, add_special_tokens: bool) -> bytes:
         """The tokens of a text, as JSON."""
