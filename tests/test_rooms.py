@@ -24,16 +24,16 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "prompts": "errors ipc models utils",
     # the front-end process
     "frontend": "errors ipc models utils",
-    "api": "",
-    "api/grpc": "config errors frontend ipc pb security utils",
-    "api/http": "config errors frontend ipc security utils",
+    "api": "config errors",
+    "api/grpc": "api config errors frontend ipc pb security utils",
+    "api/http": "api config errors frontend ipc security utils",
     "api/openai": "api/http config errors frontend ipc prompts utils",
     "api/rest": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",
     "server": (
-        "api/grpc api/http api/openai api/rest config errors frontend ipc limits models prompts security startup_log "
-        "utils"
+        "api api/grpc api/http api/openai api/rest config errors frontend ipc limits models prompts security "
+        "startup_log utils"
     ),
     # the engine process
     "batcher": "errors ipc",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from tgis.__main__ import main as tgis
-from tgis.utils import event_loop
+from tgis.api.grpc import private
 
 INTERVAL_SECONDS = 0.001
 _FORMAT = struct.Struct("dd")
@@ -65,7 +65,7 @@ def measure(meter: LoopMeter) -> None:
     asyncio.events.Handle._run = measured_run  # type: ignore[assignment, method-assign]
     asyncio.events.new_event_loop = measured_loop
     asyncio.runners.events.new_event_loop = measured_loop  # type: ignore[attr-defined]
-    event_loop.run = asyncio.run
+    private.run = asyncio.run
 
 
 if __name__ == "__main__":
