@@ -1,6 +1,7 @@
 """What clients hold and what waits for them: bounded for one client and for all."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module.time, "monotonic", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
     return clock
 
 
