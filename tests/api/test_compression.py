@@ -6,11 +6,10 @@ import zlib
 
 import grpc
 import pytest
+from grpc_calls import make_calls
 from harness import run_async
-from tgis.api.grpc.compression import decompressed
-from tgis.api.grpc.handlers import unary_handler
-from tgis.api.grpc.open_calls import OpenCalls
 
+from tgis.api.grpc.calls import _decompressed
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 from tgis.errors import InvalidRequest
@@ -27,8 +26,8 @@ async def echo(data: bytes, _context: object) -> bytes:
 @pytest.mark.parametrize("algorithm", grpc.Compression)
 @run_async
 async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression) -> None:
-    calls = OpenCalls(CONFIG)
-    handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": unary_handler(calls, echo)})
+    calls = make_calls(CONFIG)
+    handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.unary_handler(echo)})
     server = GrpcServer([handler], CONFIG, calls)
     port = server.bind()
     await server.start()
@@ -51,7 +50,7 @@ async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression)
 async def test_streams_within_the_limit(size: int) -> None:
     for data in (bytes(size), random.Random(size).randbytes(size)):
         for compressed in (gzip.compress(data), zlib.compress(data), zlib.compress(data, 0)):
-            assert await decompressed(compressed, LIMIT) == data
+            assert await _decompressed(compressed, LIMIT) == data
 
 
 def _lying(data: bytes) -> bytes:
@@ -75,10 +74,10 @@ BAD = {
 @run_async
 async def test_streams_that_are_refused(data: bytes, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        await decompressed(data, LIMIT)
+        await _decompressed(data, LIMIT)
 
 
 @run_async
 async def test_other_messages_are_left_alone() -> None:
     for data in (b"", b"\x0a", b"\x1f", b"\x78", b"\x78\x02", TEXT):
-        assert await decompressed(data, 1) is data
+        assert await _decompressed(data, 1) is data

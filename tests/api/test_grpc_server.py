@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_calls import make_calls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
 from raw_http2 import HELLO, Raw, call_frames, call_headers, next_frame, raw_client
-from tgis.api.grpc.open_calls import OpenCalls
 
 from benchmarks.chaos.http2 import ACK, DATA, END_STREAM, HEADERS, PING, PREFACE, SETTINGS, frame, grpc_message
 from tgis.api.grpc import server as grpc_server
@@ -52,7 +52,7 @@ HANDLER = service(Echo=echo, Hang=hang)
 
 @asynccontextmanager
 async def serving(config: Config = CONFIG, handler: Any = HANDLER) -> AsyncIterator[tuple[GrpcServer, int]]:
-    server = GrpcServer([handler], config, OpenCalls(config))
+    server = GrpcServer([handler], config, make_calls(config))
     port = server.bind()
     await server.start()
     server.set_serving(True)
@@ -103,7 +103,7 @@ async def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError) as caught:
-            GrpcServer([], replace(CONFIG, grpc_port=port), OpenCalls(CONFIG)).bind()
+            GrpcServer([], replace(CONFIG, grpc_port=port), make_calls(CONFIG)).bind()
     assert str(caught.value) == f"cannot listen for gRPC on 127.0.0.1:{port}: Address already in use"
 
 
@@ -111,12 +111,12 @@ async def test_a_taken_port_is_a_clear_error() -> None:
 async def test_two_servers_never_share_a_port() -> None:
     async with serving() as (_, port):
         with pytest.raises(StartError):
-            GrpcServer([], replace(CONFIG, grpc_port=port), OpenCalls(CONFIG)).bind()
+            GrpcServer([], replace(CONFIG, grpc_port=port), make_calls(CONFIG)).bind()
 
 
 @run_async
 async def test_a_server_that_never_started_can_be_stopped() -> None:
-    server = GrpcServer([HANDLER], CONFIG, OpenCalls(CONFIG))
+    server = GrpcServer([HANDLER], CONFIG, make_calls(CONFIG))
     server.bind()
     await server.stop(0)
 
@@ -334,7 +334,7 @@ async def test_health_of_known_and_unknown_services() -> None:
 
 @run_async
 async def test_a_server_starts_as_not_serving() -> None:
-    server = GrpcServer([], CONFIG, OpenCalls(CONFIG))
+    server = GrpcServer([], CONFIG, make_calls(CONFIG))
     port = server.bind()
     await server.start()
     async with health_of(port) as health:

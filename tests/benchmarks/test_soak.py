@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from repository import REPOSITORY
-from tgis.frontend.budget import Account, MemoryBudget
 
 from benchmarks.soak import reconcile
 from benchmarks.soak.cases import Answer, assemble_answer, difference
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
+from tgis.api.clients import Account, Clients
+from tgis.config import Config
 from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metric_families import FailureReason
@@ -157,7 +158,7 @@ def test_discrepancies_are_found(change: Callable[[Metrics, ClientLog], object],
 
 
 def batch_of(inputs: int) -> GenerateCall:
-    account = Account(MemoryBudget(1, 1), b"")
+    account = Account(Clients(Config(model_name="m")), b"")
     return GenerateCall(CallKind.BATCH, ["text"] * inputs, ["text"] * inputs, RawParams(), account)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 from cryptography import x509
+from grpc_calls import make_calls
 from harness import run_async
-from tgis.api.grpc.open_calls import OpenCalls
 
 from benchmarks.certificates import Pair, make_pair
 from tgis.api.grpc.server import GrpcServer
@@ -75,7 +75,7 @@ async def serving(files: TlsFiles) -> AsyncIterator[int]:
     method = grpc.unary_unary_rpc_method_handler(echo)
     handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": method})
     config = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0)
-    server = GrpcServer([handler], config, OpenCalls(config), Certificates(files))
+    server = GrpcServer([handler], config, make_calls(config), Certificates(files))
     port = server.bind()
     await server.start()
     try:

@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
-from tgis.frontend.budget import Account, MemoryBudget
 
 from tgis import config
-from tgis.api.grpc import convert, wire
+from tgis.api.clients import Account, Clients
+from tgis.api.grpc import convert
+from tgis.api.grpc.parsing import parse
 from tgis.errors import OptionError, RequestError, TgisError
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -61,17 +62,17 @@ def _resent(kind: Any, pieces: list[bytes]) -> list[bytes] | None:
 
 def requests(data: bytes) -> None:
     """Conversion and validation: what gets through is within the limits, and can be sent to the engine."""
-    account = Account(MemoryBudget(1 << 30, 1 << 30), b"")
+    account = Account(Clients(config.Config(model_name="m", max_call_memory_mb=2048)), b"")
     with _tgis_errors():
         match data[:1]:
             case b"\0":
-                single = wire.parse(data[1:], pb.SingleGenerationRequest, 1)
+                single = parse(data[1:], pb.SingleGenerationRequest, 1)
                 _validate(convert.generate_stream_call(single, account, b"", None))
             case b"\1":
-                texts = wire.parse(data[1:], pb.BatchedTokenizeRequest, MAX_INPUTS)
+                texts = parse(data[1:], pb.BatchedTokenizeRequest, MAX_INPUTS)
                 convert.tokenize_call(texts, len(data), account, 1 << 24)
             case _:
-                batch = wire.parse(data[1:], pb.BatchedGenerationRequest, MAX_INPUTS)
+                batch = parse(data[1:], pb.BatchedGenerationRequest, MAX_INPUTS)
                 _validate(convert.generate_call(batch, account, b"", None, None))
 
 

@@ -149,14 +149,16 @@ class Clients:
         limit = self._max_memory_per_client
         if held + more > limit:
             raise InvalidRequest("", f"the call takes {held + more} bytes of memory, at most {limit} allowed")
-        _check(client, self.memory, more, limit, "calls of this client hold {} bytes")
-        _check(b"", self.memory, more, self._max_memory, "calls hold {} bytes")
+        if client:
+            _check(self.memory[client], more, limit, "calls of this client hold {} bytes")
+        _check(self.memory.total(), more, self._max_memory, "calls hold {} bytes")
         self.memory[client] += more
 
     def take_places(self, client: bytes, num_inputs: int) -> None:
         """Count inputs in flight; Overloaded if there are too many."""
-        _check(b"", self.inputs, num_inputs, self._max_inputs, "{} inputs in flight")
-        _check(client, self.inputs, num_inputs, self._max_inputs_per_client, "{} inputs of this client in flight")
+        _check(self.inputs.total(), num_inputs, self._max_inputs, "{} inputs in flight")
+        if client:
+            _check(self.inputs[client], num_inputs, self._max_inputs_per_client, "{} inputs of this client in flight")
         self.inputs[client] += num_inputs
 
     def max_inputs(self, client: bytes) -> int:
@@ -249,11 +251,9 @@ class Account:
         self._memory = 0
 
 
-def _check(client: bytes, held: Counter[bytes], more: int, limit: int, text: str) -> None:
-    """Overloaded if this client, or all if it is empty, would hold more than the limit."""
-    now = held[client] if client else held.total()
-    if now + more > limit:
-        raise Overloaded(f"{text.format(now)}, at most {limit} allowed")
+def _check(held: int, more: int, limit: int, text: str) -> None:
+    if held + more > limit:
+        raise Overloaded(f"{text.format(held)}, at most {limit} allowed")
 
 
 def _subtract(counter: Counter[bytes], client: bytes, amount: int) -> None:

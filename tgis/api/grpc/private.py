@@ -39,7 +39,7 @@ def make_server(
     C-core queues the calls of all connections in the order of their arrival, and grpc.aio takes one of them every few
     iterations of the event loop: behind clients that flood the server, calls of others would wait for seconds.
     """
-    handlers = [_RememberCreator(handler) for handler in handlers]
+    _remember_creators(asyncio.get_running_loop())
     server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=options)
     if hasattr(server, "_server") and all(hasattr(cygrpc, name) for name in _NAMES) and hasattr(_AioServer, _METHOD):
         server._server = FairServer(handlers, interceptors, options, queue)
@@ -51,16 +51,15 @@ def make_server(
 creator: "ContextVar[weakref.ref[asyncio.Task[Any]] | None]" = ContextVar("creator", default=None)
 
 
-class _RememberCreator(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # the stubs make it generic
-    """Lets a handler know grpc.aio's task that has created its own; `GrpcCall.end` needs it."""
+def _remember_creators(loop: asyncio.AbstractEventLoop) -> None:
+    """Let each task of the loop know which one has created it; `GrpcCall.end` needs it of the tasks of grpc.aio."""
 
-    def __init__(self, handler: "grpc.GenericRpcHandler[Any, Any]") -> None:
-        self._handler = handler
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        task = asyncio.current_task()
+    def create(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+        task = asyncio.current_task(loop)
         creator.set(None if task is None else weakref.ref(task))
-        return self._handler.service(handler_call_details)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    loop.set_task_factory(create)  # type: ignore[arg-type]
 
 
 class FairServer(_AioServer):  # type: ignore[misc]

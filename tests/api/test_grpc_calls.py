@@ -4,23 +4,24 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc_calls import make_calls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from harness import run_async
 from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
-from tgis.api.grpc.handlers import stream_handler, unary_handler
-from tgis.api.grpc.open_calls import OpenCall, OpenCalls
 
 from benchmarks.chaos.http2 import END_HEADERS, END_STREAM, HEADERS, RST_STREAM
-from tgis.api.grpc import fair_server, open_calls
+from tgis.api import clients
+from tgis.api.grpc import fair_queue
 from tgis.api.grpc import server as server_module
+from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
 
@@ -39,11 +40,11 @@ MESSAGE_TIMEOUT = f"the message has not arrived within {SHORT:g} s"
 class Service:
     """Answers of any size, and whether the calls have ended."""
 
-    def __init__(self, calls: OpenCalls) -> None:
+    def __init__(self, calls: GrpcCalls) -> None:
         self.calls = calls
         self.num_calls = 0
         self.ended = asyncio.Event()
-        methods = {"Unary": unary_handler(calls, self._unary), "Stream": stream_handler(calls, self._stream)}
+        methods = {"Unary": calls.unary_handler(self._unary), "Stream": calls.stream_handler(self._stream)}
         self.handler = grpc.method_handlers_generic_handler("test.Service", methods)
 
     async def _unary(self, data: bytes, _context: object) -> bytes:
@@ -51,7 +52,7 @@ class Service:
         await asyncio.sleep(0)
         return data
 
-    async def _stream(self, data: bytes, call: OpenCall) -> None:
+    async def _stream(self, data: bytes, call: GrpcCall) -> None:
         self.num_calls += 1
         try:
             while True:
@@ -63,14 +64,16 @@ class Service:
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[Service, int]]:
     config = replace(CONFIG, **options)
-    calls = OpenCalls(config)
+    calls = make_calls(config)
     service = Service(calls)
     server = GrpcServer([service.handler], config, calls)
     port = server.bind()
     await server.start()
+    sweep = asyncio.create_task(calls.clients.sweep_forever())
     try:
         yield service, port
     finally:
+        sweep.cancel()
         await server.stop(0)
 
 
@@ -99,12 +102,12 @@ async def works(port: int) -> bool:
 async def test_a_call_that_nobody_reads_ends(method: str) -> None:
     async with serving(client_timeout_seconds=SHORT) as (service, port):
         assert await works(port)  # gRPC itself holds the first call
-        await until(lambda: not service.calls.reading)
+        await until(lambda: not service.calls.clients.reading._since)
         call = call_frames(f"/test.Service/{method}", bytes(1000))
         async with raw_client(port, HELLO_WITHOUT_WINDOW, call) as (reader, _):
-            await until(lambda: service.calls.reading)
+            await until(lambda: service.calls.clients.reading._since)
             assert await works(port)  # and the last one
-            await until(lambda: not service.calls.reading)
+            await until(lambda: not service.calls.clients.reading._since)
             if method == "Stream":
                 await service.ended.wait()
             await next_frame_of(reader, RST_STREAM)
@@ -115,8 +118,8 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
     async with serving() as (service, port):
         calls = [call_frames("/test.Service/Stream", bytes(1000), 2 * index + 1) for index in range(64)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
-            await until(lambda: len(service.calls.reading) == len(calls))
-        await until(lambda: not service.calls.served)
+            await until(lambda: len(service.calls.clients.reading._since) == len(calls))
+        await until(lambda: not service.calls.clients._served)
         assert await works(port)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -137,13 +140,12 @@ async def test_a_slow_reader_keeps_its_stream() -> None:
 
 @run_async
 async def test_too_many_calls_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_calls, "MAX_SLOW_CALLS", 2)
-    monkeypatch.setattr(open_calls, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(clients, "MAX_SLOW_CALLS", 2)
     async with serving() as (service, port):
         calls = [call_frames("/test.Service/Unary", bytes(1000), stream) for stream in (1, 3, 5, 7, 9)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
             await until(lambda: service.num_calls == 5)
-            await until(lambda: len(service.calls.reading) == 2)
+            await until(lambda: len(service.calls.clients.reading._since) == 2)
             assert await works(port)
 
 
@@ -171,39 +173,53 @@ async def test_the_status_of_a_message_that_is_late() -> None:
 
 
 @run_async
-async def test_messages_that_arrive_slowly_delay_only_calls_of_their_connection(
+async def test_a_message_that_arrives_slowly_delays_only_calls_of_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(open_calls, "ARRIVING_SECONDS", LONG)
+    monkeypatch.setattr(fair_queue, "ARRIVING_SECONDS", LONG)
     calls = [call_headers("/test.Service/Unary", stream) for stream in range(1, 101, 2)]
     async with serving() as (service, port), raw_client(port, HELLO, *calls):
-        await until(lambda: len(service.calls.receiving) >= fair_server.MAX_ARRIVING_TOGETHER)
+        await until(lambda: service.calls.clients.sending._since)
         assert await works(port)
-        assert len(service.calls.receiving) < len(calls) / 2
+        assert len(service.calls.clients.sending._since) == 1
 
 
 @run_async
 async def test_a_call_waits_while_many_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_calls, "ARRIVING_SECONDS", LONG)
-    monkeypatch.setattr(fair_server, "MAX_ARRIVING", 2)
+    monkeypatch.setattr(fair_queue, "ARRIVING_SECONDS", LONG)
+    monkeypatch.setattr(fair_queue, "MAX_ARRIVING", 2)
     sent = HELLO, call_headers("/test.Service/Unary")
     async with serving() as (service, port), raw_client(port, *sent), raw_client(port, *sent):
-        await until(lambda: len(service.calls.receiving) == 2)
+        await until(lambda: len(service.calls.clients.sending._since) == 2)
         third = asyncio.create_task(works(port))
         assert not (await asyncio.wait([third], timeout=0.5))[0]
-        monkeypatch.setattr(open_calls, "ARRIVING_SECONDS", 0.0)
+        monkeypatch.setattr(fair_queue, "ARRIVING_SECONDS", 0.0)
         assert await third
 
 
 @run_async
+async def test_a_stream_whose_client_does_not_read_can_be_ended() -> None:
+    async with serving() as (service, port):
+        assert await works(port)  # gRPC itself holds the first call
+        call = call_frames("/test.Service/Stream", bytes(1000))
+        async with raw_client(port, HELLO_WITHOUT_WINDOW, call) as (reader, _):
+            await until(lambda: service.calls.clients.reading._since)
+            assert await works(port)  # and the last one
+            service.calls.clients.end_calls()  # in no variable: who holds a call keeps it open
+            await service.ended.wait()
+            await next_frame_of(reader, RST_STREAM)
+        await until(lambda: not service.calls.clients._served)
+
+
+@run_async
 async def test_a_pause_of_the_server_is_no_fault_of_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_calls, "_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(clients, "_PAUSE_SECONDS", 0.2)
     sent = HELLO, call_headers("/test.Service/Unary"), half_a_message()
     async with serving(client_timeout_seconds=SHORT) as (service, port), raw_client(port, *sent):
-        await until(lambda: service.calls.receiving)
+        await until(lambda: service.calls.clients.sending._since)
         time.sleep(SHORT + 0.2)  # the pause
         await asyncio.sleep(0.3)  # and some sweeps
-        assert service.calls.receiving
+        assert service.calls.clients.sending
 
 
 @run_async
@@ -218,14 +234,13 @@ async def test_a_call_without_a_message() -> None:
 
 @run_async
 async def test_of_too_many_messages_that_arrive_slowly_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_calls, "MAX_RECEIVING_BYTES", 2 * CONFIG.grpc_max_message_bytes)
-    monkeypatch.setattr(open_calls, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(clients, "MAX_RECEIVING_BYTES", 2 * CONFIG.grpc_max_message_bytes)
     async with serving() as (service, port), connected(port) as channel:
         calls = []
         for _ in range(3):
-            before = set(service.calls.receiving)
+            before = set(service.calls.clients.sending._since)
             calls.append(channel.stream_unary("/test.Service/Unary", bytes, bytes)())  # type: ignore[call-arg]  # stubs
-            await until(lambda: set(service.calls.receiving) - before)  # noqa: B023
+            await until(lambda: set(service.calls.clients.sending._since) - before)  # noqa: B023
         assert await calls[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
         status = await rpc_status.aio.from_call(calls[0])  # type: ignore[attr-defined]  # stubs
@@ -239,17 +254,6 @@ async def test_of_too_many_messages_that_arrive_slowly_the_oldest_ends(monkeypat
             assert await call == b"complete"
 
 
-def test_the_client_with_most_calls_loses_its_oldest() -> None:
-    @dataclass(eq=False)
-    class Call:
-        client: str
-
-    calls: list[Any] = [Call(client) for client in "abbbcbc"]
-    for limit, ended in [(7, ""), (6, "b"), (5, "bb"), (4, "bbb"), (3, "bbbc")]:
-        assert "".join(call.client for call in open_calls._too_many(calls, limit)) == ended
-    assert open_calls._too_many(calls, 5) == calls[1:3]
-
-
 # --- services that anybody may call ---
 
 
@@ -261,12 +265,12 @@ async def test_requests_for_health_are_short() -> None:
         for call in (health.Check(request), health.Watch(request)):
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert await call.details() == "the message has 1048580 bytes, at most 256 allowed"
-        await until(lambda: not service.calls.idle)
+        await until(lambda: not service.calls.clients.idle._since)
 
 
 @run_async
 async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_calls, "MAX_SLOW_CALLS", 2)
+    monkeypatch.setattr(clients, "MAX_SLOW_CALLS", 2)
     async with serving() as (service, port), connected(port) as channel:
         health, watchers = health_pb2_grpc.HealthStub(channel), []
         for _ in range(4):
@@ -274,7 +278,7 @@ async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
             await watchers[-1].read()
         for watcher in watchers[:2]:
             assert await watcher.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(service.calls.idle) == 2
+        assert len(service.calls.clients.idle._since) == 2
         assert not any(watcher.done() for watcher in watchers[2:])
 
 

@@ -1,0 +1,273 @@
+"""What clients hold and what waits for them: bounded for one client and for all."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import run_async
+
+from tgis.api import clients as module
+from tgis.api.clients import MAX_UNREAD_BYTES, Account, Clients, Waiting
+from tgis.config import Config
+from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
+
+MIB = 1 << 20
+
+
+class Call:
+    """Remembers how it was ended."""
+
+    def __init__(self, client: str = "") -> None:
+        self.client = client
+        self.ends: list[RequestError | None] = []
+
+    def end(self, error: RequestError | None) -> None:
+        self.ends.append(error)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def make_clients(**options: Any) -> Clients:
+    return Clients(Config(model_name="m", **options))
+
+
+# --- memory ---
+
+
+def test_a_call_that_never_fits_is_invalid() -> None:
+    clients = make_clients(max_call_memory_mb=2)
+    with clients.account(b"") as account:
+        account.charge(MIB - 100)
+        with pytest.raises(InvalidRequest, match=f"the call takes {MIB + 1} bytes of memory, at most {MIB} allowed"):
+            account.charge(101)
+        account.charge(100)
+        assert clients.memory.total() == MIB
+    assert clients.memory.total() == 0
+
+
+def test_a_client_has_half_of_the_memory_and_others_the_rest() -> None:
+    clients = make_clients(max_call_memory_mb=2)
+    with clients.account(b"one") as first, clients.account(b"one") as second, clients.account(b"two") as third:
+        first.charge(MIB - 100)
+        with pytest.raises(Overloaded) as caught:
+            second.charge(101)
+        assert caught.value.reason == f"calls of this client hold {MIB - 100} bytes, at most {MIB} allowed"
+        third.charge(MIB)
+        second.charge(100)
+        with clients.account(b"three") as fourth, pytest.raises(Overloaded) as caught:
+            fourth.charge(1)
+        assert caught.value.reason == f"calls hold {2 * MIB} bytes, at most {2 * MIB} allowed"
+    assert clients.memory == {}
+
+
+def test_calls_of_nobody_knows_whom_share_only_the_whole() -> None:
+    clients = make_clients(max_call_memory_mb=2)
+    with clients.account(b"") as first, clients.account(b"") as second:
+        first.charge(MIB)
+        second.charge(MIB)
+
+
+def test_an_error_gives_everything_back() -> None:
+    clients = make_clients(max_call_memory_mb=2)
+
+    def call() -> None:
+        with clients.account(b"one") as account:
+            account.take_places(1)
+            account.charge(MIB)
+            account.charge(MIB)
+
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match=f"{2 * MIB} bytes"):
+            call()
+    assert (clients.memory, clients.inputs) == ({}, {})
+
+
+# --- places ---
+
+
+def holding(clients: Clients, num_inputs: int, client: bytes = b"") -> Account:
+    account = Account(clients, client)
+    account.take_places(num_inputs)
+    return account
+
+
+def test_there_are_so_many_places() -> None:
+    clients = make_clients(max_concurrent_requests=3)
+    two = holding(clients, 2)
+    with pytest.raises(Overloaded) as caught:
+        holding(clients, 2)
+    assert caught.value.reason == "2 inputs in flight, at most 3 allowed"
+    one = holding(clients, 1)
+    two.give_back_places()
+    holding(clients, 2)
+    one.close()
+    one.close()
+    assert clients.inputs.total() == 2
+
+
+def test_a_complete_output_needs_no_place_unless_too_much_is_unread() -> None:
+    clients = make_clients(max_concurrent_requests=10)
+    first, second, third = (holding(clients, 1) for _ in range(3))
+    first.output_complete(MAX_UNREAD_BYTES - 10)
+    second.output_complete(11)
+    third.output_complete(10)
+    assert (clients.inputs.total(), clients.unread_bytes) == (1, MAX_UNREAD_BYTES)
+    first.close()
+    second.close()
+    assert (clients.inputs.total(), clients.unread_bytes) == (0, 10)
+    third.close()
+    assert (clients.inputs.total(), clients.unread_bytes) == (0, 0)
+
+
+def test_a_client_may_have_fewer_places() -> None:
+    clients = make_clients(max_concurrent_requests=5, max_concurrent_requests_per_client=2)
+    assert (Account(clients, b"one").max_inputs, Account(clients, b"").max_inputs) == (2, 5)
+    first = holding(clients, 2, b"one")
+    with pytest.raises(Overloaded) as caught:
+        holding(clients, 1, b"one")
+    assert caught.value.reason == "2 inputs of this client in flight, at most 2 allowed"
+    holding(clients, 1, b"two")
+    holding(clients, 2)  # of nobody knows whom
+    first.output_complete(0)
+    first.close()
+    holding(clients, 1, b"one")
+    with pytest.raises(Overloaded, match="overloaded"):
+        holding(clients, 2, b"three")
+
+
+# --- what waits ---
+
+
+def test_what_waits_too_long_is_ended(clock: Clock) -> None:
+    waiting = Waiting("no message for", 5, "too many", 100)
+    early, late, gone = Call(), Call(), Call()
+    waiting.add(early)
+    waiting.add(gone)
+    clock.now += 3
+    waiting.add(late)
+    assert (waiting.remove(gone), waiting.remove(gone)) == (True, False)
+    clock.now += 2
+    waiting.sweep()
+    waiting.sweep()
+    (error,) = early.ends
+    assert isinstance(error, ClientTimeout)
+    assert error.detail == "no message for 5 s"
+    assert (late.ends, gone.ends) == ([], [])
+    assert (early in waiting, late in waiting) == (False, True)
+
+
+def test_who_does_not_read_gets_no_status(clock: Clock) -> None:
+    waiting, call = Waiting("late", 5, "too many", 100, told=False), Call()
+    with waiting.entered(call):
+        clock.now += 5
+        waiting.sweep()
+    assert call.ends == [None]
+
+
+def test_those_that_begin_again_wait_as_long_as_others(clock: Clock) -> None:
+    waiting, call = Waiting("late", 5, "too many", 100), Call()
+    waiting.add(call)
+    clock.now += 5
+    waiting.restart()
+    waiting.sweep()
+    clock.now += 4
+    waiting.sweep()
+    assert call.ends == []
+    clock.now += 1
+    waiting.sweep()
+    assert len(call.ends) == 1
+
+
+@pytest.mark.parametrize(("limit", "ended"), [(7, []), (6, [1]), (5, [1, 2]), (4, [1, 2, 3]), (3, [1, 2, 3, 4])])
+def test_of_too_many_the_client_with_most_loses_its_oldest(clock: Clock, limit: int, ended: list[int]) -> None:
+    waiting = Waiting("late", 100, "too many wait", limit, crowd_seconds=0.5)
+    calls = [Call(client) for client in "abbbcbc"]
+    for call in calls:
+        waiting.add(call)
+    waiting.sweep()
+    assert not any(call.ends for call in calls)  # they have only just begun to wait
+    clock.now += 0.5
+    waiting.sweep()
+    assert [index for index, call in enumerate(calls) if call.ends] == ended
+    for index in ended:
+        (error,) = calls[index].ends
+        assert isinstance(error, Overloaded)
+        assert error.reason == "too many wait"
+
+
+# --- the end of the server ---
+
+
+async def returns(clients: Clients) -> bool:
+    """Whether all calls have ended, as far as the server waits for them."""
+    drain = asyncio.create_task(clients.wait_until_idle())
+    await asyncio.sleep(0.1)
+    return drain.done() or drain.cancel() is None
+
+
+def started(clients: Clients) -> Call:
+    call = Call()
+    clients.started(call)
+    return call
+
+
+END: list[Callable[[Clients, Call], None]] = [Clients.finished, Clients.forget]
+
+
+@pytest.mark.parametrize("end", END)
+@run_async
+async def test_the_server_waits_for_its_calls_and_a_while_for_others(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[Clients, Call], None]
+) -> None:
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 1000.0)
+    clients = make_clients()
+    call = started(clients)
+    assert not await returns(clients)
+    end(clients, call)
+    assert not await returns(clients)  # another call may be on its way
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
+    assert await returns(clients)
+
+
+@run_async
+async def test_the_server_does_not_wait_for_clients_that_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = make_clients()
+    clients.reading.add(started(clients))
+    monkeypatch.setattr(module, "_STALL_SECONDS", 1000.0)
+    assert not await returns(clients)
+    monkeypatch.setattr(module, "_STALL_SECONDS", 0.0)
+    assert await returns(clients)
+    started(clients)
+    assert not await returns(clients)
+
+
+def test_all_calls_end_at_once() -> None:
+    clients = make_clients()
+    calls = [started(clients) for _ in range(3)]
+    clients.finished(calls[0])
+    clients.end_calls()
+    assert [call.ends for call in calls] == [[], [None], [None]]
+
+
+@pytest.mark.parametrize("kind", ["connecting", "sending", "reading", "idle"])
+def test_what_is_forgotten_waits_no_more(kind: str) -> None:
+    clients, call = make_clients(), Call()
+    waiting: Waiting = getattr(clients, kind)
+    waiting.add(call)
+    clients.forget(call)
+    assert call not in waiting

@@ -1,0 +1,90 @@
+"""A message with too many fields is refused before protobuf builds it; any other is parsed as protobuf does."""
+
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+from fuzz_messages import mutated, random_message
+from google.protobuf.message import DecodeError, Message
+
+from tgis.api.grpc.parsing import parse
+from tgis.errors import InvalidRequest
+from tgis.pb import generation_pb2 as pb
+
+T = TypeVar("T")
+
+KINDS = [pb.BatchedGenerationRequest, pb.SingleGenerationRequest, pb.BatchedTokenizeRequest, pb.ModelInfoRequest]
+HALF_A_MESSAGE = 2 << 20  # two-byte fields of the largest message
+
+
+class CountedBytes(bytes):
+    """Counts how many single bytes are read."""
+
+    reads = 0
+
+    def __getitem__(self, at: object) -> int:  # type: ignore[override]
+        self.reads += 1
+        return super().__getitem__(at)  # type: ignore[call-overload,no-any-return]
+
+
+def parsed(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except (DecodeError, InvalidRequest):
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_mean_what_protobuf_says(kind: type[Message]) -> None:
+    draw = random.Random(kind.__name__)
+    for _ in range(300):
+        data = random_message(kind, draw).SerializeToString()
+        for sent in (data, mutated(data, draw)):
+            padded = sent + b"\x0a\x80\x09" + b"m" * 1152 if draw.random() < 0.5 else sent  # long: it gets counted
+            expected = parsed(lambda: kind.FromString(padded))  # noqa: B023
+            assert str(parsed(lambda: parse(padded, kind, 40))) == str(expected)  # noqa: B023
+
+
+@pytest.mark.parametrize("kind", [pb.BatchedGenerationRequest, pb.BatchedTokenizeRequest])
+def test_as_many_inputs_as_allowed(kind: type[Message]) -> None:
+    texts = [pb.GenerationRequest(text="some text " * 20)] * 512
+    whole = pb.BatchedGenerationRequest(requests=texts, params=pb.Parameters(truncate_input_tokens=3))
+    sent = whole if kind is pb.BatchedGenerationRequest else pb.BatchedTokenizeRequest(requests=[{"text": "t"}] * 512)
+    assert parse(sent.SerializeToString(), kind, 512) == sent
+
+
+FLOODS = {
+    "empty inputs": (pb.BatchedTokenizeRequest, b"\x12\0"),
+    "inputs with empty texts": (pb.BatchedGenerationRequest, b"\x1a\x02\x12\0"),
+    "parameters to merge": (pb.BatchedGenerationRequest, b"\x52\0"),
+    "requests to merge": (pb.SingleGenerationRequest, b"\x1a\0"),
+    "model ids": (pb.ModelInfoRequest, b"\x0a\0"),
+    "unknown numbers": (pb.BatchedGenerationRequest, b"\xf8\x01\x01"),
+    "overlong numbers": (pb.BatchedGenerationRequest, b"\xf8\x01\x81\x80\x80\x80\0"),
+    "groups": (pb.BatchedGenerationRequest, b"\x33\x34"),
+}
+
+
+@pytest.mark.parametrize(("kind", "field"), FLOODS.values(), ids=FLOODS)
+def test_floods_of_fields(kind: type[Message], field: bytes) -> None:
+    data = CountedBytes(field * (HALF_A_MESSAGE // len(field)))
+    with pytest.raises(InvalidRequest, match="the message has more than 2048 fields, which is enough for 512 inputs"):
+        parse(data, kind, 512)
+    assert data.reads < 2049 * 20
+
+
+def test_floods_inside_parameters() -> None:
+    stops = pb.Parameters(stopping=pb.StoppingCriteria(stop_sequences=[""] * 100_000))
+    choices = pb.Parameters(decoding=pb.DecodingParameters(choice={"choices": ["a"] * 100_000}))
+    for params in (stops, choices):
+        data = CountedBytes(pb.BatchedGenerationRequest(params=params).SerializeToString())
+        with pytest.raises(InvalidRequest, match="more than 2048 fields"):
+            parse(data, pb.BatchedGenerationRequest, 512)
+        assert data.reads < 2049 * 20
+
+
+@pytest.mark.parametrize("data", [b"\xff" * HALF_A_MESSAGE, b"\x0a\xff\xff\xff\xff\x0f" * 400, b"\x12\x80" * 999])
+def test_bytes_that_are_no_message(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the message cannot be decoded$"):
+        parse(CountedBytes(data), pb.BatchedTokenizeRequest, 512)

@@ -1,0 +1,169 @@
+"""tgis.api.grpc.private: turns between connections and wake-ups of the event loop, and servers that do without."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
+from grpc_calls import make_calls
+from raw_http2 import HELLO, call_frames
+
+from benchmarks.chaos.http2 import ACK, PING, frame
+from tgis.api.grpc import private
+from tgis.api.grpc.fair_queue import FairQueue
+from tgis.api.grpc.private import EventLoop, run
+from tgis.config import Config
+
+CALLS = 32
+
+
+@dataclass
+class Server:
+    """A server whose calls all end with an event."""
+
+    port: int = 0
+    end: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def wait(self, request: bytes, _context: grpc.ServicerContext) -> bytes:
+        self.begun.release()
+        self.end.wait()
+        return request
+
+    async def calls(self) -> list[Awaitable[bytes]]:
+        """Once all have begun."""
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
+        calls: list[Awaitable[bytes]] = [
+            channel.unary_unary("/test.Service/Wait", bytes, bytes)(b"x") for _ in range(CALLS)
+        ]
+        assert await asyncio.to_thread(lambda: all(self.begun.acquire(timeout=20) for _ in calls))
+        return calls
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    ours = Server()
+    methods = {"Wait": grpc.unary_unary_rpc_method_handler(ours.wait)}
+    with ThreadPoolExecutor(2 * CALLS) as pool:
+        server = grpc.server(pool, [grpc.method_handlers_generic_handler("test.Service", methods)])
+        ours.port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield ours
+        finally:
+            ours.end.set()
+            server.stop(None).wait()
+
+
+def test_events_of_a_closed_loop_delay_no_others() -> None:
+    """gRPC has one queue for all loops, and raises an error at each event of a closed one."""
+    with serving() as server:
+
+        async def finish() -> list[bytes]:
+            calls = await server.calls()
+            server.end.set()
+            return await asyncio.wait_for(asyncio.gather(*calls), 20)
+
+        closed = EventLoop()
+        left = closed.run_until_complete(server.calls())
+        closed.close()
+        assert run(finish()) == [b"x"] * CALLS
+        del left
+
+
+class Queue(FairQueue[Any]):
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.num_added = 0
+
+    def add(self, connection: str, call: Any) -> None:
+        self.num_added += 1
+        super().add(connection, call)
+
+
+async def echo(message: bytes, _context: object) -> bytes:
+    return message
+
+
+async def call_works(queue: FairQueue[Any]) -> bool:
+    """Whether a server with this queue answers."""
+    methods = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+    server = private.make_server([grpc.method_handlers_generic_handler("test.Service", methods)], (), [], queue)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        answer: bytes = await channel.unary_unary("/test.Service/Echo", bytes, bytes)(b"x", timeout=20)
+    await server.stop(0)
+    return answer == b"x"
+
+
+@pytest.mark.parametrize("name", ["AioServer", "_ServicerContext", "_RequestCallError"])
+def test_without_a_private_name_calls_start_in_the_order_of_their_arrival(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    class Names:
+        def __getattr__(self, wanted: str) -> Any:
+            if wanted == name:
+                raise AttributeError(wanted)
+            return getattr(cygrpc, wanted)
+
+    monkeypatch.setattr(private, "cygrpc", Names())
+    queue = Queue()
+    assert run(call_works(queue))
+    assert queue.num_added == 0
+    line = f"grpcio {grpc.__version__} has changed: calls start in the order of their arrival"
+    assert caplog.messages == [line]
+
+
+def test_calls_go_through_the_queue(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Queue()
+    assert run(call_works(queue))
+    assert queue.num_added == 1
+    assert caplog.messages == []
+
+
+ECHO = "/test.Service/Echo"
+NUM_CALLS = 300  # of a connection
+FLOOD = b"".join(call_frames(ECHO, b"flood", stream) for stream in range(1, 2 * NUM_CALLS, 2))
+
+
+@contextmanager
+def client(port: int, calls: bytes) -> Iterator[socket.socket]:
+    """Has sent calls that C-core has seen: it answers pings without the event loop, which does not run meanwhile."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(HELLO + calls + frame(PING, 0, 0, bytes(8)))
+        received = b""
+        while frame(PING, ACK, 0, bytes(8)) not in received:
+            received += connection.recv(1 << 16)
+        yield connection
+
+
+def test_a_call_goes_before_those_that_wait_on_a_busy_connection() -> None:
+    messages: list[bytes] = []
+
+    async def serve() -> None:
+        config = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0)
+        calls = make_calls(config)
+
+        async def remember(data: bytes, _context: object) -> bytes:
+            messages.append(data)
+            return data
+
+        handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.unary_handler(remember)})
+        server = private.make_server([handler], (), [], calls.queue)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        with client(port, FLOOD), client(port, FLOOD), client(port, call_frames(ECHO, b"one")):
+            while b"one" not in messages:
+                await asyncio.sleep(0)
+        await server.stop(0)
+
+    run(serve())
+    assert len(messages) < NUM_CALLS  # in the order of arrival it would be the last of all

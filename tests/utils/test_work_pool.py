@@ -1,0 +1,124 @@
+"""WorkPool: jobs of small calls go first, and a cancelled call frees its place when its thread does."""
+
+import asyncio
+import threading
+from functools import partial
+
+from harness import run_async
+
+from tgis.utils.thread_pool import LARGE, SMALL, WorkPool
+
+MORE = SMALL + 1
+
+
+@run_async
+async def test_smaller_calls_go_first() -> None:
+    pool, gate = WorkPool(1, "test"), threading.Event()
+    order: list[int] = []
+    running: list[asyncio.Task[object]] = [asyncio.create_task(pool.run(MORE, gate.wait))]
+    for size in (MORE + 500, MORE + 20, MORE + 300, MORE + 20):
+        running.append(asyncio.create_task(pool.run(size, partial(order.append, size))))
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*running)
+    assert order == [MORE + 20, MORE + 20, MORE + 300, MORE + 500]
+    pool.close()
+
+
+@run_async
+async def test_a_call_that_is_cancelled_keeps_its_thread_until_the_job_ends() -> None:
+    pool, gate = WorkPool(1, "test"), threading.Event()
+    running, waiting = [asyncio.create_task(pool.run(MORE, gate.wait)) for _ in range(2)]
+    await asyncio.sleep(0)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    last = asyncio.create_task(pool.run(MORE, lambda: "done"))
+    await asyncio.sleep(0)
+    assert not last.done()
+    gate.set()
+    assert await last == "done"
+    pool.close()
+
+
+@run_async
+async def test_a_call_that_is_cancelled_when_its_turn_comes_hands_it_on() -> None:
+    pool, gate = WorkPool(1, "test"), threading.Event()
+    running, cancelled, last = [asyncio.create_task(pool.run(MORE + size, gate.wait)) for size in range(3)]
+    await asyncio.sleep(0)
+    pool._waiting[0][2].add_done_callback(lambda _: cancelled.cancel())  # before it can use the thread
+    gate.set()
+    assert await running
+    assert await asyncio.wait_for(last, 10)
+    assert cancelled.cancelled()
+    assert await pool.run(MORE, lambda: "idle again") == "idle again"
+    pool.close()
+
+
+@run_async
+async def test_a_thread_that_is_handed_on_is_not_idle() -> None:
+    pool, gate = WorkPool(1, "test"), threading.Event()
+    order: list[str] = []
+    waiting: list[asyncio.Task[object]] = [asyncio.create_task(pool.run(MORE, gate.wait))]
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(pool.run(MORE, partial(order.append, "first"))))
+    await asyncio.sleep(0)
+    turn = pool._waiting[0][2]
+    turn.add_done_callback(lambda _: waiting.append(asyncio.create_task(pool.run(MORE, partial(order.append, "late")))))
+    gate.set()
+    await asyncio.gather(*waiting)
+    await asyncio.gather(*waiting)
+    assert order == ["first", "late"]
+    assert pool._num_idle == 1
+    pool.close()
+
+
+@run_async
+async def test_an_error_of_a_job_is_that_of_its_call() -> None:
+    pool = WorkPool(1, "test")
+    try:
+        await pool.run(MORE, lambda: 1 // 0)
+    except ZeroDivisionError:
+        assert await pool.run(MORE, lambda: 2) == 2
+    else:
+        raise AssertionError
+    pool.close()
+
+
+@run_async
+async def test_small_work_runs_at_once() -> None:
+    pool, gate = WorkPool(1, "test"), threading.Event()
+    busy = asyncio.create_task(pool.run(MORE, gate.wait))
+    await asyncio.sleep(0)
+    assert await pool.run(SMALL, threading.get_ident) == threading.get_ident()
+    gate.set()
+    assert await busy
+    pool.close()
+
+
+@run_async
+async def test_one_thread_is_always_left_for_work_that_is_not_large() -> None:
+    pool, gate = WorkPool(3, "test"), threading.Event()
+    started = threading.Semaphore(0)
+
+    def job() -> bool:
+        started.release()
+        return gate.wait()
+
+    large = [asyncio.create_task(pool.run(LARGE + 1, job)) for _ in range(4)]
+    await asyncio.sleep(0)
+    for _ in range(2):
+        assert await pool.run(LARGE, threading.get_ident) != threading.get_ident()
+    assert started.acquire(timeout=10)
+    assert started.acquire(timeout=10)
+    assert not started.acquire(blocking=False)
+    gate.set()
+    assert await asyncio.gather(*large) == [True] * 4
+    pool.close()
+
+
+@run_async
+async def test_a_pool_of_one_thread_does_large_work() -> None:
+    pool = WorkPool(1, "test")
+    assert await pool.run(LARGE + 1, lambda: 1) == 1
+    pool.close()
