@@ -286,7 +286,8 @@ def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
     ids, offsets = array(_U32), array(_U32)
     for part in parts:
         ids.frombytes(part.packed_ids.cast("B"))
-        offsets.frombytes(part.packed_offsets.cast("B"))
+        if wanted.offsets:
+            offsets.frombytes(part.packed_offsets.cast("B"))
     first = 0 if wanted.keep is None else max(len(ids) - wanted.keep, 0)
     return Encoding(memoryview(ids)[first:], memoryview(offsets)[2 * first :], num_tokens)
 
