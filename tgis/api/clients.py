@@ -200,10 +200,14 @@ class Clients:
         while True:
             due = time.monotonic() + _SWEEP_SECONDS
             await asyncio.sleep(_SWEEP_SECONDS)
+            paused = time.monotonic() - due > _PAUSE_SECONDS  # in which no client could go on
             for waiting in self._waiting:
-                if time.monotonic() - due > _PAUSE_SECONDS:  # in which no client could go on
+                if paused:
                     waiting.restart()
-                waiting.sweep()
+                try:
+                    waiting.sweep()
+                except Exception:  # the next one may succeed
+                    log.exception("what waits for clients could not be ended")
 
 
 class Account:

@@ -297,17 +297,17 @@ async def _gather(work: Sequence[Coroutine[None, None, None]]) -> None:
 
 async def _merged_chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[RequestOutput, None]:
     """The messages of several outputs after the first ones."""
-    waiting = {asyncio.create_task(output.queue.ready()): output for output in outputs}
+    waiting = {asyncio.create_task(output.queue.wait()): output for output in outputs}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in [each for each in waiting if each in done]:
                 output = waiting.pop(task)
-                task.result()  # raises if the output has failed
+                await output.queue.ready()
                 for chunk in output.chunks():
                     yield chunk
                 if not output.stop_reason:
-                    waiting[asyncio.create_task(output.queue.ready())] = output
+                    waiting[asyncio.create_task(output.queue.wait())] = output
     finally:
         for task in waiting:
             task.cancel()

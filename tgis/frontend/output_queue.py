@@ -68,11 +68,15 @@ class OutputQueue:
         if self.on_end is not None:
             self.on_end()
 
-    async def ready(self) -> None:
-        """Wait for new tokens, the end of the request or its error, which is raised after the last token."""
+    async def wait(self) -> None:
+        """Wait for new tokens, the end of the request or its error."""
         if not (self.ended or (self._eager and self.num_steps)):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+
+    async def ready(self) -> None:
+        """Wait, and raise the error of the request after its last token."""
+        await self.wait()
         if self._error is not None and not self.new_tokens:
             raise self._error
 

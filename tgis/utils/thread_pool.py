@@ -44,13 +44,16 @@ class WorkPool:
         if cost <= SMALL:
             return job()
         await self._turn(cost)
-        result = asyncio.get_running_loop().run_in_executor(self._threads, job)
-        result.add_done_callback(lambda _: self._release(cost))
-        return await asyncio.shield(result)  # the thread is busy until the job ends, whether or not somebody waits
+        return await self._start(cost, job)  # in no variable: its error has this frame
 
     def close(self) -> None:
         """Stop the threads; what waits for one is dropped."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, cost: float, job: Callable[[], T]) -> asyncio.Future[T]:
+        result = asyncio.get_running_loop().run_in_executor(self._threads, job)
+        result.add_done_callback(lambda _: self._release(cost))
+        return asyncio.shield(result)  # the thread is busy until the job ends, whether or not somebody waits
 
     async def _turn(self, cost: float) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
