@@ -137,6 +137,9 @@ _INFO_LABELS: Labels = dict.fromkeys(("version", "commit", "engine", "model", "d
 _LORA_LABELS: Labels = dict.fromkeys(("max_lora", "running_lora_adapters", "waiting_lora_adapters"), ())
 
 
+_NO_COUNTS = BatcherCounters()
+
+
 def method_of(prefill: bool) -> str:
     return "prefill" if prefill else "next_token"
 
@@ -240,6 +243,8 @@ class BatchFamilies:
         self.prefill, self.next_token = (StepFamilies(self, method_of(prefill)) for prefill in (True, False))
 
     def count_admissions(self, counts: BatcherCounters) -> None:
+        if counts == _NO_COUNTS:  # as of most steps
+            return
         increase(self.queue_jumps, counts.queue_jumps)
         increase(self.granular, counts.granular_additions)
         increase(self.prefill_weight, counts.prefill_weight_exceeded)

@@ -64,8 +64,12 @@ class GrpcCall:
 
     async def write(self, message: bytes) -> None:
         """Send a message, which waits until the client reads."""
-        with self._calls.clients.reading.entered(self):
+        reading = self._calls.clients.reading
+        reading.add(self)
+        try:
             await self.context.write(message)
+        finally:
+            reading.remove(self)
 
     async def idle(self, event: Awaitable[T]) -> T:
         """Wait for what may never happen; no reason to keep the server from its end."""
