@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import functools
 import random
 import string
 from contextlib import aclosing
@@ -51,6 +52,7 @@ from tgis.frontend.chat_template import ChatTemplate, TemplateError
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import RequestOutput
 
+_MICROSECONDS_PER_MESSAGE = 4  # to make what the template takes of it
 _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
 
 
@@ -109,19 +111,21 @@ class ChatCompletions:
         if form and choice.needs_grammar:
             special_token_id = call.generator.token_decoder.tokenizer.special_token_id
             params = replace(params, grammar=ToolGrammar(form, special_token_id).spec(choice))
-        text = await self.prompt(body)
+        text = await self.prompt(call, body)
         adapter = await self._models.adapter(body.model)
         generate_call = make_call(call, params, [text], ["messages"], n, adapter, stream=bool(body.stream))
         return _Request(body, generate_call, adapter or self._models.names[0], form)
 
-    async def prompt(self, body: ChatCompletionRequest) -> str:
+    async def prompt(self, call: HttpCall, body: ChatCompletionRequest) -> str:
         """The messages and tools in the model's chat template."""
         shown = ToolChoice.of(body).tools
         if self._template is None:
             raise TemplateError("messages", "the model has no chat template")
         if shown and not self._template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
-        messages, tools = template_messages(body.messages), list(template_tools(shown))
+        convert = functools.partial(template_messages, body.messages)
+        messages = await call.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
+        tools = list(template_tools(shown))
         return await self._template.render(messages, tools or None, body.chat_template_kwargs)
 
     def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:

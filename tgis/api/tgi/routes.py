@@ -154,7 +154,7 @@ class TgiApi:
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
         """Tokenize the rendered chat; no special tokens are added, since the template has them."""
-        text = await self._chat.prompt(await call.body(ChatCompletionRequest))
+        text = await self._chat.prompt(call, await call.body(ChatCompletionRequest))
         tokens = await self._tokens(call, text, add_special_tokens=False)
         shown = msgspec.json.encode(text)
         return json_response(b'{"tokenize_response":' + tokens + b',"templated_text":' + shown + b"}")
