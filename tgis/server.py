@@ -73,7 +73,7 @@ from tgis.utils.file_lock import scratch_directory
 
 log = logging.getLogger(__name__)
 
-SWITCH_SECONDS = 0.0005  # until threads that tokenize let the event loop run; Python's default is ten times that
+SWITCH_SECONDS = 0.00002  # until threads give the GIL to the event loop, which lets go of it in every call of gRPC
 _LATE_SECONDS = 1.0  # worth a line in the log
 
 Credentials = tuple[Certificates | None, TokenFile | None]  # of TLS and of bearer authentication, where it is on

@@ -293,12 +293,8 @@ def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
 
 
 def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int, first_byte: int) -> Iterable[int]:
-    """Spans of the tokens from the first one on, in UTF-8 bytes; the Python binding has them in characters.
-
-    One by one: `encoding.offsets` makes all of them at once and holds the GIL for as long.
-    """
-    to_chars = encoding.token_to_chars
-    chars = chain.from_iterable(to_chars(index) or (0, 0) for index in range(first, len(encoding)))
+    """Spans of the tokens from the first one on, in UTF-8 bytes; the Python binding has them in characters."""
+    chars = chain.from_iterable(encoding.offsets[first:])
     if text.isascii():
         return (char + first_byte for char in chars) if first_byte else chars
     data = text.encode()

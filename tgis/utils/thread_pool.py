@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SMALL = 250  # microseconds: about what handing work to a thread costs
-LARGE = 50_000  # microseconds; of work that takes longer, there is one piece at a time
+LARGE = 5_000  # microseconds; of work that takes longer, there is one piece at a time
 _START_SECONDS = 10.0
 
 

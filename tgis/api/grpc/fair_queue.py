@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MAX_ARRIVING = 16  # messages at the same time: they are in memory, and nobody has paid for them
-ARRIVING_SECONDS = 0.05  # a message that takes longer keeps no other from its turn
+MAX_ARRIVING = 12  # messages at the same time: they are in memory, and nobody has paid for them
+ARRIVING_SECONDS = 0.01  # a message that takes longer keeps no other from its turn
 
 
 class FairQueue(Generic[T]):
@@ -37,7 +37,7 @@ class FairQueue(Generic[T]):
             if connection not in self._arriving:
                 self._turns.append(connection)
         if len(calls) == self._max_calls:
-            log.warning("dropped the oldest call of a connection: %d others of it wait", self._max_calls)
+            log.debug("dropped the oldest call of a connection: %d others of it wait", self._max_calls)
         calls.append(call)
         self.on_ready()
 
