@@ -33,8 +33,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; servers wo
 
 # other workers make any test slow now and then
 hypothesis.settings.register_profile("no-clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("no-clock"), max_examples=40)
-hypothesis.settings.load_profile("quick" if "PYTEST_XDIST_WORKER" in os.environ else "no-clock")
+hypothesis.settings.load_profile("no-clock")
 
 pytest.register_assert_rewrite("equality", "sampling_oracle")
 

@@ -108,6 +108,6 @@ class GrammarCompiler:
 
 
 def lower_priority() -> None:
-    """Of this thread alone: Linux has a priority for each."""
+    """Lower the priority of this thread alone: Linux has one for each."""
     with suppress(OSError):  # some containers forbid it
         os.nice(_NICENESS)

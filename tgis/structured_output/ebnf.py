@@ -213,7 +213,7 @@ class _Parser:
         return _Chars(tuple(ranges), negated)
 
     def _characters(self, token: _Token) -> Iterator[tuple[str, bool]]:
-        """Those of a literal or a class, and whether they were escaped."""
+        """The characters of a literal or a class, and whether they were escaped."""
         text = token.text[1:-1].removeprefix("^" if token.kind == "chars" else "")
         at = 0
         while at < len(text):

@@ -144,7 +144,7 @@ def _schemas(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_json(text: str, start: int) -> int:
-    """Of the value that starts there; that of the text if there is none."""
+    """The end of the JSON value that begins at `start`; the end of the text if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
     except (RecursionError, ValueError):

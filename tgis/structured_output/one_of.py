@@ -15,10 +15,10 @@ _MAX_COMPARISONS = 200_000  # of values and names in all of a schema; about 50 m
 
 
 class OneOfRewriter:
-    """Of one document."""
+    """Rewrites the `oneOf` of one document."""
 
     def __init__(self, document: Any, *, resolve: bool) -> None:
-        """Without `resolve` references are not followed."""
+        """References are followed only with `resolve`."""
         self._document = document
         self._resolve = resolve
         self._comparisons_left = _MAX_COMPARISONS

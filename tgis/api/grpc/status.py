@@ -46,7 +46,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 def client_address(context: Context) -> str:
-    """Without the port, which changes with every connection."""
+    """The address of the peer; no port, since that changes with every connection."""
     address: str = context.peer().rpartition(":")[0]
     return address
 

@@ -33,7 +33,7 @@ class HttpAuth:
             raise HttpError(401, "a valid bearer token is required")
 
     def identity(self, request: web.Request) -> bytes:
-        """As gRPC's `caller_identity`: the same client has the same identity everywhere."""
+        """The same digest as gRPC's `caller_identity`: a client has one identity everywhere."""
         token = _token(request) if self.needed else ""
         certificate = request.transport.get_extra_info("peercert") if request.transport else None
         return identity_of(token, _certificate_names(certificate or {}))

@@ -23,7 +23,7 @@ class Face(Protocol):
     last_event: bytes  # of every stream; b"" for none
 
     def status(self, error: RequestError) -> int:
-        """Of an answer that is no stream, or one that has not begun."""
+        """The status of an answer that is no stream, or of a stream that has not begun."""
 
     def error_body(self, error: RequestError) -> bytes:
         """JSON: the answer, or an event of a stream that has begun."""

@@ -70,7 +70,7 @@ def _operation(one: Operation, by_type: Json) -> Json:
 
 
 def _event(data: Json, error: Json, last: bytes) -> Json:
-    """Of each event of a stream: its data is JSON, of an error if the stream has begun before it fails, or the end."""
+    """The schema of an event: JSON, that of an error where a stream fails after its beginning, or the end."""
     content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [data, error]}}
     event = _with_data({"type": "string"} | content)
     return {"anyOf": [event, _with_data({"const": last.decode()})]} if last else event

@@ -25,7 +25,7 @@ SCRAPE_PAUSE = 19  # times as long as the scrape before: on a busy loop one take
 class Probes:
     """`unhealthy_reason` is None while healthy, `scrape` yields the metrics as text.
 
-    `snapshot` returns the state of the batch or raises Unavailable, soon; without it there is no /debug/batch.
+    `batch_state` returns the state of the batch or raises Unavailable, soon; without it there is no /debug/batch.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Probes:
         unhealthy_reason: Callable[[], str | None],
         scrape: Callable[[], Iterable[bytes]],
         auth: HttpAuth,
-        snapshot: Callable[[], Awaitable[BatchState]] | None = None,
+        batch_state: Callable[[], Awaitable[BatchState]] | None = None,
     ) -> None:
         self._unhealthy_reason = unhealthy_reason
         self._scrape = scrape
         self._auth = auth
-        self._snapshot = snapshot
+        self._batch_state = batch_state
         self._scraping = asyncio.Lock()
         self._scrape_due = -math.inf
         self._next_scrape: asyncio.Task[bytes] | None = None
@@ -53,7 +53,7 @@ class Probes:
 
     def routes(self) -> list[web.RouteDef]:
         routes = [*self.health_routes(), web.get("/metrics", self._metrics, allow_head=False)]
-        if self._snapshot is not None:
+        if self._batch_state is not None:
             routes.append(web.get("/debug/batch", self._debug_batch, allow_head=False))
         return routes
 
@@ -85,11 +85,11 @@ class Probes:
 
     async def _debug_batch(self, request: web.Request) -> web.Response:
         """HTML for browsers, JSON for other clients."""
-        assert self._snapshot is not None
+        assert self._batch_state is not None
         page = wants_page(request)
         try:
             self._auth.check(request)
-            state = await self._snapshot()
+            state = await self._batch_state()
         except (Unavailable, HttpError) as error:
             status = 503 if isinstance(error, Unavailable) else error.status
             if page:

@@ -136,7 +136,7 @@ def _state(request: RequestState) -> tuple[int, float, int, int, int]:
 
 
 def _progress(request: RequestState) -> tuple[tuple[int, int], str]:
-    """Of the prefill first, then of the output."""
+    """The progress of the prefill, and after it that of the output."""
     if request.computed_tokens < request.prompt_tokens:
         return (request.computed_tokens, request.prompt_tokens), "prefill"
     return (request.generated_tokens, request.generated_tokens + request.remaining_tokens), ""

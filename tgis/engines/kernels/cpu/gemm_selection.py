@@ -54,7 +54,7 @@ class GemmSelector:
         return gemm
 
     def _candidates(self, weight: Tensor) -> dict[str, MakeGemm]:
-        """Without those that are wrong on this CPU."""
+        """The GEMMs that may be used, by name: those that are wrong on this CPU are left out."""
         found = {
             name: make
             for name, make in our_gemms(weight, self._kernels).items()
@@ -103,7 +103,7 @@ def _measured(shape: str, weight: Tensor, makers: dict[str, MakeGemm]) -> str:
 
 
 def _seconds(make: MakeGemm, weight: Tensor) -> list[float]:
-    """Of one call for each number of rows, the best of a few."""
+    """The time of one call for each number of rows, the best of a few."""
     gemm, flush, found = make(weight), torch.zeros(_FLUSH_BYTES // 4), []
     for rows in _ROWS:
         x, best = torch.zeros(rows, weight.shape[1], dtype=weight.dtype), math.inf
