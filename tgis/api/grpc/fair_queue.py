@@ -18,7 +18,7 @@ class FairQueue(Generic[T]):
     """A connection's next call starts when the message of the one before has arrived, or is late."""
 
     def __init__(self, max_calls: int, now: Callable[[], float] = time.monotonic) -> None:
-        """At most `max_calls` of a connection wait: the oldest are dropped, as its client has cancelled them already."""
+        """At most `max_calls` of a connection wait: the oldest are dropped, since the client has cancelled them."""
         self.on_ready: Callable[[], object] = lambda: None  # called when `take` may have a call
         self._max_calls = max_calls
         self._now = now
