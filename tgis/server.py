@@ -184,7 +184,7 @@ class Server:
             await self._drain(grpc_server, client, hurry)
             return self._exit_code(client, stop)
         finally:
-            await grpc_server.stop(0)
+            await grpc_server.stop()
             await client.stop()
             await http_ports.stop()
             loop_lag.cancel()
@@ -316,10 +316,10 @@ class Server:
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
-        stopped = asyncio.create_task(grpc_server.stop(grace))  # from now on it takes no new calls
+        stopped = asyncio.create_task(grpc_server.refuse_calls())
         await _wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
         self._clients.end_calls()
-        await grpc_server.stop(0)
+        await grpc_server.stop()
         await stopped
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)

@@ -42,7 +42,7 @@ async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression)
             assert caught.value.code() is expected
             assert await call(TEXT, timeout=30) == TEXT
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 @pytest.mark.parametrize("size", [0, 1, LIMIT - 1, LIMIT])

@@ -74,7 +74,7 @@ async def serving(**options: Any) -> AsyncIterator[tuple[Service, int]]:
         yield service, port
     finally:
         sweep.cancel()
-        await server.stop(0)
+        await server.stop()
 
 
 @asynccontextmanager

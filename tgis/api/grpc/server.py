@@ -20,6 +20,7 @@ WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
 KEEPALIVE_MS = 60_000  # of inactivity before a ping
 _SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
+_NEVER_SECONDS = 1e6
 
 
 class GrpcServer:
@@ -61,10 +62,18 @@ class GrpcServer:
         """Set the state that the health service reports."""
         self._health.set_serving(serving)
 
-    async def stop(self, grace: float) -> None:
-        """Report NOT_SERVING, refuse new calls, and cancel those still running after `grace` seconds."""
+    async def refuse_calls(self) -> None:
+        """Report NOT_SERVING and take no new calls; ends after `stop`.
+
+        It has no grace of its own: when that of one `stop` of grpcio ends together with another, the process crashes.
+        """
         self._health.close()
-        await self._server.stop(grace)
+        await self._server.stop(_NEVER_SECONDS)
+
+    async def stop(self) -> None:
+        """Cancel all calls that are left."""
+        self._health.close()
+        await self._server.stop(0)
 
 
 def max_calls_of_connection(config: Config) -> int:
