@@ -347,9 +347,9 @@ class Server:
         self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines() + client.num_dropped_log_lines)
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
-        yield self._service_metrics.scrape()
+        yield from self._service_metrics.scrape()
         if self._metrics:
-            yield self._metrics.scrape()
+            yield from self._metrics.scrape()
 
     def _make_metrics(self, info: EngineInfo) -> Metrics:
         return Metrics(

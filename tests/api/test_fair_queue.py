@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tgis.api.grpc.fair_queue import ARRIVING_SECONDS, MAX_ARRIVING, FairQueue
+from tgis.api.grpc import fair_queue
+from tgis.api.grpc.fair_queue import ARRIVING_SECONDS, MAX_ARRIVING, PAUSE_SECONDS, SPARSE_SECONDS, FairQueue
 
 MAX_CALLS = 100
 
@@ -21,9 +22,12 @@ class Queue(FairQueue[str]):
     def served(self) -> list[str]:
         """All calls in the order in which they start, if each message arrives at once."""
         taken = []
-        while call := self.take():
-            taken.append(call)
-            self.arrived(call[0])
+        while len(self):
+            if call := self.take():
+                taken.append(call)
+                self.arrived(call[0])
+            else:
+                self.time += PAUSE_SECONDS
         return taken
 
 
@@ -36,16 +40,54 @@ def test_a_call_does_not_wait_for_the_backlog_of_another_connection() -> None:
     assert queue.take() == "a0"
     queue.arrived("a")
     queue.add("b", "b1")
-    assert queue.served()[:2] == ["a1", "b1"]
+    assert queue.served()[:2] == ["b1", "a1"]
+
+
+def test_calls_of_a_backlog_start_with_pauses_while_others_call_one_at_a_time() -> None:
+    queue = Queue("a1", "a2", "a3", "b1")
+    assert [queue.take(), queue.take()] == ["a1", "b1"]
+    queue.arrived("a")
+    assert queue.take() == "a2"
+    queue.arrived("a")
+    assert queue.take() is None
+    queue.add("c", "c1")
+    assert queue.take() == "c1"
+    queue.time += PAUSE_SECONDS * 1.01
+    assert queue.take() == "a3"
+
+
+def test_a_large_message_makes_the_pause_longer() -> None:
+    queue = Queue("a1", "a2", "a3", "b1")
+    assert [queue.take(), queue.take()] == ["a1", "b1"]
+    queue.arrived("a", num_bytes=10)
+    assert queue.take() == "a2"
+    queue.arrived("a", num_bytes=4 << 20)
+    queue.time += 5 * PAUSE_SECONDS
+    assert queue.take() is None
+    queue.time += 8 * PAUSE_SECONDS
+    assert queue.take() == "a3"
+
+
+def test_there_are_no_pauses_while_all_connections_have_a_backlog() -> None:
+    queue = Queue("a1", "a2", "a3", "b1", "b2")
+    assert [queue.take(), queue.take()] == ["a1", "b1"]
+    queue.time += SPARSE_SECONDS
+    started = queue.time
+    queue.arrived("a", num_bytes=4 << 20)
+    queue.arrived("b", num_bytes=4 << 20)
+    assert queue.served() == ["a2", "b2", "a3"]
+    assert queue.time == started
 
 
 def test_one_message_of_a_connection_arrives_at_a_time() -> None:
     queue = Queue("a1", "a2", "b1")
     assert [queue.take(), queue.take(), queue.take()] == ["a1", "b1", None]
     queue.add("b", "b2")
+    queue.time += ARRIVING_SECONDS * 0.9
     assert queue.take() is None
     queue.arrived("b")
     assert [queue.take(), queue.take()] == ["b2", None]
+    queue.time += PAUSE_SECONDS * 1.01
     queue.arrived("a")
     assert queue.take() == "a2"
 
@@ -92,11 +134,12 @@ def test_dropped_calls_do_not_start() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_call_starts_once_in_the_order_of_its_connection(seed: int) -> None:
-    """Events in random order; no connection has a second turn while another one waits for its first."""
+def test_every_call_starts_once_in_the_order_of_its_connection(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events in random order. No connection with a backlog has a second turn while another waits for its first."""
+    monkeypatch.setattr(fair_queue, "PAUSE_SECONDS", 0)
     draw, queue = random.Random(seed), Queue()
     waiting: dict[str, list[str]] = {}
-    arriving: set[str] = set()
+    arriving, sparse = set[str](), set[str]()
     skipped: dict[str, set[str]] = {}  # by connection that could have a turn: those that had one since
     for number in range(1000):
         connection = draw.choice("abcdefghijklmnopqrstuvwxyz")
@@ -104,6 +147,8 @@ def test_every_call_starts_once_in_the_order_of_its_connection(seed: int) -> Non
             case 0:
                 call = f"{connection}{number}"
                 queue.add(connection, call)
+                if connection not in waiting and connection not in arriving:
+                    sparse.add(connection)
                 waiting.setdefault(connection, []).append(call)
             case 1:
                 queue.arrived(connection)
@@ -115,12 +160,14 @@ def test_every_call_starts_once_in_the_order_of_its_connection(seed: int) -> Non
                 else:
                     started = taken[0]
                     assert started not in arriving
+                    assert started in (sparse or waiting)
                     assert waiting[started].pop(0) == taken
                     skipped.pop(started, None)
                     if not waiting[started]:
                         del waiting[started]
                     arriving.add(started)
-                    for had_turns in skipped.values():
+                    for had_turns in [] if started in sparse else skipped.values():
                         assert started not in had_turns
                         had_turns.add(started)
-        skipped = {each: skipped.get(each, set()) for each in waiting if each not in arriving}
+                    sparse.discard(started)
+        skipped = {each: skipped.get(each, set()) for each in waiting if each not in arriving | sparse}

@@ -123,10 +123,10 @@ def make_calls(server: Metrics, log: ClientLog) -> None:
 def discrepancies_after(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
     """The discrepancies after these calls and one change."""
     server, log = metrics(), ClientLog()
-    before = reconcile.parse_metrics(server.scrape().decode())
+    before = reconcile.parse_metrics(b"".join(server.scrape()).decode())
     make_calls(server, log)
     change(server, log)
-    return list(reconcile.discrepancies(before, reconcile.parse_metrics(server.scrape().decode()), log))
+    return list(reconcile.discrepancies(before, reconcile.parse_metrics(b"".join(server.scrape()).decode()), log))
 
 
 def test_matching_counters_reconcile() -> None:
@@ -168,7 +168,7 @@ def test_inputs_of_a_call_cancelled_before_queueing_are_counted_as_ended() -> No
         raise asyncio.CancelledError
     with pytest.raises(InvalidRequest), RequestLog(batch_of(2), server, log_text=False):
         raise InvalidRequest("field", "is bad")
-    found = reconcile.parse_metrics(server.scrape().decode())
+    found = reconcile.parse_metrics(b"".join(server.scrape()).decode())
     assert found["tgi_request_failure_total", "cancelled"] == 3
     assert found["tgi_request_failure_total", "validation"] == 1
 

@@ -48,7 +48,7 @@ def make_client(answer: Answer, reason: str | None = None) -> tuple[Lookups, Fak
 
 def failures_and_loads(metrics: Metrics) -> tuple[str, str]:
     """The counters, as scraped."""
-    lines = metrics.scrape().decode().splitlines()
+    lines = b"".join(metrics.scrape()).decode().splitlines()
     names = ("tgi_prompt_load_failure ", "tgi_prompt_load_duration_count ")
     failed, loaded = (next(line.split()[1] for line in lines if line.startswith(name)) for name in names)
     return failed, loaded

@@ -105,7 +105,7 @@ def combinations(labels: dict[str, str]) -> set[Series]:
 def test_the_scrape_has_exactly_the_documented_families(metrics: Metrics) -> None:
     families = [
         (family.name, family.type)
-        for family in text_string_to_metric_families(metrics.scrape().decode())
+        for family in text_string_to_metric_families(b"".join(metrics.scrape()).decode())
         if family.name.startswith("tgi_")
     ]
     assert sorted(families) == sorted(
@@ -135,7 +135,7 @@ def test_buckets(metrics: Metrics, name: str) -> None:
 
 
 def test_every_family_has_help_and_type_once_and_nothing_is_created(metrics: Metrics) -> None:
-    text = metrics.scrape().decode()
+    text = b"".join(metrics.scrape()).decode()
     helped = re.findall(r"^# HELP (\S+) \S", text, re.MULTILINE)
     typed = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert helped == typed

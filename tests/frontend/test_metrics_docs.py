@@ -22,7 +22,7 @@ def scrape() -> str:
     service.set_certificate_expiry({"server": 1.0})
     service.set_lora_adapters({"a"}, {"b"})
     requests = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    return (service.scrape() + requests.scrape()).decode()
+    return b"".join([*service.scrape(), *requests.scrape()]).decode()
 
 
 def test_the_tables_have_every_metric_as_it_is(scrape: str) -> None:

@@ -46,7 +46,9 @@ def metrics() -> ServiceMetrics:
 
 def test_the_scrape_has_exactly_the_documented_families(metrics: ServiceMetrics) -> None:
     metrics.engine_started(os.getpid())
-    families = [(family.name, family.type) for family in text_string_to_metric_families(metrics.scrape().decode())]
+    families = [
+        (family.name, family.type) for family in text_string_to_metric_families(b"".join(metrics.scrape()).decode())
+    ]
     assert {(name, kind) for name, kind in families if name.startswith("tgi_") and "process" not in name} == {
         *((name, "gauge") for name in GAUGES),
         ("tgi_event_loop_lag_duration", "histogram"),

@@ -10,7 +10,7 @@ Series = frozenset[tuple[str, str]]
 def samples(metrics: Metrics | ServiceMetrics) -> dict[str, dict[Series, float]]:
     """Every sample of a scrape: name as in the text, labels, value."""
     found: dict[str, dict[Series, float]] = {}
-    for line in metrics.scrape().decode().splitlines():
+    for line in b"".join(metrics.scrape()).decode().splitlines():
         if not line.startswith("#"):
             head, value = line.rsplit(" ", 1)
             name, _, labels = head.partition("{")

@@ -9,6 +9,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -53,9 +54,10 @@ class MetricFamilies(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def scrape(self) -> bytes:
-        """The text format of Prometheus, version 0.0.4."""
-        return generate_latest(self.registry)
+    def scrape(self) -> Iterator[bytes]:
+        """The text format of Prometheus, version 0.0.4; one family after the other, since all take 25 ms."""
+        for family in self.registry.collect():
+            yield generate_latest(_OneFamily(family))
 
     def counter(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Counter:
         return self._add(Counter(name, documentation, [*labels], registry=None), labels)
@@ -93,6 +95,14 @@ class MetricFamilies(Collector):
                 yield family
                 if family.type == "counter":
                     yield _untyped(family)
+
+
+@dataclass(frozen=True, slots=True)
+class _OneFamily(Collector):
+    family: Metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self.family
 
 
 def _untyped(counter: Metric) -> Metric:

@@ -8,7 +8,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,13 +19,14 @@ import tokenizers
 from tgis.errors import InvalidRequest, StartError
 from tgis.frontend.tokenizer_properties import cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
-from tgis.utils.thread_pool import WorkPool
+from tgis.utils.thread_pool import WorkPool, leave_gil
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 
 CHARS_PER_MICROSECOND = 2
 PART = 1 << 14  # characters that the library tokenizes at once, if longer texts can be cut
+_PART_WITH_OFFSETS = 1 << 11  # to read offsets holds the GIL
 _CHARS_PER_TEXT = 32  # what handing a text to the library and taking its tokens costs, in characters
 _CUT_TRIES = 256
 
@@ -127,6 +128,8 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         if len(texts[0]) > 2 * PART and self._can_cut(wanted):
+            if wanted.max_tokens is not None and len(texts[0]) > wanted.max_tokens:
+                self._encode_in_parts(texts[0], replace(wanted, offsets=False, keep=0))  # only to count the tokens
             return [self._encode_in_parts(texts[0], wanted)]
         found = self._encode_batch(texts, wanted, add_special_tokens=self._add_special_tokens and wanted.special_tokens)
         _check_num_tokens(sum(_num_kept(one, wanted.keep) for one in found), wanted)
@@ -155,7 +158,7 @@ class Tokenizer:
         before, after = self._added if wanted.special_tokens else ([], [])
         parts = [Encoding(_packed(after), _packed([0, 0] * len(after)), len(after))]  # the last one first
         num_tokens, first_byte = len(after), len(text.encode())
-        for start, end in _parts_from_end(text):
+        for start, end in _parts_from_end(text, _PART_WITH_OFFSETS if wanted.offsets else PART):
             first_byte -= len(text[start:end].encode())
             part = text[start + (self._cut_rule.drops_space and start > 0) : end]
             (found,) = self._encode_batch([part], wanted, add_special_tokens=False)
@@ -164,6 +167,8 @@ class Tokenizer:
             _check_num_tokens(num_tokens if wanted.keep is None else min(num_tokens, wanted.keep), wanted)
             if wanted.enough is not None and num_tokens > wanted.enough:
                 break
+            if wanted.offsets:
+                leave_gil()
         else:
             parts.append(Encoding(_packed(before), _packed([0, 0] * len(before)), len(before)))
             num_tokens += len(before)
@@ -242,10 +247,10 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _parts_from_end(text: str) -> Iterator[tuple[int, int]]:
+def _parts_from_end(text: str, size: int) -> Iterator[tuple[int, int]]:
     """Begin and end of each part, cut where tokenizer_properties.py says; the first part is as long as it must be."""
     end = len(text)
-    while end > 2 * PART and (cut := _last_cut(text, end - 2 * PART, end - PART)):
+    while end > 2 * size and (cut := _last_cut(text, end - 2 * size, end - size)):
         yield cut, end
         end = cut
     yield 0, end
@@ -296,7 +301,7 @@ def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int, first_by
     """Spans of the tokens from the first one on, in UTF-8 bytes; the Python binding has them in characters."""
     chars = chain.from_iterable(encoding.offsets[first:])
     if text.isascii():
-        return (char + first_byte for char in chars) if first_byte else chars
+        return map(first_byte.__add__, chars)
     data = text.encode()
     starts = array(_U32, (index + first_byte for index, byte in enumerate(data) if byte & 0xC0 != 0x80))
     starts.append(len(data) + first_byte)

@@ -4,6 +4,7 @@ import asyncio
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,6 +14,14 @@ T = TypeVar("T")
 SMALL = 250  # microseconds: about what handing work to a thread costs
 LARGE = 5_000  # microseconds; of work that takes longer, there is one piece at a time
 _START_SECONDS = 10.0
+
+
+def leave_gil() -> None:
+    """Sleep in a thread that mostly runs Python, so that the event loop has most of the time.
+
+    It waits for the GIL after each call of gRPC, which would take many times as long as the call.
+    """
+    time.sleep(0.001)
 
 
 def started_pool(num_threads: int, name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:

@@ -50,11 +50,12 @@ class GrpcCall:
 
     async def next_message(self, max_bytes: int | None = None) -> bytes | None:
         """The next message, None at the end; InvalidRequest if it has more than `max_bytes`."""
+        data = b""
         try:
             with self._calls.clients.sending.entered(self):
                 data = await self.context.read()
         finally:
-            self._calls.queue.arrived(self.connection)
+            self._calls.queue.arrived(self.connection, len(data) if isinstance(data, bytes) else 0)
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
         data = await _decompressed(data, self._calls.max_message_bytes)

@@ -16,7 +16,7 @@ import grpc
 import uvloop
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
 
-from tgis.api.grpc.fair_queue import ARRIVING_SECONDS, FairQueue
+from tgis.api.grpc.fair_queue import PAUSE_SECONDS, FairQueue
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class FairServer(_AioServer):  # type: ignore[misc]
             waiting, self._next = self._next, None  # who holds a call keeps it open
             waiting.set_result(call)
         elif self._queue and self._retry is None:
-            self._retry = self._event_loop.call_later(ARRIVING_SECONDS, self._retry_now)
+            self._retry = self._event_loop.call_later(PAUSE_SECONDS, self._retry_now)
 
     def _retry_now(self) -> None:
         self._retry = None
