@@ -14,14 +14,13 @@ T = TypeVar("T")
 SMALL = 250  # microseconds: about what handing work to a thread costs
 LARGE = 5_000  # microseconds; of work that takes longer, there is one piece at a time
 _START_SECONDS = 10.0
+_AWAY_SECONDS = 0.001
 
 
 def leave_gil() -> None:
-    """Sleep in a thread that mostly runs Python, so that the event loop has most of the time.
-
-    It waits for the GIL after each call of gRPC, which would take many times as long as the call.
-    """
-    time.sleep(0.001)
+    """Sleep, in a thread that mostly runs Python: the event loop would wait for the GIL after each call of gRPC."""
+    if threading.current_thread() is not threading.main_thread():  # where the event loop runs, work is small
+        time.sleep(_AWAY_SECONDS)
 
 
 def started_pool(num_threads: int, name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:

@@ -42,6 +42,7 @@ _FIELD_PATHS = {
 }
 
 _BATCH = 1024  # tokens of a reply to Tokenize that are converted at a time
+_TOKENS_AT_ONCE = 64  # of other replies: they may have details
 _MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 4  # of a reply to Tokenize, for a token
 
 _RESPONSES_TAG = b"\x0a"  # of BatchedTokenizeResponse.responses
@@ -134,10 +135,8 @@ def _fill_response(response: pb.GenerationResponse, output: RequestOutput, is_sp
         response.input_token_count, response.seed = output.input_token_count, output.seed
         response.stop_reason = output.stop_reason.value  # type: ignore[assignment]  # the same numbers
         response.stop_sequence = output.stop_sequence
-    for info in output.tokens:
-        _add_token(response.tokens, info, is_special)
-    for info in output.input_tokens:
-        _add_token(response.input_tokens, info, is_special)
+    _add_tokens(response.tokens, output.tokens, is_special)
+    _add_tokens(response.input_tokens, output.input_tokens, is_special)
 
 
 def tokenize_call(
@@ -240,12 +239,15 @@ def _set_fields(message: Message) -> dict[str, Any]:
     return {field.name: value for field, value in message.ListFields()}
 
 
-def _add_token(tokens: Any, info: TokenInfo, is_special: IsSpecial | None) -> None:
-    """Append a token to a repeated field; ids only if they are asked for."""
-    token = tokens.add(text=info.text, logprob=info.logprob, rank=info.rank)
-    for id_, text, logprob in info.top_tokens:
-        top = token.top_tokens.add(text=text, logprob=logprob)
+def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> None:
+    """Append tokens to a repeated field; ids only if they are asked for."""
+    for number, info in enumerate(infos, 1):
+        token = tokens.add(text=info.text, logprob=info.logprob, rank=info.rank)
+        for id_, text, logprob in info.top_tokens:
+            top = token.top_tokens.add(text=text, logprob=logprob)
+            if is_special is not None:
+                top.id, top.special = id_, is_special(id_)
         if is_special is not None:
-            top.id, top.special = id_, is_special(id_)
-    if is_special is not None:
-        token.id, token.special = info.id, is_special(info.id)
+            token.id, token.special = info.id, is_special(info.id)
+        if number % _TOKENS_AT_ONCE == 0:
+            leave_gil()
