@@ -51,33 +51,33 @@ def make_clients(**options: Any) -> Clients:
 
 def test_a_call_that_never_fits_is_invalid() -> None:
     clients = make_clients(max_call_memory_mb=2)
-    with clients.account(b"") as account:
+    with Account(clients, b"") as account:
         account.charge(MIB - 100)
         with pytest.raises(InvalidRequest, match=f"the call takes {MIB + 1} bytes of memory, at most {MIB} allowed"):
             account.charge(101)
         account.charge(100)
-        assert clients.memory.total() == MIB
-    assert clients.memory.total() == 0
+        assert clients.memory.held.total() == MIB
+    assert clients.memory.held.total() == 0
 
 
 def test_a_client_has_half_of_the_memory_and_others_the_rest() -> None:
     clients = make_clients(max_call_memory_mb=2)
-    with clients.account(b"one") as first, clients.account(b"one") as second, clients.account(b"two") as third:
+    with Account(clients, b"one") as first, Account(clients, b"one") as second, Account(clients, b"two") as third:
         first.charge(MIB - 100)
         with pytest.raises(Overloaded) as caught:
             second.charge(101)
         assert caught.value.reason == f"calls of this client hold {MIB - 100} bytes, at most {MIB} allowed"
         third.charge(MIB)
         second.charge(100)
-        with clients.account(b"three") as fourth, pytest.raises(Overloaded) as caught:
+        with Account(clients, b"three") as fourth, pytest.raises(Overloaded) as caught:
             fourth.charge(1)
         assert caught.value.reason == f"calls hold {2 * MIB} bytes, at most {2 * MIB} allowed"
-    assert clients.memory == {}
+    assert clients.memory.held == {}
 
 
 def test_calls_of_nobody_knows_whom_share_only_the_whole() -> None:
     clients = make_clients(max_call_memory_mb=2)
-    with clients.account(b"") as first, clients.account(b"") as second:
+    with Account(clients, b"") as first, Account(clients, b"") as second:
         first.charge(MIB)
         second.charge(MIB)
 
@@ -86,7 +86,7 @@ def test_an_error_gives_everything_back() -> None:
     clients = make_clients(max_call_memory_mb=2)
 
     def call() -> None:
-        with clients.account(b"one") as account:
+        with Account(clients, b"one") as account:
             account.take_places(1)
             account.charge(MIB)
             account.charge(MIB)
@@ -94,7 +94,7 @@ def test_an_error_gives_everything_back() -> None:
     for _ in range(3):
         with pytest.raises(InvalidRequest, match=f"{2 * MIB} bytes"):
             call()
-    assert (clients.memory, clients.inputs) == ({}, {})
+    assert (clients.memory.held, clients.inputs.held) == ({}, {})
 
 
 # --- places ---
@@ -115,9 +115,9 @@ def test_there_are_so_many_places() -> None:
     one = holding(clients, 1)
     two.give_back_places()
     holding(clients, 2)
-    one.close()
-    one.close()
-    assert clients.inputs.total() == 2
+    one.__exit__()
+    one.__exit__()
+    assert clients.inputs.held.total() == 2
 
 
 def test_a_complete_output_needs_no_place_unless_too_much_is_unread() -> None:
@@ -126,12 +126,12 @@ def test_a_complete_output_needs_no_place_unless_too_much_is_unread() -> None:
     first.output_complete(MAX_UNREAD_BYTES - 10)
     second.output_complete(11)
     third.output_complete(10)
-    assert (clients.inputs.total(), clients.unread_bytes) == (1, MAX_UNREAD_BYTES)
-    first.close()
-    second.close()
-    assert (clients.inputs.total(), clients.unread_bytes) == (0, 10)
-    third.close()
-    assert (clients.inputs.total(), clients.unread_bytes) == (0, 0)
+    assert (clients.inputs.held.total(), clients.unread_bytes) == (1, MAX_UNREAD_BYTES)
+    first.__exit__()
+    second.__exit__()
+    assert (clients.inputs.held.total(), clients.unread_bytes) == (0, 10)
+    third.__exit__()
+    assert (clients.inputs.held.total(), clients.unread_bytes) == (0, 0)
 
 
 def test_a_client_may_have_fewer_places() -> None:
@@ -144,7 +144,7 @@ def test_a_client_may_have_fewer_places() -> None:
     holding(clients, 1, b"two")
     holding(clients, 2)  # of nobody knows whom
     first.output_complete(0)
-    first.close()
+    first.__exit__()
     holding(clients, 1, b"one")
     with pytest.raises(Overloaded, match="overloaded"):
         holding(clients, 2, b"three")

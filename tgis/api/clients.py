@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Protocol
+from typing import Protocol, Self
 
 from tgis.config import Config
 from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
@@ -105,14 +105,10 @@ class Clients:
     """All clients of a server."""
 
     def __init__(self, config: Config) -> None:
-        self._max_inputs = config.max_concurrent_requests
-        self._max_inputs_per_client = min(
-            config.max_concurrent_requests_per_client or self._max_inputs, self._max_inputs
-        )
-        self._max_memory = config.max_call_memory_mb << 20
-        self._max_memory_per_client = self._max_memory // 2
-        self.inputs: Counter[bytes] = Counter()  # in flight, by client
-        self.memory: Counter[bytes] = Counter()  # bytes, by client
+        max_inputs, max_memory = config.max_concurrent_requests, config.max_call_memory_mb << 20
+        max_of_client = min(config.max_concurrent_requests_per_client or max_inputs, max_inputs)
+        self.inputs = Quota(max_inputs, max_of_client, "{} inputs in flight", "{} inputs of this client in flight")
+        self.memory = Quota(max_memory, max_memory // 2, "calls hold {} bytes", "calls of this client hold {} bytes")
         self.unread_bytes = 0
         max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
         self.connecting = Waiting(
@@ -134,36 +130,6 @@ class Clients:
         self._waiting = (self.connecting, self.sending, self.reading, self.idle)
         self._served: set[Waiter] = set()  # the end of the server waits for them
         self._last_end = 0.0
-
-    @contextmanager
-    def account(self, client: bytes) -> Iterator["Account"]:
-        """What one call holds; it is given back at the end of the block. An empty `client`: nobody knows which."""
-        account = Account(self, client)
-        try:
-            yield account
-        finally:
-            account.close()
-
-    def hold_memory(self, client: bytes, held: int, more: int) -> None:
-        """Count memory of a call that holds some already; InvalidRequest if it can never have more, else Overloaded."""
-        limit = self._max_memory_per_client
-        if held + more > limit:
-            raise InvalidRequest("", f"the call takes {held + more} bytes of memory, at most {limit} allowed")
-        if client:
-            _check(self.memory[client], more, limit, "calls of this client hold {} bytes")
-        _check(self.memory.total(), more, self._max_memory, "calls hold {} bytes")
-        self.memory[client] += more
-
-    def take_places(self, client: bytes, num_inputs: int) -> None:
-        """Count inputs in flight; Overloaded if there are too many."""
-        _check(self.inputs.total(), num_inputs, self._max_inputs, "{} inputs in flight")
-        if client:
-            _check(self.inputs[client], num_inputs, self._max_inputs_per_client, "{} inputs of this client in flight")
-        self.inputs[client] += num_inputs
-
-    def max_inputs(self, client: bytes) -> int:
-        """How many inputs one call can have at any time."""
-        return self._max_inputs_per_client if client else self._max_inputs
 
     def started(self, call: Waiter) -> None:
         """Let the end of the server wait for a call."""
@@ -211,28 +177,42 @@ class Clients:
 
 
 class Account:
-    """What one call holds."""
+    """What one call holds; it is given back when the block is left."""
 
     def __init__(self, clients: Clients, client: bytes) -> None:
+        """An empty `client`: nobody knows which."""
         self.client = client
         self._clients = clients
         self._memory = 0
         self._places = 0
         self._unread_bytes = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.give_back_places()
+        self._clients.memory.give_back(self.client, self._memory)
+        self._memory = 0
+
     @property
     def max_inputs(self) -> int:
         """How many inputs a call of this client can have at any time."""
-        return self._clients.max_inputs(self.client)
+        inputs = self._clients.inputs
+        return inputs.per_client if self.client else inputs.limit
 
     def charge(self, num_bytes: int) -> None:
-        """Hold more memory until the call ends; RequestError if there is not so much."""
-        self._clients.hold_memory(self.client, self._memory, num_bytes)
+        """Hold more memory until the call ends; InvalidRequest if it can never have so much, else Overloaded."""
+        limit = self._clients.memory.per_client
+        if self._memory + num_bytes > limit:
+            text = f"the call takes {self._memory + num_bytes} bytes of memory, at most {limit} allowed"
+            raise InvalidRequest("", text)
+        self._clients.memory.take(self.client, num_bytes)
         self._memory += num_bytes
 
     def take_places(self, num_inputs: int) -> None:
         """Hold places for inputs in flight; Overloaded if there are not so many."""
-        self._clients.take_places(self.client, num_inputs)
+        self._clients.inputs.take(self.client, num_inputs)
         self._places = num_inputs
 
     def output_complete(self, unread_bytes: int) -> None:
@@ -244,26 +224,34 @@ class Account:
 
     def give_back_places(self) -> None:
         """Hold no places any more."""
-        _subtract(self._clients.inputs, self.client, self._places)
+        self._clients.inputs.give_back(self.client, self._places)
         self._clients.unread_bytes -= self._unread_bytes
         self._places = self._unread_bytes = 0
 
-    def close(self) -> None:
-        """Hold nothing any more."""
-        self.give_back_places()
-        _subtract(self._clients.memory, self.client, self._memory)
-        self._memory = 0
 
+class Quota:
+    """What all clients together may hold of something, and each of them."""
 
-def _check(held: int, more: int, limit: int, text: str) -> None:
-    if held + more > limit:
-        raise Overloaded(f"{text.format(held)}, at most {limit} allowed")
+    def __init__(self, limit: int, per_client: int, text: str, client_text: str) -> None:
+        """The texts are for errors; {} is what is held."""
+        self.limit, self.per_client = limit, per_client
+        self.held: Counter[bytes] = Counter()  # by client
+        self._text, self._client_text = text, client_text
 
+    def take(self, client: bytes, amount: int) -> None:
+        """Hold more of it; Overloaded if there is not so much. Callers that nobody knows share only the whole."""
+        for held, limit, text in (
+            (self.held[client] if client else 0, self.per_client, self._client_text),
+            (self.held.total(), self.limit, self._text),
+        ):
+            if held + amount > limit:
+                raise Overloaded(f"{text.format(held)}, at most {limit} allowed")
+        self.held[client] += amount
 
-def _subtract(counter: Counter[bytes], client: bytes, amount: int) -> None:
-    counter[client] -= amount
-    if not counter[client]:
-        del counter[client]
+    def give_back(self, client: bytes, amount: int) -> None:
+        self.held[client] -= amount
+        if not self.held[client]:
+            del self.held[client]
 
 
 def _too_many(waiters: list[Waiter], limit: int) -> list[Waiter]:

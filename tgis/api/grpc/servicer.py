@@ -97,7 +97,7 @@ class GenerationServicer:
         client = self._identity(context)
         if not client and self._limit_by_address:
             client = client_address(context).encode()
-        with self._calls.clients.account(client) as account:
+        with Account(self._calls.clients, client) as account:
             account.charge(MESSAGE_BYTE * len(data))
             yield generator, account
 

@@ -119,7 +119,7 @@ class HttpApi:
         client = identity = self._auth.identity(request)
         if not client and self._config.limit_by_address:
             client = client_address(request)
-        with self._clients.account(client) as account:
+        with Account(self._clients, client) as account:
             yield HttpCall(request, self._config, self.generator, account, identity)
 
 
