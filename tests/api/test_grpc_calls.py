@@ -173,18 +173,6 @@ async def test_the_status_of_a_message_that_is_late() -> None:
 
 
 @run_async
-async def test_a_message_that_arrives_slowly_delays_only_calls_of_its_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fair_queue, "ARRIVING_SECONDS", LONG)
-    calls = [call_headers("/test.Service/Unary", stream) for stream in range(1, 101, 2)]
-    async with serving() as (service, port), raw_client(port, HELLO, *calls):
-        await until(lambda: service.calls.clients.sending._since)
-        assert await works(port)
-        assert len(service.calls.clients.sending._since) == 1
-
-
-@run_async
 async def test_a_call_waits_while_many_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "ARRIVING_SECONDS", LONG)
     monkeypatch.setattr(fair_queue, "MAX_ARRIVING", 2)

@@ -62,6 +62,25 @@ def _remember_creators(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_task_factory(create)  # type: ignore[arg-type]
 
 
+class _NextCall(asyncio.Future[Any]):
+    """A future that runs its callback synchronously, so that grpc.aio can start several calls in an iteration."""
+
+    _callback: Callable[["_NextCall"], object] | None = None
+
+    def add_done_callback(self, callback: Callable[["_NextCall"], object], **_context: object) -> None:  # type: ignore[override]
+        self._callback = callback
+        if self.done():
+            callback(self)
+
+    def finish(self, call: Any, error: Exception | None = None) -> None:
+        if error is None:
+            self.set_result(call)
+        else:
+            self.set_exception(error)
+        if self._callback is not None:
+            self._callback(self)
+
+
 class FairServer(_AioServer):  # type: ignore[misc]
     """What `grpc.aio.server` wraps; grpc.aio asks it for one call after the other."""
 
@@ -70,7 +89,7 @@ class FairServer(_AioServer):  # type: ignore[misc]
         super().__init__(self._event_loop, None, handlers, interceptors, options, None)
         self._queue = queue
         self._accepts: list[asyncio.Task[None]] = []
-        self._next: asyncio.Future[Any] | None = None  # while grpc.aio waits for it
+        self._next: _NextCall | None = None  # while grpc.aio waits for it
         self._retry: asyncio.TimerHandle | None = None
         queue.on_ready = self._offer
 
@@ -85,7 +104,7 @@ class FairServer(_AioServer):  # type: ignore[misc]
     def _next_call(self) -> "asyncio.Future[Any]":
         if not self._accepts:
             self._accepts = [self._event_loop.create_task(self._accept_calls()) for _ in range(NUM_ACCEPTS)]
-        next_call = self._next = self._event_loop.create_future()
+        next_call = self._next = _NextCall(loop=self._event_loop)
         self._offer()
         return next_call
 
@@ -94,10 +113,10 @@ class FairServer(_AioServer):  # type: ignore[misc]
         if self._next is None or self._next.done():
             return
         if self._accepts[0].done():
-            self._next.set_exception(cygrpc._RequestCallError())  # what grpc.aio expects of a server that stops
+            self._next.finish(None, cygrpc._RequestCallError())  # what grpc.aio expects of a server that stops
         elif (call := self._queue.take()) is not None:
             waiting, self._next = self._next, None  # who holds a call keeps it open
-            waiting.set_result(call)
+            waiting.finish(call)
         elif self._queue and self._retry is None:
             self._retry = self._event_loop.call_later(PAUSE_SECONDS, self._retry_now)
 

@@ -18,8 +18,7 @@ from tgis.api.http.pages.page import NO_STORE, wants_page
 from tgis.errors import Unavailable
 from tgis.ipc.batch_state import BatchState
 
-SCRAPE_INTERVAL_SECONDS = 0.1  # a scrape takes the event loop about 25 ms
-SCRAPE_PAUSE = 19  # times as long as the scrape before: on a busy loop one takes longer
+SCRAPE_INTERVAL_SECONDS = 0.5  # a scrape takes the event loop about 25 ms, in some 60 parts
 
 
 class Probes:
@@ -73,14 +72,10 @@ class Probes:
     async def _scrape_when_due(self) -> bytes:
         async with self._scraping:
             await asyncio.sleep(self._scrape_due - time.monotonic())
-            self._next_scrape, started, parts = None, time.monotonic(), []
-            try:
-                for part in self._scrape():
-                    parts.append(part)
-                    await asyncio.sleep(0)
-            finally:
-                now = time.monotonic()
-                self._scrape_due = max(started + SCRAPE_INTERVAL_SECONDS, now + SCRAPE_PAUSE * (now - started))
+            self._next_scrape, self._scrape_due, parts = None, time.monotonic() + SCRAPE_INTERVAL_SECONDS, []
+            for part in self._scrape():
+                parts.append(part)
+                await asyncio.sleep(0)
         return b"".join(parts)
 
     async def _debug_batch(self, request: web.Request) -> web.Response:
