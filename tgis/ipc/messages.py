@@ -44,7 +44,6 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
-    batch_invariant: bool = True  # prefer kernels whose results do not depend on the batch
     grammar_limits: GrammarLimits = GrammarLimits()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tgis.engines.kernels.cpu.huge_pages import HugePages, empty_in_huge_pages
+from tgis.engines.host_memory import HugePages, empty_in_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -21,7 +21,6 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
-from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
@@ -159,10 +158,9 @@ def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineO
     log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))
     if device.type == "cpu":
         kernels = select_kernels(options, device)
-        gemms = GemmSelector(kernels, options.cache_dir, batch_invariant=options.batch_invariant)
-        packed, fused = pack_linears(model, gemms), fuse(model, kernels)
-        by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
-        log.info("packed %d linear layers (%s), fused the small operators of %d others", packed, by, fused)
+        packed, fused = pack_linears(model, kernels), fuse(model, kernels)
+        by = ", ".join(f"{count} for {name}" for name, count in packed.items()) or "PyTorch multiplies"
+        log.info("packed %d linear layers (%s), fused the small operators of %d others", packed.total(), by, fused)
 
 
 def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:

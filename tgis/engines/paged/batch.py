@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.host_memory import Part, upload
 from tgis.engines.kernels.attention_inputs import PagedChunks, PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
 from tgis.engines.lora.layers import LoraLayers, PlacedAdapters, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
-from tgis.engines.transfers import Part, upload
 from tgis.prompts.lora import LoraAdapter
 
 _NO_METADATA = np.empty(0, np.int64)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tgis.engines.kernels.cpu.huge_pages import empty_in_huge_pages
+from tgis.engines.host_memory import empty_in_huge_pages
 
 
 class PagedKVCache:

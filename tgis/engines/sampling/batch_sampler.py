@@ -9,13 +9,13 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.host_memory import to_device
 from tgis.engines.sampling.draws import noise_keys
 from tgis.engines.sampling.grammar_masks import GrammarMasks
 from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.engines.sampling.ops import SamplingOps
 from tgis.engines.sampling.penalties import Histories, Penalties, TokenHistory
 from tgis.engines.sampling.sampler import SampledTokens, StepInputs, sampling_groups
-from tgis.engines.transfers import to_device
 
 _Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tgis.engines.host_memory import Download
 from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column
-from tgis.engines.transfers import Download
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
+from tgis.engines.host_memory import to_device
 from tgis.engines.sampling.draws import draw_filtered
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
@@ -25,7 +26,6 @@ from tgis.engines.sampling.logprobs import (
 )
 from tgis.engines.sampling.ops import SamplingOps
 from tgis.engines.sampling.penalties import Histories, Penalties
-from tgis.engines.transfers import to_device
 from tgis.ipc.messages import FailureKind
 from tgis.ipc.request import LogprobOptions
 

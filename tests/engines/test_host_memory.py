@@ -2,7 +2,7 @@
 
 import torch
 
-from tgis.engines.transfers import Download, to_device, upload
+from tgis.engines.host_memory import Download, to_device, upload
 
 CPU = torch.device("cpu")
 
