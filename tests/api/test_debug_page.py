@@ -26,7 +26,7 @@ from tgis.api.http.server import HttpServer
 from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
-from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
+from tgis.ipc.messages import BatchState, RequestState, WaitReason
 from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
 

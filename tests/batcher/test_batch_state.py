@@ -6,7 +6,7 @@ import pytest
 from batches import EOS, limits, next_plan, request, run_step
 
 from tgis.batcher.batcher import Batcher
-from tgis.ipc.batch_state import RequestState, WaitReason
+from tgis.ipc.messages import RequestState, WaitReason
 from tgis.ipc.request import Request
 
 CHUNKED = {"padded": False, "block_size": 1}

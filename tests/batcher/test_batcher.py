@@ -12,9 +12,8 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.batch_state import WaitReason
-from tgis.ipc.messages import BatcherCounters
+from tgis.ipc.lookups import AdapterRef
+from tgis.ipc.messages import BatcherCounters, WaitReason
 from tgis.ipc.request import Request, SamplingParams, StopReason
 
 

@@ -7,8 +7,7 @@ from batches import EOS, busy, check_pool, ids, limits, next_plan, preempted
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.batch_state import WaitReason
-from tgis.ipc.messages import BatcherCounters
+from tgis.ipc.messages import BatcherCounters, WaitReason
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 
 SIZE = 4  # tokens of a block

@@ -14,8 +14,7 @@ from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, pa
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
-from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
-from tgis.ipc.messages import BatcherCounters
+from tgis.ipc.messages import BatcherCounters, BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request, StopReason
 
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are

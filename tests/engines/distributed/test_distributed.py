@@ -27,7 +27,7 @@ from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.batch import BatchBuilder
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb

@@ -22,7 +22,7 @@ from tgis.engines.memory.available import (
 from tgis.engines.paged import engine as paged
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.lookups import AdapterStoreOptions
 
 CPU = torch.device("cpu")
 STAT = "anon 100\nfile 900\n{0}active_file 300\n{0}inactive_file 500\n{1} 50\n"

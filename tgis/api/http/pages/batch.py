@@ -9,7 +9,7 @@ from html import escape
 import msgspec
 
 from tgis.api.http.pages.page import Page, make_page
-from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
+from tgis.ipc.messages import BatchState, RequestState, WaitReason
 
 REFRESH_SECONDS = 2
 UNLIMITED = 1 << 40
