@@ -8,7 +8,7 @@ from cpu_kernels import kernels_of, num_threads
 
 from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.sampling import CpuArgmax
-from tgis.engines.sampling.ops import best_tokens
+from tgis.engines.sampling.draws import best_tokens
 
 
 @pytest.fixture(params=list(isa_flags()))

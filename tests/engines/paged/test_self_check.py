@@ -16,8 +16,7 @@ from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.sampling.draws import draw
-from tgis.engines.sampling.ops import SamplingOps
+from tgis.engines.sampling.draws import SamplingOps, draw
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 

@@ -10,8 +10,13 @@ from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, p
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, chunked_prefill
-from tgis.engines.padded.padding import right_aligned, token_positions
+from tgis.engines.padded.model import (
+    MAX_LOGPROB_TOKENS,
+    MAX_PREFILL_TOKENS,
+    chunked_prefill,
+    right_aligned,
+    token_positions,
+)
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 

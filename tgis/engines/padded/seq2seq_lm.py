@@ -19,8 +19,7 @@ from tgis.engines.lora.soft_prompts import PromptSpan, decoder_prompt, embed_wit
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS
-from tgis.engines.padded.padding import left_aligned, right_aligned, token_positions
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, left_aligned, right_aligned, token_positions
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.errors import StartError

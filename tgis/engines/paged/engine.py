@@ -28,17 +28,15 @@ from tgis.engines.memory.available import (
 )
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
-from tgis.engines.paged.attention import PagedAttention
+from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
-from tgis.engines.paged.kv_cache import PagedKVCache
-from tgis.engines.paged.prompt_logprobs import PromptLogprobs
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_adapter, dummy_sequence, verify_attention, verify_steps
-from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.ops import select_ops
-from tgis.engines.sampling.sampler import SampledTokens
+from tgis.engines.sampling.draws import select_ops
+from tgis.engines.sampling.logprobs import PromptLogprobs
+from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
