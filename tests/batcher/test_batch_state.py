@@ -61,7 +61,7 @@ def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | N
         ([[request(1, 40), request(2, 40)]], {}, WaitReason.PREFILL_SIZE),
         ([[request(1, 90), request(2, 90), request(3, 9)]], CHUNKED, WaitReason.PREFILL_SIZE),
         ([[request(1, 20), request(2, 2)]], {"max_prefill_padding": 0.1}, WaitReason.PREFILL_PADDING),
-        ([[request(1)], [request(2)]], {}, WaitReason.DECODE_TURN),
+        ([[request(1)], [request(2)]], {}, WaitReason.DECODES_FIRST),
         ([[request(1)], [request(2)], []], {}, None),
     ],
 )

@@ -239,9 +239,7 @@ def test_what_does_not_fit_lets_no_older_requests_of_others_pass(kind: dict[str,
 
 def test_sequences_that_end_in_time_make_room_for_one_that_grows() -> None:
     """They need 12 and 28 tokens, but never together."""
-    batcher = queued(
-        [request(1, 10, max_new=2), request(2, 5, max_new=23)], weight=34, padded=False
-    )
+    batcher = queued([request(1, 10, max_new=2), request(2, 5, max_new=23)], weight=34, padded=False)
     assert ids(next_plan(batcher).seqs) == [1, 2]
     assert batcher.take_counters().granular_additions == 1
 

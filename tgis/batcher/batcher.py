@@ -200,7 +200,7 @@ class Batcher:
             if not self._free_slots():
                 self._wait_reason = WaitReason.BATCH_SIZE
             elif not self._interleaving.may_prefill(len(self._running), now):
-                self._wait_reason = self._wait_reason or WaitReason.DECODE_TURN  # keep a weightier reason
+                self._wait_reason = self._wait_reason or WaitReason.DECODES_FIRST  # keep a weightier reason
             else:
                 admission = PaddedAdmission(self._limits, self._capacity, self._running, self._counters)
                 seqs = self._admit(admission) or self._running

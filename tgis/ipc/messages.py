@@ -173,7 +173,7 @@ class WaitReason(enum.StrEnum):
     MEMORY = "the batch would not fit into memory"
     PREFILL_SIZE = "the prefill would become too large"
     PREFILL_PADDING = "too much of the prefill would be padding"
-    DECODE_TURN = "running requests get some decode steps first"
+    DECODES_FIRST = "running requests get some decode steps first"
     PREFIX_CACHE = "its prompt begins like one that is being prefilled"
     ADAPTER_RANKS = "its LoRA adapter would add too many ranks to the batch"
     RETRY = "requests of a failed step are retried in groups"

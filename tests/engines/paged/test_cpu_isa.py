@@ -34,7 +34,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, requests: list[Request]) -> list[list[int]]:
-    """Of transformers, each request alone."""
+    """The tokens that transformers generates for each request alone."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     outputs = [
         network.generate(

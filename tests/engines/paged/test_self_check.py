@@ -25,7 +25,7 @@ LAYERS = 48
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
-    """Of a model so deep that rounding changes its logits: by 15 % with CPU kernels in bfloat16."""
+    """A model so deep that rounding changes its logits: by 15 % with CPU kernels in bfloat16."""
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=64,

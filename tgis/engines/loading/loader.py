@@ -5,7 +5,7 @@ import itertools
 import logging
 import re
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,15 +64,6 @@ class LoadedModelInfo:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardSignature:
-    """Which optional arguments the model's forward takes."""
-
-    position_ids: bool
-    logits_to_keep: bool
-    inputs_embeds: bool
-
-
 def select_device(options: EngineOptions) -> torch.device:
     """CUDA if present, limited to the process's share of its memory, else the CPU; sets the CPU threads for both."""
     torch.set_num_threads(options.num_threads)
@@ -99,13 +90,12 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         raise StartError(f"{path}: {known}, and the code of a model is never run") from error
 
 
-def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, ForwardSignature]:
-    """Load a decoder-only model; also returns the arguments that its forward takes."""
+def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Load a decoder-only model; also returns the names of the arguments that its forward takes."""
     if load_config(options).is_encoder_decoder:
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
     model = load_model(options, device)
-    parameters = inspect.signature(model.forward).parameters
-    return model, ForwardSignature(*(field.name in parameters for field in fields(ForwardSignature)))
+    return model, frozenset(inspect.signature(model.forward).parameters)
 
 
 def model_info(model: PreTrainedModel) -> LoadedModelInfo:

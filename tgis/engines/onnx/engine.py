@@ -163,7 +163,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         logits = super().decode(last_tokens)
-        self._constraints.apply(logits, [])
+        self._constrain(logits, [])
         return logits
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ class PagedEngine:
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
-        self._model, self._signature = load_causal_lm(options, self._device)
+        self._model, self._arguments = load_causal_lm(options, self._device)
         self._kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, self._kernels, _MIN_LORA_COLUMNS[self._device.type])
         self._embed_tokens = self._model.get_input_embeddings()
@@ -106,7 +106,7 @@ class PagedEngine:
             lookahead=lookahead,
             max_slowdown=_MAX_SLOWDOWN[self._device.type],
             max_positions=max_positions(self._model),
-            embedding_size=self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0,
+            embedding_size=self._embed_tokens.embedding_dim if "inputs_embeds" in self._arguments else 0,
             lora_targets=self._lora.targets,
         )
 
@@ -284,7 +284,7 @@ class PagedEngine:
         input_ids = batch.input_ids[None]
         embeds = embed_with_prompts(self._embed_tokens, input_ids, batch.spans)
         arguments = {"input_ids": input_ids} if embeds is None else {"inputs_embeds": embeds}
-        selects = self._signature.logits_to_keep
+        selects = "logits_to_keep" in self._arguments
         if selects and not batch.all_logits:
             arguments["logits_to_keep"] = batch.logits_indices
         # Compiled graphs guard the storage offset of a view, which differs from step to step.
