@@ -25,7 +25,7 @@ from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 SIZE, ROWS = 4, 6
 
@@ -338,30 +338,6 @@ def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: An
     run = Run(subject, Batcher(limits(blocks * SIZE, padded=False, **(values | changes)), {EOS}))
     run.batcher.submit(requests, 0.0)
     return run
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-def test_preemption_of_sequences_in_flight(subject: Subject, launches: Launches, prefix_cache: bool) -> None:
-    """The youngest is preempted at each step in turn; some sequences end by EOS."""
-    requests = [request(random.Random(seed), seed) for seed in range(5)]
-    in_flight, when, ends = 0, 0, set()
-    while True:
-        run = run_of(subject, 200, requests, prefix_cache=prefix_cache)
-        steps = 0
-        while run.batcher.num_running or steps == 0:
-            if steps == when and run.batcher.num_running:
-                in_flight += run.batcher.running_seqs[-1].id in subject.engine._decoder._expected_lengths
-                run.batcher._preempt()
-            run.step()
-            steps += 1
-        run.finish()
-        ends |= {row.stop_reason for row in run.ended}
-        if steps <= when:
-            break
-        when += 1
-    assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
-    assert in_flight > 8
-    assert len(launches.in_flight) > 100
 
 
 def test_sequences_with_invalid_logits_fail_alone(
