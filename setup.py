@@ -40,7 +40,7 @@ class BuildKernels(Command):
                 self.copy_file(str(library), str(target / library.name))
 
     def get_source_files(self) -> list[str]:
-        return [str(path) for path in KERNELS.glob("*.[ch]")]
+        return [str(path) for path in (KERNELS / "csrc").glob("*.[ch]")]
 
     def get_outputs(self) -> list[str]:
         return [str(path) for path in Path(self.build_lib, KERNELS).glob("*.so")]

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from benchmarks import transformers_generate
 from benchmarks.batching_policies import TimedEngine, engine_options, load_warm_engine
+from benchmarks.serving import cpu_name
 from demo.fetch import ensure
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import Simulation, TraceRequest
 from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
-from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, cpu_model, load_kernels
+from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels
 from tgis.utils.cpus import usable_cores
 
 ROWS = (1, 8, 32, 128, 512)
@@ -63,7 +64,7 @@ class DecodeTimer:
 def measure_machine(kernels: CpuKernels | None, dtype: torch.dtype) -> dict[str, Any]:
     known: set[str] = set().union(*ISAS.values())
     return {
-        "cpu": cpu_model(),
+        "cpu": cpu_name(),
         "flags": " ".join(sorted(known & cpu_flags())),
         "threads": torch.get_num_threads(),
         "kernels": kernels.isa if kernels else "none",

@@ -31,8 +31,8 @@ from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.library import load_kernels
 from tgis.engines.sampling import draws
+from tgis.engines.sampling.draws import Draw, select_ops
 from tgis.engines.sampling.logits_processors import Scores
-from tgis.engines.sampling.ops import Draw, select_ops
 from tgis.ipc.request import Request, SamplingParams
 
 VOCAB_SIZE, WIDTH, SPREAD = 32_000, 256, 3.0  # tokens, hidden size, standard deviation of the logits

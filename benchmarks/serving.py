@@ -108,7 +108,7 @@ def free_ports() -> tuple[int, int]:
 
 
 def cpu_name() -> str:
-    """What figures of this machine are told with; without torch, unlike the engines' `cpu_model`."""
+    """What figures of this machine are told with."""
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
 

@@ -55,7 +55,6 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "prefix_cache": (("false", False), ("0", False)),
     "num_threads": (("4095", 4095), ("4096", 4096)),
     "cpu_isa": (("none", "none"), ("avx2", "avx2")),
-    "batch_invariant": (("false", False), ("true", True)),
     "prefix_store_path": (("/", Path("/")), ("/tmp", Path("/tmp"))),
     "lora_modules": (("a=/x b=y=z", {"a": "/x", "b": "y=z"}), ('{"name": "a", "path": "/x"}', {"a": "/x"})),
     "prompt_cache_size_mb": (("1", 1), ("2048", 2048)),

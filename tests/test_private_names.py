@@ -20,7 +20,7 @@ FILES = {
         "engines/padded/attention.py",
         "engines/paged/compile.py",
         "engines/paged/self_check.py",
-        "engines/paged/static_inputs.py",
+        "engines/paged/batch.py",
         "models/convert/weights_child.py",
     ],
 }

@@ -197,8 +197,6 @@ class Config:
     cpu_isa: str = option(
         BATCHES, CPU_ISA, "CPU kernels: none, generic, avx2, avx512, avx512_bf16, or amx", "auto",
         shown_default="the CPU's best")
-    batch_invariant: bool = option(
-        BATCHES, BOOLEAN, "on CPUs, use only our GEMMs, whose results do not depend on the batch", True)
 
     prefix_store_path: Path | None = option(
         ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None,

@@ -40,7 +40,7 @@ class OptionError(StartError):
 
 
 class AdapterError(TgisError):
-    """An adapter is missing or unusable: the text is the reason, `problem` an ipc.adapters.AdapterProblem."""
+    """An adapter is missing or unusable: the text is the reason, `problem` an ipc.lookups.AdapterProblem."""
 
     def __init__(self, reason: str, problem: str = "broken") -> None:
         super().__init__(reason)

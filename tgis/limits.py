@@ -8,8 +8,7 @@ from typing import Any
 from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.adapters import AdapterStoreOptions
-from tgis.ipc.grammars import GrammarLimits
+from tgis.ipc.lookups import AdapterStoreOptions, GrammarLimits
 from tgis.ipc.messages import EngineOptions
 from tgis.models.files import ModelFiles, find_directory, max_sequence_length, pad_token_id
 

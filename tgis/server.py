@@ -44,7 +44,7 @@ from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
+from tgis.ipc.lookups import LookUp
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.limits import (
     GRAMMAR_TIMEOUT_SECONDS,
@@ -225,9 +225,9 @@ class Server:
         if self._config.lora_modules and not info.supports_adapters:
             raise StartError(f"LORA_MODULES: {info.model_class} takes no adapters")
         for name in self._config.lora_modules or {}:
-            lookup = ResolveAdapter(client.next_id(), name)
-            async with client.look_up(lookup, AdapterResolved, ADAPTER_TIMEOUT) as found:
-                if found is not None and found.problem is not None:
+            lookup = LookUp(client.next_id(), name)
+            async with client.look_up(lookup, ADAPTER_TIMEOUT) as found:
+                if found is not None and found.reason:
                     raise StartError(f"LORA_MODULES: {name}: {found.reason}")
 
     def _start_serving(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 

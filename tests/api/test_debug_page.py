@@ -26,7 +26,7 @@ from tgis.api.http.server import HttpServer
 from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
-from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
+from tgis.ipc.messages import BatchState, RequestState, WaitReason
 from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
 
@@ -111,7 +111,7 @@ def test_the_page_says_why_the_first_request_waits_and_what_would_help() -> None
             "The first request in the queue will be considered in the next step.",
         ),
         (
-            {"last_wait_reason": WaitReason.DECODE_TURN, "seconds_since_last_wait": 3.25},
+            {"last_wait_reason": WaitReason.DECODES_FIRST, "seconds_since_last_wait": 3.25},
             "The queue is empty. 3.2 s ago a request had to wait: running requests get some decode steps first.",
         ),
     ],

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from batches import EOS, limits, next_plan, request, run_step
+from batches import EOS, limits, next_plan, queued, request, run_step
 
 from tgis.batcher.batcher import Batcher
-from tgis.ipc.batch_state import RequestState, WaitReason
+from tgis.ipc.messages import RequestState, WaitReason
 from tgis.ipc.request import Request
 
 CHUNKED = {"padded": False, "block_size": 1}
@@ -61,7 +61,7 @@ def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | N
         ([[request(1, 40), request(2, 40)]], {}, WaitReason.PREFILL_SIZE),
         ([[request(1, 90), request(2, 90), request(3, 9)]], CHUNKED, WaitReason.PREFILL_SIZE),
         ([[request(1, 20), request(2, 2)]], {"max_prefill_padding": 0.1}, WaitReason.PREFILL_PADDING),
-        ([[request(1)], [request(2)]], {}, WaitReason.DECODE_TURN),
+        ([[request(1)], [request(2)]], {}, WaitReason.DECODES_FIRST),
         ([[request(1)], [request(2)], []], {}, None),
     ],
 )
@@ -71,16 +71,14 @@ def test_wait_reasons(turns: list[list[Request]], kind: Any, reason: WaitReason 
 
 @pytest.mark.parametrize("kind", [{}, CHUNKED])
 def test_retry_groups_wait_for_each_other(kind: Any) -> None:
-    batcher = Batcher(limits(**kind), {EOS})
-    batcher.submit([request(n) for n in range(4)], 0.0)
+    batcher = queued([request(n) for n in range(4)], **kind)
     batcher.rollback(next_plan(batcher), out_of_memory=False)
     run_step(batcher)
     assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
 
 
 def test_a_wait_reason_does_not_outlive_its_request() -> None:
-    batcher = Batcher(limits(weight=100), {EOS})
-    batcher.submit([request(1, 50, 9), request(2, 50, 9)], 0.0)
+    batcher = queued([request(1, 50, 9), request(2, 50, 9)], weight=100)
     run_step(batcher)
     batcher.cancel([2])
     batcher.submit([request(3, 50, 9, deadline=5.0)], 1.0)
@@ -94,8 +92,7 @@ def test_a_wait_reason_does_not_outlive_its_request() -> None:
 
 
 def test_requeued_sequences_have_no_wait_reason_yet() -> None:
-    batcher = Batcher(limits(max_batch_size=2), {EOS})
-    batcher.submit([request(n) for n in range(3)], 0.0)
+    batcher = queued([request(n) for n in range(3)], max_batch_size=2)
     run_step(batcher)
     assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.BATCH_SIZE
     batcher.rollback(next_plan(batcher), out_of_memory=False)
@@ -104,8 +101,7 @@ def test_requeued_sequences_have_no_wait_reason_yet() -> None:
 
 
 def test_the_state_shows_some_sequences_and_counts_all() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(n) for n in range(1000)], 0.0)
+    batcher = queued([request(n) for n in range(1000)])
     run_step(batcher)
     seen = batcher.state(0.0, max_seqs=3)
     assert (seen.num_running, seen.num_waiting) == (4, 996)
@@ -115,16 +111,14 @@ def test_the_state_shows_some_sequences_and_counts_all() -> None:
 
 @pytest.mark.parametrize(("padded", "peak"), [(True, 2 * 30), (False, 30 + 20)])
 def test_the_peak_is_reached_when_sequences_end(padded: bool, peak: int) -> None:
-    batcher = Batcher(limits(padded=padded), {EOS})
-    batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
+    batcher = queued([request(1, 10, 10), request(2, 20, 10)], padded=padded)
     run_step(batcher)
     seen = batcher.state(0.0, max_seqs=0)
     assert (seen.context_tokens, seen.peak_context_tokens) == (2 * 21 if padded else 11 + 21, peak)
 
 
 def test_unfinished_prompts_count_in_full() -> None:
-    batcher = Batcher(limits(prefill_tokens=8, **CHUNKED), {EOS})
-    batcher.submit([request(1, 10, 10), request(2, 20, 10)], 0.0)
+    batcher = queued([request(1, 10, 10), request(2, 20, 10)], prefill_tokens=8, **CHUNKED)
     run_step(batcher)
     seen = batcher.state(0.0, max_seqs=9)
     assert seen.peak_context_tokens == 20 + 30
@@ -132,8 +126,7 @@ def test_unfinished_prompts_count_in_full() -> None:
 
 
 def test_the_state_shows_the_capacity_lost_to_out_of_memory() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(n, 10, 50) for n in range(2)], 0.0)
+    batcher = queued([request(n, 10, 50) for n in range(2)])
     run_step(batcher)
     batcher.rollback(next_plan(batcher), out_of_memory=True)
     seen = batcher.state(0.0, max_seqs=3)

@@ -5,16 +5,15 @@ from unittest import mock
 
 import msgspec
 import pytest
-from batches import EOS, busy, ids, limits, next_plan, next_prefill, request, run_step
+from batches import EOS, busy, ids, limits, next_plan, next_prefill, queued, request, run_step
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.batch_state import WaitReason
-from tgis.ipc.messages import BatcherCounters
+from tgis.ipc.lookups import AdapterRef
+from tgis.ipc.messages import BatcherCounters, WaitReason
 from tgis.ipc.request import Request, SamplingParams, StopReason
 
 
@@ -32,23 +31,26 @@ IGNORE_EOS = SamplingParams(ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    ("one", "tokens", "count", "reason"),
+    ("one", "tokens", "now", "count", "reason"),
     [
-        (request(1, max_new=3), [7] * 10, 3, StopReason.MAX_TOKENS),
-        (request(1, max_new=3, capped=True), [7] * 10, 3, StopReason.TOKEN_LIMIT),
-        (request(1, max_new=2), [7, EOS], 2, StopReason.EOS_TOKEN),
-        (request(1), [7, 98], 2, StopReason.EOS_TOKEN),  # another EOS id
-        (request(1, min_new=3), [EOS, EOS, EOS], 3, StopReason.EOS_TOKEN),
+        (request(1, max_new=3), [7] * 10, 0.0, 3, StopReason.MAX_TOKENS),
+        (request(1, max_new=3, capped=True), [7] * 10, 0.0, 3, StopReason.TOKEN_LIMIT),
+        (request(1, max_new=2), [7, EOS], 0.0, 2, StopReason.EOS_TOKEN),
+        (request(1), [7, 98], 0.0, 2, StopReason.EOS_TOKEN),  # another EOS id
+        (request(1, min_new=3), [EOS, EOS, EOS], 0.0, 3, StopReason.EOS_TOKEN),
+        (request(1, deadline=5.0, min_new=4), [EOS], 5.001, 1, StopReason.TIME_LIMIT),  # before everything else
+        (request(1, deadline=5.0, max_new=1), [7], 5.0, 1, StopReason.MAX_TOKENS),  # the deadline has not passed
         (
             msgspec.structs.replace(request(1, max_new=3), sampling_params=IGNORE_EOS),
             [EOS] * 3,
+            0.0,
             3,
             StopReason.MAX_TOKENS,
         ),
     ],
 )
-def test_why_a_request_ends(one: Request, tokens: list[int], count: int, reason: StopReason) -> None:
-    seq = generated(Batcher(limits(), {EOS, 98}), one, tokens)
+def test_why_a_request_ends(one: Request, tokens: list[int], now: float, count: int, reason: StopReason) -> None:
+    seq = generated(Batcher(limits(), {EOS, 98}), one, tokens, now)
     assert (seq.num_generated_tokens, seq.stop_reason) == (count, reason)
 
 
@@ -99,11 +101,6 @@ def test_the_adapters_of_a_batch_have_a_limited_sum_of_ranks(kind: dict[str, Any
     assert {3} in together
 
 
-def test_the_time_limit_beats_everything_and_keeps_the_token() -> None:
-    seq = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, min_new=4), [EOS], now=5.001)
-    assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
-
-
 @pytest.mark.parametrize(
     ("one", "now", "kept", "end"),
     [
@@ -126,11 +123,6 @@ def test_tokens_after_the_one_that_ends_a_request_are_dropped(
         assert next_plan(batcher).num_scheduled_tokens == [6]
 
 
-def test_a_request_expires_only_after_its_deadline() -> None:
-    seq = generated(Batcher(limits(), {EOS}), request(1, deadline=5.0, max_new=1), [7], now=5.0)
-    assert seq.stop_reason is StopReason.MAX_TOKENS
-
-
 @pytest.mark.parametrize(("step_seconds", "last_step"), [(0.1, 8), (0.01, 95)])
 def test_an_answer_leaves_two_steps_or_50_ms_before_it_is_due(step_seconds: float, last_step: int) -> None:
     batcher = Batcher(limits(), {EOS})
@@ -142,21 +134,16 @@ def test_an_answer_leaves_two_steps_or_50_ms_before_it_is_due(step_seconds: floa
     assert (one.num_generated_tokens, one.stop_reason) == (last_step + 1, StopReason.TIME_LIMIT)
 
 
-def test_an_answer_due_soon_ends_in_the_queue() -> None:
-    batcher = Batcher(limits(max_batch_size=1), {EOS})
-    batcher.submit([request(1), msgspec.structs.replace(request(2), answer_deadline=1.0)], 0.0)
-    run_step(batcher)
-    assert ids(batcher.expire(0.9)) == []
-    assert ids(batcher.expire(0.96)) == [2]
-
-
-def test_a_request_expires_in_the_queue_without_a_token() -> None:
-    batcher = Batcher(limits(max_batch_size=1), {EOS})
-    batcher.submit([request(1), request(2, deadline=1.0)], 0.0)
+def test_requests_expire_in_the_queue_without_a_token() -> None:
+    """After their deadline, or shortly before an answer is due."""
+    due = msgspec.structs.replace(request(3), answer_deadline=2.0)
+    batcher = queued([request(1), request(2, deadline=1.0), due], max_batch_size=1)
     run_step(batcher)
     assert ids(batcher.expire(1.0)) == []
     (expired,) = batcher.expire(1.1)
     assert (expired.id, expired.num_generated_tokens, expired.stop_reason) == (2, 0, StopReason.TIME_LIMIT)
+    assert ids(batcher.expire(1.9)) == []
+    assert ids(batcher.expire(1.96)) == [3]
     assert batcher.num_waiting == 0
 
 
@@ -183,8 +170,7 @@ def test_a_failed_step_takes_no_request_its_only_token() -> None:
 
 
 def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(1, max_new=2)], 0.0)
+    batcher = queued([request(1, max_new=2)])
     assert ids(run_step(batcher)[0].seqs) == [1]
     batcher.submit([request(2)], 0.0)
     plan, ended = run_step(batcher)  # no second prefill before the running sequence has had its token
@@ -193,50 +179,26 @@ def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
     assert (plan.has_prefill, ids(plan.seqs)) == (True, [2])
 
 
-def test_prefills_alternate_with_decodes() -> None:
-    batcher = Batcher(limits(prefill_tokens=3), {EOS})
-    batcher.submit([request(n) for n in range(3)], 0.0)
-    kinds = [run_step(batcher)[0].has_prefill for _ in range(5)]
-    assert kinds == [True, False, True, False, True]
-
-
-def test_the_batch_size_is_bounded() -> None:
-    batcher = Batcher(limits(max_batch_size=2), {EOS})
-    batcher.submit([request(n) for n in range(5)], 0.0)
-    run_step(batcher)
-    run_step(batcher)
-    assert (batcher.num_running, batcher.num_waiting) == (2, 3)
-
-
-def test_a_padded_batch_costs_sequences_times_the_longest_with_its_output() -> None:
-    batcher = Batcher(limits(weight=3 * (10 + 5)), {EOS})
-    batcher.submit([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], 0.0)
-    assert ids(next_plan(batcher).seqs) == [1, 2, 3]
-
-
-def test_without_padding_a_batch_costs_the_sum() -> None:
-    batcher = Batcher(limits(weight=(10 + 5) + 2 * (2 + 5), padded=False), {EOS})
-    batcher.submit([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], 0.0)
+@pytest.mark.parametrize(("padded", "cost"), [(True, 3 * (10 + 5)), (False, (10 + 5) + 2 * (2 + 5))])
+def test_a_batch_costs_sequences_times_the_longest_or_the_sum_with_outputs(cost: int, *, padded: bool) -> None:
+    batcher = queued([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], cost, padded=padded)
     assert ids(next_plan(batcher).seqs) == [1, 2, 3]
 
 
 def test_padding_bounds_a_prefill() -> None:
-    batcher = Batcher(limits(max_prefill_padding=0.2), {EOS})
-    batcher.submit([request(1, 10), request(2, 8), request(3, 2)], 0.0)
+    batcher = queued([request(1, 10), request(2, 8), request(3, 2)], max_prefill_padding=0.2)
     assert ids(run_step(batcher)[0].seqs) == [1, 2]
     run_step(batcher)
     assert ids(run_step(batcher)[0].seqs) == [3]
 
 
 def test_a_prompt_larger_than_a_prefill_runs_alone() -> None:
-    batcher = Batcher(limits(prefill_tokens=8, weight=10), {EOS})
-    batcher.submit([request(1, 50), request(2, 2)], 0.0)
+    batcher = queued([request(1, 50), request(2, 2)], prefill_tokens=8, weight=10)
     assert ids(run_step(batcher)[0].seqs) == [1]
 
 
 def test_only_requests_of_the_next_second_overtake_one_that_does_not_fit() -> None:
-    batcher = Batcher(limits(weight=40), {EOS})
-    batcher.submit([request(1, 3), request(2, 30)], 0.0)
+    batcher = queued([request(1, 3), request(2, 30)], weight=40)
     batcher.submit([request(3, 1)], 1.0)
     batcher.submit([request(4, 1)], 1.1)
     assert ids(next_plan(batcher).seqs) == [1, 3]
@@ -249,8 +211,7 @@ KINDS: list[dict[str, Any]] = [{}, {"padded": False}, {"padded": False, "block_s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flood_of_one_client_delays_another_by_one_request(kind: dict[str, Any]) -> None:
-    batcher = Batcher(limits(**kind), {EOS})
-    batcher.submit([request(n, 150, 50 + n % 4, client=b"flood") for n in range(100)], 0.0)
+    batcher = queued([request(n, 150, 50 + n % 4, client=b"flood") for n in range(100)], **kind)
     run_step(batcher)
     for now, number in enumerate((100, 101), 5):
         batcher.submit([request(number, 3, 5, client=b"honest")], now)
@@ -277,15 +238,14 @@ def test_what_does_not_fit_lets_no_older_requests_of_others_pass(kind: dict[str,
 
 
 def test_sequences_that_end_in_time_make_room_for_one_that_grows() -> None:
-    batcher = Batcher(limits(weight=34, padded=False), {EOS})
-    batcher.submit([request(1, 10, max_new=2), request(2, 5, max_new=23)], 0.0)  # 12 and 28, but never together
+    """They need 12 and 28 tokens, but never together."""
+    batcher = queued([request(1, 10, max_new=2), request(2, 5, max_new=23)], weight=34, padded=False)
     assert ids(next_plan(batcher).seqs) == [1, 2]
     assert batcher.take_counters().granular_additions == 1
 
 
 def test_a_step_out_of_memory_is_rolled_back_and_the_batch_shrinks() -> None:
-    batcher = Batcher(limits(weight=100), {EOS})
-    batcher.submit([request(n, 10, max_new=5) for n in range(4)], 0.0)
+    batcher = queued([request(n, 10, max_new=5) for n in range(4)], weight=100)
     run_step(batcher)
     failed = next_plan(batcher)
     assert batcher.rollback(failed, out_of_memory=True) == []
@@ -298,8 +258,7 @@ def test_a_step_out_of_memory_is_rolled_back_and_the_batch_shrinks() -> None:
 
 
 def test_a_prefill_out_of_memory_is_halved_and_the_running_sequences_stay() -> None:
-    batcher = Batcher(limits(max_batch_size=8), {EOS})
-    batcher.submit([request(0)], 0.0)
+    batcher = queued([request(0)], max_batch_size=8)
     run_step(batcher)
     batcher.submit([request(n) for n in range(1, 5)], 0.0)
     assert batcher.rollback(next_prefill(batcher), out_of_memory=True) == []
@@ -309,8 +268,7 @@ def test_a_prefill_out_of_memory_is_halved_and_the_running_sequences_stay() -> N
 
 
 def test_a_request_that_is_out_of_memory_alone_fails() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(1), request(2)], 0.0)
+    batcher = queued([request(1), request(2)])
     batcher.rollback(next_plan(batcher), out_of_memory=True)
     plan = next_plan(batcher)
     assert ids(plan.seqs) == [1]
@@ -320,8 +278,7 @@ def test_a_request_that_is_out_of_memory_alone_fails() -> None:
 
 
 def test_capacity_recovers_slowly_after_out_of_memory() -> None:
-    batcher = Batcher(limits(weight=10**6), {EOS})
-    batcher.submit([request(n, 1000, max_new=9000) for n in range(2)], 0.0)
+    batcher = queued([request(n, 1000, max_new=9000) for n in range(2)], weight=10**6)
     batcher.commit(next_prefill(batcher), [[7]], 0.0)
     batcher.rollback(next_plan(batcher), out_of_memory=True)
     low = batcher.context_limit
@@ -333,24 +290,25 @@ def test_capacity_recovers_slowly_after_out_of_memory() -> None:
     assert 1.1 * low < batcher.context_limit < 2 * low
 
 
-def test_a_failed_step_is_retried_in_halves_until_one_sequence_is_found() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(n, max_new=50) for n in range(4)], 0.0)
+@pytest.mark.parametrize(("kind", "last"), [({}, [3]), ({"padded": False, "block_size": 4}, [0, 1, 3])])
+def test_a_failed_step_is_retried_in_halves_until_one_sequence_is_found(kind: dict[str, Any], last: list[int]) -> None:
+    """Sequences that keep their blocks wait meanwhile."""
+    batcher = queued([request(n, max_new=50) for n in range(4)], **kind)
     tried: list[list[int]] = []
-    while batcher.num_waiting or not tried:
-        plan = next_prefill(batcher)
+    refused: list[Sequence] = []
+    while batcher.num_waiting or tried[-1:] != [last]:
+        plan = next_prefill(batcher) if not kind else next_plan(batcher)
         tried.append(ids(plan.seqs))
         if 2 in ids(plan.seqs):
-            batcher.rollback(plan, out_of_memory=False)
+            refused += batcher.rollback(plan, out_of_memory=False)
         else:
             batcher.commit(plan, [[7]] * len(plan.sampled), 0.0)
-    assert tried == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2], [3]]
-    assert batcher.num_running == 3
+    assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
+    assert (ids(refused), batcher.num_running) == ([2], 3)
 
 
 def test_a_single_failure_fails_no_request() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(1)], 0.0)
+    batcher = queued([request(1)])
     assert batcher.rollback(next_plan(batcher), out_of_memory=False) == []
     for _ in range(4):
         assert run_step(batcher)[1] == []
@@ -358,8 +316,7 @@ def test_a_single_failure_fails_no_request() -> None:
 
 
 def test_requeued_sequences_may_expire_and_be_cancelled() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(1, deadline=5.0), request(2)], 0.0)
+    batcher = queued([request(1, deadline=5.0), request(2)])
     run_step(batcher)
     batcher.rollback(next_plan(batcher), out_of_memory=False)
     (expired,) = batcher.expire(5.5)
@@ -377,8 +334,7 @@ def test_a_max_sequence_length_beyond_memory_stops_the_start(padded: bool) -> No
 
 
 def test_waiting_and_running_requests_are_cancelled() -> None:
-    batcher = Batcher(limits(max_batch_size=1), {EOS})
-    batcher.submit([request(1), request(2), request(3)], 0.0)
+    batcher = queued([request(1), request(2), request(3)], max_batch_size=1)
     run_step(batcher)
     batcher.cancel([2, 1, 77])
     assert (batcher.num_running, batcher.num_waiting) == (0, 1)
@@ -387,8 +343,7 @@ def test_waiting_and_running_requests_are_cancelled() -> None:
 
 
 def test_dropped_sequences_are_gone() -> None:
-    batcher = Batcher(limits(), {EOS})
-    batcher.submit([request(1), request(2)], 0.0)
+    batcher = queued([request(1), request(2)])
     plan = next_plan(batcher)
     batcher.drop(plan.seqs[:1])
     assert batcher.num_running == 1

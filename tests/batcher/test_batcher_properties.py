@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.batch_state import RequestState
+from tgis.ipc.messages import RequestState
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 
 SALTS = (b"", b"tenant")

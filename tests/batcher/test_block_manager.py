@@ -1,14 +1,14 @@
 """Batches with KV blocks: prefix caching, and preemption when blocks run out."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from batches import EOS, busy, check_pool, ids, limits, next_plan, preempted
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.batch_state import WaitReason
-from tgis.ipc.messages import BatcherCounters
+from tgis.ipc.messages import BatcherCounters, WaitReason
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 
 SIZE = 4  # tokens of a block
@@ -18,6 +18,12 @@ BUDGET = 8  # prefill tokens of a step without decodes
 def batcher(blocks: int = 100, *, prefix_cache: bool = True, **changes: int) -> Batcher:
     values = {"prefill_tokens": BUDGET, "max_batch_size": 8, "block_size": SIZE} | changes
     return Batcher(limits(blocks * values["block_size"], padded=False, prefix_cache=prefix_cache, **values), {EOS})
+
+
+def queued(requests: list[Request], blocks: int = 100, **changes: Any) -> Batcher:
+    one = batcher(blocks, **changes)
+    one.submit(requests, 0.0)
+    return one
 
 
 def ask(
@@ -67,8 +73,7 @@ def prompt(length: int, first: int = 1000) -> list[int]:
     ("length", "hits"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28), (32, 28), (33, 32)]
 )
 def test_a_cached_prompt_is_computed_from_its_last_block_on(length: int, hits: int) -> None:
-    one = batcher()
-    one.submit([ask(1, prompt(length), 2)], 0.0)
+    one = queued([ask(1, prompt(length), 2)])
     assert computed(one, 1) == length + 1
     assert one.take_counters() == BatcherCounters(prefix_cache_queries=length)
     one.submit([ask(2, prompt(length))], 0.0)
@@ -77,8 +82,7 @@ def test_a_cached_prompt_is_computed_from_its_last_block_on(length: int, hits: i
 
 
 def test_only_equal_beginnings_are_shared() -> None:
-    one = batcher()
-    one.submit([ask(1, prompt(20))], 0.0)
+    one = queued([ask(1, prompt(20))])
     work(one)
     for number, tokens, hits in [
         (2, [*prompt(12), 5, *prompt(20)[13:]], 12),
@@ -91,8 +95,7 @@ def test_only_equal_beginnings_are_shared() -> None:
 
 
 def test_generated_tokens_are_cached_for_the_next_turn() -> None:
-    one = batcher()
-    one.submit([ask(1, prompt(10), 8)], 0.0)
+    one = queued([ask(1, prompt(10), 8)])
     work(one, token=3)
     one.submit([ask(2, [*prompt(10), *[3] * 7, 5, 5, 5])], 0.0)
     assert computed(one, 2) == 20 - 16
@@ -111,8 +114,7 @@ def test_requests_of_different_salts_share_nothing() -> None:
 
 def test_no_salt_reaches_the_cached_blocks_of_others() -> None:
     """Not even the hash of their first block."""
-    one = batcher()
-    one.submit([ask(1, prompt(20), salt=b"a" * 32)], 0.0)
+    one = queued([ask(1, prompt(20), salt=b"a" * 32)])
     work(one)
     for number, key in enumerate(list(pool_of(one)._cached_blocks), 2):
         one.submit([ask(number, prompt(20)[4:], salt=key)], 0.0)
@@ -141,8 +143,7 @@ def test_prompts_with_prompt_logprobs_are_computed() -> None:
 
 def started(prompt_length: int = 24) -> tuple[Batcher, StepPlan]:
     """A request in the middle of its prefill, and one that waits for its blocks."""
-    one = batcher()
-    one.submit([ask(1, prompt(prompt_length))], 0.0)
+    one = queued([ask(1, prompt(prompt_length))])
     step(one)
     one.submit([ask(2, [*prompt(prompt_length), 5])], 0.0)
     plan = next_plan(one)
@@ -159,8 +160,7 @@ def test_a_prompt_waits_for_an_inflight_prefix() -> None:
 
 
 def test_a_prompt_waits_only_for_the_shared_part() -> None:
-    one = batcher()
-    one.submit([ask(1, prompt(80))], 0.0)
+    one = queued([ask(1, prompt(80))])
     step(one)
     one.submit([ask(2, [*prompt(16), 5, 5, 5])], 0.0)
     assert [2 in ids(step(one).seqs) for _ in range(3)] == [False, True, False]
@@ -190,8 +190,7 @@ def test_a_prompt_waits_for_the_retry_of_an_inflight_prefix() -> None:
 
 
 def test_blocks_of_a_failed_step_are_not_cached() -> None:
-    one = batcher()
-    one.submit([ask(1, prompt(20))], 0.0)
+    one = queued([ask(1, prompt(20))])
     for _ in range(2):
         one.rollback(next_plan(one), out_of_memory=False)  # it fails alone for the second time
     assert not busy(one)
@@ -214,8 +213,7 @@ def test_the_least_recently_used_prefix_is_evicted() -> None:
 
 
 def test_the_end_of_a_prefix_is_evicted_first() -> None:
-    one = batcher(blocks=8)
-    one.submit([ask(1, prompt(24))], 0.0)
+    one = queued([ask(1, prompt(24))], blocks=8)
     work(one)
     one.submit([ask(2, prompt(16, 500))], 0.0)  # two blocks are free: two of the first's are evicted
     work(one)
@@ -224,8 +222,7 @@ def test_the_end_of_a_prefix_is_evicted_first() -> None:
 
 
 def test_shared_blocks_are_counted_once() -> None:
-    one = batcher(blocks=10)
-    one.submit([ask(1, prompt(24), 8)], 0.0)
+    one = queued([ask(1, prompt(24), 8)], blocks=10)
     for _ in range(3):
         step(one)
     one.submit([ask(2, [*prompt(24), 5, 5], 2)], 0.0)  # of ten blocks it needs seven, six of them shared
@@ -277,8 +274,7 @@ def test_preempted_sequences_return_in_order() -> None:
 
 
 def test_a_preempted_sequence_queues_behind_those_it_overtook() -> None:
-    one = batcher(13, prefix_cache=False, prefill_tokens=64)
-    one.submit([ask(0, prompt(4), 40)], 0.0)
+    one = queued([ask(0, prompt(4), 40)], 13, prefix_cache=False, prefill_tokens=64)
     step(one)
     one.submit([ask(1, prompt(40, 100)), ask(2, prompt(16, 200), 18)], 0.1)
     assert ids(step(one).seqs) == [0, 2]
@@ -291,8 +287,7 @@ def test_a_preempted_sequence_queues_behind_those_it_overtook() -> None:
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_request_as_large_as_the_pool_always_proceeds(prefix_cache: bool) -> None:
-    one = batcher(10, prefix_cache=prefix_cache)
-    one.submit([ask(0, prompt(2), 39)], 0.0)
+    one = queued([ask(0, prompt(2), 39)], 10, prefix_cache=prefix_cache)
     one.submit([ask(n, prompt(3, 100 * n), 12) for n in range(1, 7)], 0.0)
     order = []
     while busy(one):
@@ -305,8 +300,7 @@ def test_a_request_as_large_as_the_pool_always_proceeds(prefix_cache: bool) -> N
 
 
 def test_a_preempted_sequence_reuses_its_cached_blocks() -> None:
-    one = batcher(8, prefill_tokens=64)
-    one.submit([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 0.0)
+    one = queued([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 8, prefill_tokens=64)
     lost: list[Sequence] = []
     for _ in range(200):
         plan = step(one)
@@ -332,8 +326,7 @@ def test_out_of_memory_frees_all_blocks_and_shrinks_the_batch() -> None:
 
 def test_the_batch_shrinks_even_if_everything_is_cached() -> None:
     """Sequences that find all their blocks cached need hardly any memory to come back."""
-    one = batcher(200, block_size=1)
-    one.submit([ask(n, [*prompt(20), n], 8) for n in range(6)], 0.0)
+    one = queued([ask(n, [*prompt(20), n], 8) for n in range(6)], 200, block_size=1)
     while len(step(one).seqs) < 6:
         pass
     for _ in range(30):
@@ -353,26 +346,8 @@ def ends_of(one: Batcher) -> list[Sequence]:
     return ends
 
 
-def test_a_failed_step_is_retried_in_halves_beside_sequences_that_keep_their_blocks() -> None:
-    one = grown(20, *(ask(n, prompt(12, 100 * n), 30) for n in range(4)), steps=1)
-    tried: list[list[int]] = []
-    refused: list[Sequence] = []
-    while len(tried) < 9:
-        plan = next_plan(one)
-        tried.append(ids(plan.seqs))
-        if 2 in ids(plan.seqs):
-            refused += one.rollback(plan, out_of_memory=False)
-        else:
-            one.commit(plan, [[7]] * len(plan.sampled), 0.0)
-        check_pool(pool_of(one))
-    assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
-    assert ids(refused) == [2]
-    assert tried[-1] == [0, 1, 3]
-
-
 def test_lookahead_blocks_come_one_step_early_and_are_no_more_in_all() -> None:
-    one = batcher(20, lookahead=1)
-    one.submit([ask(0, prompt(6), 7)], 0.0)
+    one = queued([ask(0, prompt(6), 7)], 20, lookahead=1)
     held = [
         len(step(one).seqs[0].block_table) for _ in range(6)
     ]  # for 7, 8, ... 12 tokens, and 12 of the 13 are computed
@@ -382,8 +357,7 @@ def test_lookahead_blocks_come_one_step_early_and_are_no_more_in_all() -> None:
 
 
 def test_an_unfinished_prompt_gets_no_lookahead_block() -> None:
-    one = batcher(20, lookahead=1)
-    one.submit([ask(0, prompt(16), 7)], 0.0)
+    one = queued([ask(0, prompt(16), 7)], 20, lookahead=1)
     assert [len(step(one).seqs[0].block_table) for _ in range(2)] == [2, 5]
 
 

@@ -10,7 +10,7 @@ from batches import EOS, engine_options, limits
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
-from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.messages import FromEngine, PromptLogprobs, Shutdown, Step, Submit
 from tgis.ipc.request import LogprobOptions, Request
 from tgis.models.fake import make_fake_model

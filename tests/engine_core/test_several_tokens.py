@@ -17,7 +17,7 @@ DETAILS = pb.ResponseOptions(generated_tokens=True, token_logprobs=True)
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Stub]]:
-    """Of a server whose engine gives one token per step, and of one whose engine gives four."""
+    """Stubs of a server whose engine gives one token per step, and of one whose engine gives four."""
     with (
         server(tmp_path_factory.mktemp("one"), 1) as one,
         server(tmp_path_factory.mktemp("four"), 4) as four,

@@ -17,7 +17,7 @@ from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.engines.loading import loader
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.lookups import AdapterStoreOptions
 
 STORE = AdapterStoreOptions("/store", 1 << 20, 16)
 

@@ -12,11 +12,9 @@ from tgis.batcher.batcher import Batcher
 from tgis.errors import Unavailable
 from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
-from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
-from tgis.ipc.batch_state import BatchState
-from tgis.ipc.framing import FrameReader, encode_frame
-from tgis.ipc.grammars import GrammarCompiled
-from tgis.ipc.messages import Cancel, EngineInfo, Fatal, FromEngine, GetBatchState, Ready, ToEngine
+from tgis.ipc.channel import FrameReader, encode_frame
+from tgis.ipc.lookups import LookedUp, LookUp
+from tgis.ipc.messages import BatchState, Cancel, EngineInfo, Fatal, FromEngine, GetBatchState, Ready, ToEngine
 
 EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
 BUSY = msgspec.structs.replace(EMPTY, num_running=3)
@@ -110,7 +108,7 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
     question = await ask(client)
 
     async def look_up() -> None:
-        async with client.look_up(ResolveAdapter(5, "x"), AdapterResolved, timeout=1e6):
+        async with client.look_up(LookUp(5, "x"), timeout=1e6):
             pass
 
     lookup = asyncio.create_task(look_up())
@@ -150,8 +148,8 @@ async def test_answers_to_questions_are_not_progress() -> None:
         pending = await ask(client)
         client.handle(EMPTY)
         await pending
-        client.handle(AdapterResolved(1, length=3))
-        client.handle(GrammarCompiled(2))
+        client.handle(LookedUp(1))
+        client.handle(LookedUp(2))
         assert client.seconds_stalled() >= 500
 
 
@@ -159,8 +157,8 @@ async def test_answers_to_questions_are_not_progress() -> None:
 async def test_a_lookup_times_out_and_is_cancelled() -> None:
     client = EngineClient()
     transport = connect(client)
-    async with client.look_up(ResolveAdapter(5, "x"), AdapterResolved, timeout=0.01) as found:
+    async with client.look_up(LookUp(5, "x"), timeout=0.01) as found:
         assert found is None
     await asyncio.sleep(0)
-    assert transport.sent == [ResolveAdapter(5, "x"), Cancel([5])]
-    client.handle(AdapterResolved(5, length=3))  # late: ignored
+    assert transport.sent == [LookUp(5, "x"), Cancel([5])]
+    client.handle(LookedUp(5))  # late: ignored

@@ -13,10 +13,9 @@ from tgis.errors import InvalidRequest, OptionError, Overloaded, RequestError, S
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, AdapterStoreOptions, ResolveAdapter
-from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarSpec
+from tgis.ipc.lookups import AdapterProblem, AdapterRef, AdapterStoreOptions, GrammarKind, GrammarSpec, LookedUp, LookUp
 
-Answer = AdapterResolved | GrammarCompiled | None
+Answer = LookedUp | None
 
 
 class FakeEngineClient:
@@ -24,15 +23,13 @@ class FakeEngineClient:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.open: list[ResolveAdapter | CompileGrammar] = []
+        self.open: list[LookUp] = []
 
     def next_id(self) -> int:
         return 7
 
     @asynccontextmanager
-    async def look_up(
-        self, lookup: ResolveAdapter | CompileGrammar, _expected: type, _timeout: float
-    ) -> AsyncIterator[Answer]:
+    async def look_up(self, lookup: LookUp, _timeout: float) -> AsyncIterator[Answer]:
         self.open.append(lookup)
         try:
             yield self.answer
@@ -64,49 +61,47 @@ async def test_a_call_without_an_adapter_looks_nothing_up() -> None:
 
 @run_async
 async def test_an_adapter_is_kept_until_the_call_ends() -> None:
-    adapters, engine, metrics = make_client(
-        AdapterResolved(7, length=5, decoder_length=2, version=3, rank=16, loaded=True)
-    )
+    adapters, engine, metrics = make_client(LookedUp(7, adapter=AdapterRef("a/b", 5, 2, 7, 3, 16), loaded=True))
     async with adapters.adapter(("adapter_id", "a/b")) as adapter:
         assert adapter == AdapterRef("a/b", 5, 2, 7, 3, 16)
-        assert engine.open == [ResolveAdapter(7, "a/b")]
+        assert engine.open == [LookUp(7, "a/b")]
     assert engine.open == []
     assert failures_and_loads(metrics) == ("0.0", "1.0")
-    engine.answer = AdapterResolved(8, length=5, version=3)
+    engine.answer = LookedUp(8, adapter=AdapterRef("a/b", 5, 0, 8, 3))
     async with adapters.adapter(("prefix_id", "a/b")):
         pass
     assert failures_and_loads(metrics) == ("0.0", "1.0")
 
 
-CASES: dict[str, tuple[str, AdapterResolved | None, str]] = {
+CASES: dict[str, tuple[str, LookedUp | None, str]] = {
     "prefix not found": (
         "prefix_id",
-        AdapterResolved(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
+        LookedUp(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
         "can't retrieve prompt prefix with id 'x': prefix id \"x\" not found",
     ),
     "adapter not found": (
         "adapter_id",
-        AdapterResolved(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
+        LookedUp(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
         "can't retrieve adapter with id 'x': directory does not exist",
     ),
     "bad prefix": (
         "prefix_id",
-        AdapterResolved(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
+        LookedUp(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
         "can't retrieve prompt prefix with id 'x': the id leads out of the store",
     ),
     "bad adapter": (
         "adapter_id",
-        AdapterResolved(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
+        LookedUp(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
         "Invalid adapter id 'x', must contain only alphanumeric, _ and - and /",
     ),
     "unsupported prefix": (
         "prefix_id",
-        AdapterResolved(1, problem=AdapterProblem.UNSUPPORTED, reason="LORA"),
+        LookedUp(1, problem=AdapterProblem.UNSUPPORTED, reason="LORA"),
         "adapter type LORA is not currently supported",
     ),
     "broken adapter": (
         "adapter_id",
-        AdapterResolved(1, problem=AdapterProblem.BROKEN, reason="decoder.pt is damaged"),
+        LookedUp(1, problem=AdapterProblem.BROKEN, reason="decoder.pt is damaged"),
         "can't retrieve adapter with id 'x': decoder.pt is damaged",
     ),
     "slow": ("prefix_id", None, "can't retrieve prompt prefix with id 'x': it could not be loaded in time"),
@@ -140,8 +135,8 @@ async def test_without_a_store_every_id_is_an_error() -> None:
 
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")
-GRAMMAR_CASES: dict[str, tuple[str | None, GrammarCompiled | None, RequestError]] = {
-    "broken": (None, GrammarCompiled(7, "too deep"), InvalidRequest("json_schema", "json_schema: too deep")),
+GRAMMAR_CASES: dict[str, tuple[str | None, LookedUp | None, RequestError]] = {
+    "broken": (None, LookedUp(7, "too deep"), InvalidRequest("json_schema", "json_schema: too deep")),
     "slow": (None, None, Overloaded("no grammar was compiled within 2.5 s")),
     "unsupported": ("none here", None, InvalidRequest("json_schema", "json_schema: none here")),
 }
@@ -165,10 +160,10 @@ def test_a_grammar_that_cannot_be_used(case: str) -> None:
 
 @run_async
 async def test_a_grammar_is_kept_until_the_call_ends() -> None:
-    lookups, engine, _ = make_client(GrammarCompiled(7))
+    lookups, engine, _ = make_client(LookedUp(7))
     async with lookups.grammar(SCHEMA) as grammar:
         assert grammar == 7
-        assert engine.open == [CompileGrammar(7, SCHEMA)]
+        assert engine.open == [LookUp(7, SCHEMA)]
     assert engine.open == []
     async with lookups.grammar(None) as grammar:
         assert grammar is None

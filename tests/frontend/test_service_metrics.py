@@ -17,7 +17,7 @@ from scraped_metrics import samples, value
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import ServiceMetrics
-from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo, Heartbeat, Step, StepStats
 from tgis.ipc.request import Request
 from tgis.models.fake import make_fake_model

@@ -13,8 +13,7 @@ from tgis.api.grpc.convert import field_path
 from tgis.errors import InvalidRequest
 from tgis.frontend.sampling_params import FaceRules, RawParams
 from tgis.frontend.validation import RequestLimits, make_request, validate
-from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.grammars import GrammarKind, GrammarSpec
+from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 
 LIMITS = RequestLimits(max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True, max_grammar_bytes=100)

@@ -12,7 +12,7 @@ from lora_files import BROKEN_LORA, LINEARS, RANK, TOO_LARGE_LORA, UP, Q, config
 from prompt_files import CONFIG, SAFETENSORS, matrix, tgis, write
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem, AdapterResolved, AdapterStoreOptions, ResolveAdapter
+from tgis.ipc.lookups import AdapterProblem, AdapterStoreOptions, LookedUp, LookUp
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.lora import LoraAdapter
 from tgis.prompts.resolver import AdapterResolver
@@ -181,17 +181,19 @@ def test_concurrent_first_lookups_read_the_file_once(store: AdapterStore, monkey
         loads.append(len(data))
         return load(data)
 
-    def told(info: AdapterResolved) -> None:
+    def told(info: LookedUp) -> None:
         answers.append(info)
         all_told.release()
 
     monkeypatch.setattr("tgis.prompts.tensor_file.safetensors.torch.load", counted)
     lookups = AdapterResolver(store, told)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: lookups.resolve(ResolveAdapter(number, "good")), range(64)))
+        list(pool.map(lambda number: lookups.look_up(LookUp(number, "good")), range(64)))
     for _ in range(64):
         assert all_told.acquire(timeout=10)
     assert len(loads) == 1
     assert sum(info.loaded for info in answers) == 1
-    assert len({info.version for info in answers}) == 1
-    assert {(info.rank, info.length) for info in answers} == {(RANK, 0)}
+    refs = [info.adapter for info in answers if info.adapter]
+    assert len(refs) == 64
+    assert len({ref.version for ref in refs}) == 1
+    assert {(ref.rank, ref.length) for ref in refs} == {(RANK, 0)}

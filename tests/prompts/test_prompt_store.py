@@ -31,7 +31,7 @@ from prompt_files import (
 )
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
+from tgis.ipc.lookups import AdapterProblem, AdapterRef, LookedUp, LookUp
 from tgis.prompts import tensor_file
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -290,14 +290,14 @@ class Answers:
     """The answers of the resolver, in order."""
 
     def __init__(self) -> None:
-        self._sent: list[AdapterResolved] = []
+        self._sent: list[LookedUp] = []
         self._one = threading.Semaphore(0)
 
-    def __call__(self, info: AdapterResolved) -> None:
+    def __call__(self, info: LookedUp) -> None:
         self._sent.append(info)
         self._one.release()
 
-    def wait(self, count: int) -> list[AdapterResolved]:
+    def wait(self, count: int) -> list[LookedUp]:
         for _ in range(count):
             assert self._one.acquire(timeout=10)
         taken, self._sent = self._sent[:count], self._sent[count:]
@@ -308,8 +308,8 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     store, answers = SlowStore(), Answers()
     lookups = AdapterResolver(store, answers)
     for number in range(50):
-        lookups.resolve(ResolveAdapter(number, "slow"))
-    lookups.resolve(ResolveAdapter(50, "other"))
+        lookups.look_up(LookUp(number, "slow"))
+    lookups.look_up(LookUp(50, "other"))
     assert store.begun.acquire(timeout=10)
     assert store.begun.acquire(timeout=10)
     assert sorted(store.finds) == ["other", "slow"]
@@ -317,7 +317,7 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
         store.may_end.release()
     infos = answers.wait(51)
     assert {info.lookup_id for info in infos} == set(range(51))
-    assert all(info.length == 4 and info.problem is None for info in infos)
+    assert all(info.adapter and info.adapter.length == 4 and not info.reason for info in infos)
     assert sum(info.loaded for info in infos) == 1
     assert sorted(store.finds) == ["other", "slow", "slow"]  # once more for those that arrived during the first load
 
@@ -333,9 +333,9 @@ def test_concurrent_lookups_read_the_files_once(store: AdapterStore, monkeypatch
     answers = Answers()
     lookups = AdapterResolver(store, answers)
     for number in range(40):
-        lookups.resolve(ResolveAdapter(number, "good"))
+        lookups.look_up(LookUp(number, "good"))
     infos = answers.wait(40)
-    assert all(info.length == 4 for info in infos)
+    assert all(info.adapter and info.adapter.length == 4 for info in infos)
     assert len(loads) == sum(info.loaded for info in infos) == 1
     prompts = {id(lookups.adapter(AdapterRef("good", 4, 0, number, 1))) for number in range(40)}
     assert len(prompts) == 1
@@ -347,10 +347,10 @@ def test_a_resolved_adapter_is_held_whatever_happens_to_the_store(root: Path) ->
     store, answers = AdapterStore(str(root), 8 * 512, TARGET), Answers()
     lookups = AdapterResolver(store, answers)
     for number, name in enumerate("abcdefghi"):
-        lookups.resolve(ResolveAdapter(number, name))
+        lookups.look_up(LookUp(number, name))
         assert answers.wait(1)[0].loaded
     write(root / "a", tgis(matrix(2)))
-    lookups.resolve(ResolveAdapter(9, "a"))
+    lookups.look_up(LookUp(9, "a"))
     assert answers.wait(1)[0].loaded
     held = lookups.adapter(AdapterRef("a", 4, 0, lookup_id=0, version=1))
     assert torch.equal(embeddings(StoreResult(held, loaded=False)), matrix(seed=ord("a")))
@@ -362,7 +362,7 @@ def test_a_resolved_adapter_is_held_whatever_happens_to_the_store(root: Path) ->
 def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
     store, answers = SlowStore(), Answers()
     lookups = AdapterResolver(store, answers)
-    lookups.resolve(ResolveAdapter(7, "slow"))
+    lookups.look_up(LookUp(7, "slow"))
     assert store.begun.acquire(timeout=10)
     lookups.release([7])
     store.may_end.release()
@@ -381,7 +381,7 @@ def test_every_lookup_is_answered(name: str, problem: AdapterProblem, reason: st
     store, answers = SlowStore(), Answers()
     lookups = AdapterResolver(store, answers)
     for number in (1, 2, 3):
-        lookups.resolve(ResolveAdapter(number, name))
+        lookups.look_up(LookUp(number, name))
         store.may_end.release()
     infos = answers.wait(3)
     assert {info.lookup_id for info in infos} == {1, 2, 3}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import GrammarKind
+from tgis.ipc.lookups import GrammarKind
 from tgis.structured_output.ebnf import ebnf_to_lark
 
 TABLE = byte_table()

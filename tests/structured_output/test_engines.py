@@ -34,8 +34,7 @@ from tgis.engines.onnx.engine import load_engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.grammars import GrammarKind, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar

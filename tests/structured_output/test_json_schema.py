@@ -15,7 +15,7 @@ from benchmarks.structured_output.features import FEATURES, INTEGER, STRING, clo
 from benchmarks.structured_output.schemas import CLIENTS
 from benchmarks.structured_output.validation import FORMATS, problem_of
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import GrammarKind
+from tgis.ipc.lookups import GrammarKind
 from tgis.structured_output.json_schema import parse_schema
 
 PIECES = [

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.structured_output.suite import allows
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp, Vocabulary
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
@@ -267,11 +267,11 @@ def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
 
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
-    answers: list[GrammarCompiled] = []
+    answers: list[LookedUp] = []
     compiler, blocker = GrammarCompiler(byte_table(), LIMITS, answers.append, started_pool), threading.Event()
     for _ in range(2):
         compiler._pool.submit(blocker.wait)
-    compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.REGEX, "a")))
+    compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
     compiler.close()
     blocker.set()
     compiler._pool.shutdown(wait=True)
@@ -331,7 +331,7 @@ UNPRIVILEGED = """
 import os
 import queue
 from grammar_walks import LIMITS, byte_table
-from tgis.ipc.grammars import CompileGrammar, GrammarKind, GrammarSpec
+from tgis.ipc.lookups import LookUp, GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.utils.thread_pool import started_pool
 
@@ -340,8 +340,8 @@ os.nice(10)
 if os.getuid() == 0:
     os.setuid(65534)
 problems = queue.Queue()
-compiler = GrammarCompiler(table, LIMITS, lambda answer: problems.put(answer.problem), started_pool)
-compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.REGEX, "a")))
+compiler = GrammarCompiler(table, LIMITS, lambda answer: problems.put(answer.reason), started_pool)
+compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
 print([problems.get(), compiler._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()])
 """
 

@@ -19,7 +19,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.frontend import validation
 from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.validation import make_request, validate
-from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.request import LogprobOptions, Request, TokenLogprobs
 from tgis.prompts.store import AdapterStore, LoadedAdapter
 

@@ -63,6 +63,13 @@ def request(
     return Request(request_id, tokens, max_new, capped, sampling, LogprobOptions(), deadline, client=client)
 
 
+def queued(requests: Iterable[Request], weight: int = 1000, **changes: Any) -> Batcher:
+    """A batcher with these limits, and the inputs of one call in its queue."""
+    batcher = Batcher(limits(weight, **changes), {EOS})
+    batcher.submit(requests, 0.0)
+    return batcher
+
+
 def ids(seqs: Iterable[Sequence]) -> list[int]:
     return [seq.id for seq in seqs]
 

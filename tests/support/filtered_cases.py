@@ -11,10 +11,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from tgis.engines.sampling.draws import draw_filtered
+from tgis.engines.sampling.draws import _triton_draw_filtered, draw_filtered
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import LogprobRequest
-from tgis.engines.sampling.ops import _triton_draw_filtered
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
 ROWS = 3

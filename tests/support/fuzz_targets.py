@@ -26,7 +26,7 @@ from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits, make_request, validate
-from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.messages import FromEngine, Submit, ToEngine
 from tgis.models import files
 from tgis.pb import generation_pb2 as pb

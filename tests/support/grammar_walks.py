@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 
-from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 

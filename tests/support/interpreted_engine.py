@@ -17,7 +17,7 @@ from tiny_models import generate_all
 
 from tgis.engines.paged import attention
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.sampling import ops
+from tgis.engines.sampling import draws
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 ROWS, NEW = 3, 5
@@ -44,7 +44,7 @@ def main() -> None:
     properties = SimpleNamespace(multi_processor_count=2)
     with (
         mock.patch.object(attention, "has_kernels", return_value=True),
-        mock.patch.object(ops, "has_kernels", return_value=True),
+        mock.patch.object(draws, "has_kernels", return_value=True),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
     ):
         tokens, engine = generated(Path(sys.argv[1]))

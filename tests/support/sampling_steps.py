@@ -7,8 +7,8 @@ import torch
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.ops import SamplingOps
+from tgis.engines.sampling.draws import SamplingOps
+from tgis.engines.sampling.sampler import BatchSampler
 from tgis.ipc.request import TokenLogprobs
 
 PLAIN_OPS = SamplingOps()

@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from tgis.engines.kernels.attention_inputs import make_paged_chunks
 from tgis.engines.kernels.cuda import kv_cache, paged_decode, paged_prefill, sampling
-from tgis.engines.sampling import ops
+from tgis.engines.sampling import draws
 
 KERNELS = {
     *(
@@ -95,7 +95,7 @@ def build_draw(case: gumbel_max_cases.Case, capability: int) -> tuple[int, int, 
 
 
 def build_filtered_draw(case: filtered_cases.Case, capability: int) -> tuple[int, int, int]:
-    run = partial(ops._triton_draw_filtered, *filtered_cases.inputs(case, "cpu"))
+    run = partial(draws._triton_draw_filtered, *filtered_cases.inputs(case, "cpu"))
     return build(sampling, "_filtered_draw", capability, run)
 
 

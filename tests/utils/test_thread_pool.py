@@ -12,8 +12,7 @@ from grammar_walks import LIMITS, byte_table
 
 from tgis.engine_core.core import EngineCore
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
-from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarSpec
+from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
 from tgis.models.fake import make_fake_model
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.structured_output.compiler import GrammarCompiler
@@ -64,27 +63,27 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_adapters_are_found_without_another_thread(no_more_threads: Callable[[], None]) -> None:
-    answers: list[AdapterResolved] = []
+    answers: list[LookedUp] = []
     answered = threading.Event()
 
-    def send(answer: AdapterResolved) -> None:
+    def send(answer: LookedUp) -> None:
         answers.append(answer)
         answered.set()
 
     resolver = AdapterResolver(Store(), send)
     no_more_threads()
-    resolver.resolve(ResolveAdapter(1, "a"))
+    resolver.look_up(LookUp(1, "a"))
     assert answered.wait(10)
-    assert [answer.length for answer in answers] == [7]
+    assert [answer.adapter and answer.adapter.length for answer in answers] == [7]
 
 
 def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:
-    answers = queue.SimpleQueue[GrammarCompiled]()
+    answers = queue.SimpleQueue[LookedUp]()
     compiler = GrammarCompiler(byte_table(), LIMITS, answers.put, started_pool)
     masks = EngineCore(*cast("Any", (None, None, None))).masks
     no_more_threads()
-    compiler.compile(CompileGrammar(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))
-    assert answers.get(timeout=10).problem == ""
+    compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))
+    assert answers.get(timeout=10).reason == ""
     matcher, tokens = compiler.matcher(1), [ord("a") + 1]
     masks.prepare([(matcher, tokens)])
     assert matcher.allowed_ids(tokens) == [ord("b") + 1]

@@ -7,8 +7,7 @@ from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.capacity import BatchLimits, BatchShape, CapacityLimits, PeakEstimator
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting_queue import MAX_OVERTAKERS, OVERTAKING_WINDOW_SECONDS
-from tgis.ipc.batch_state import WaitReason
-from tgis.ipc.messages import BatcherCounters
+from tgis.ipc.messages import BatcherCounters, WaitReason
 
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for sequences that would overtake: about 0.2 ms
 MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each token is multiplied by all of them

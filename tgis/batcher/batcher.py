@@ -14,8 +14,7 @@ from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, pa
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
-from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
-from tgis.ipc.messages import BatcherCounters
+from tgis.ipc.messages import BatcherCounters, BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request, StopReason
 
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
@@ -201,7 +200,7 @@ class Batcher:
             if not self._free_slots():
                 self._wait_reason = WaitReason.BATCH_SIZE
             elif not self._interleaving.may_prefill(len(self._running), now):
-                self._wait_reason = self._wait_reason or WaitReason.DECODE_TURN  # keep a weightier reason
+                self._wait_reason = self._wait_reason or WaitReason.DECODES_FIRST  # keep a weightier reason
             else:
                 admission = PaddedAdmission(self._limits, self._capacity, self._running, self._counters)
                 seqs = self._admit(admission) or self._running

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem
+from tgis.ipc.lookups import AdapterProblem
 from tgis.models.files import embedding_size, is_encoder_decoder, max_sequence_length
 from tgis.prompts.files import FILES, AdapterDirectory
 from tgis.prompts.lora import RawLora

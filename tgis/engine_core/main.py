@@ -16,9 +16,8 @@ from tgis.batcher.capacity import BatchLimits, check_max_sequence_length
 from tgis.engine_core.core import EngineCore
 from tgis.engines import load_engine
 from tgis.errors import TgisError
-from tgis.ipc.adapters import ResolveAdapter
 from tgis.ipc.channel import Channel
-from tgis.ipc.grammars import CompileGrammar, Vocabulary
+from tgis.ipc.lookups import LookUp, Vocabulary
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, ToEngine
 from tgis.prompts.resolver import AdapterResolver
 from tgis.structured_output.compiler import GrammarCompiler
@@ -58,14 +57,19 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
         from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - needs torch, which the engine `fake` does without
 
         resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info), channel.send)
-        channel.handle_inline(ResolveAdapter, resolver.resolve)
     grammars = None
     (vocabulary,) = received or channel.receive(wait=True)
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens:
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
         grammars = GrammarCompiler(table, options.grammar_limits, channel.send, started_pool)
-        channel.handle_inline(CompileGrammar, grammars.compile)
+
+    def look_up(lookup: LookUp) -> None:
+        finder = resolver if isinstance(lookup.target, str) else grammars
+        assert finder is not None, "the front end refuses what this engine cannot have"
+        finder.look_up(lookup)
+
+    channel.handle_inline(LookUp, look_up)
     channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, resolver, grammars).run()
     if grammars:

@@ -12,7 +12,7 @@ from itertools import chain
 
 from tgis.errors import StartError
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.ipc.grammars import Vocabulary
+from tgis.ipc.lookups import Vocabulary
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -13,17 +13,14 @@ from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError
 from tgis.frontend.engine_process import EngineProcess
 from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.ipc import messages
-from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
-from tgis.ipc.batch_state import BatchState
-from tgis.ipc.grammars import CompileGrammar, GrammarCompiled
+from tgis.ipc.lookups import LookedUp, LookUp
+from tgis.ipc.messages import BatchState
 from tgis.ipc.request import Request
 
 if TYPE_CHECKING:
     from tgis.frontend.metrics import Metrics
 
 BATCH_STATE_TIMEOUT = 5.0
-
-Found = TypeVar("Found", AdapterResolved, GrammarCompiled)
 
 
 class EngineClient(EngineProcess):
@@ -38,7 +35,7 @@ class EngineClient(EngineProcess):
         self._last_id = 0
         self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         # The engine's answers; None if it has died.
-        self._lookups: dict[int, asyncio.Future[AdapterResolved | GrammarCompiled | None]] = {}
+        self._lookups: dict[int, asyncio.Future[LookedUp | None]] = {}
         self._batch_state: asyncio.Future[BatchState | None] | None = None
         self._batch_state_asked = 0.0
 
@@ -84,9 +81,7 @@ class EngineClient(EngineProcess):
         return state
 
     @contextlib.asynccontextmanager
-    async def look_up(
-        self, lookup: ResolveAdapter | CompileGrammar, expected: type[Found], timeout: float
-    ) -> AsyncIterator[Found | None]:
+    async def look_up(self, lookup: LookUp, timeout: float) -> AsyncIterator[LookedUp | None]:
         """Have the engine process find something, and keep it until the block is left; None if that takes too long."""
         self._check_alive()
         answer = self._lookups[lookup.lookup_id] = asyncio.get_running_loop().create_future()
@@ -94,9 +89,7 @@ class EngineClient(EngineProcess):
         try:
             await asyncio.wait([answer], timeout=timeout)
             self._check_alive()
-            found = answer.result() if answer.done() else None
-            assert found is None or isinstance(found, expected)
-            yield found
+            yield answer.result() if answer.done() else None
         finally:
             del self._lookups[lookup.lookup_id]
             self._cancel(lookup.lookup_id)
@@ -135,7 +128,7 @@ class EngineClient(EngineProcess):
                     queue.prompt_logprobs.append(message)
             case messages.Failed():
                 self._deliver_failure(message)
-            case AdapterResolved() | GrammarCompiled():
+            case LookedUp():
                 _answer(self._lookups.get(message.lookup_id), message)
             case BatchState():
                 _answer(self._batch_state, message)

@@ -12,7 +12,7 @@ import sys
 import time
 
 from tgis.ipc import messages
-from tgis.ipc.framing import FrameReader, encode_frame
+from tgis.ipc.channel import FrameReader, encode_frame
 
 TICK_SECONDS = 0.25
 HEARTBEAT_TIMEOUT = 3.0

@@ -24,7 +24,7 @@ from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Encoding, Wanted
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
-from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
 

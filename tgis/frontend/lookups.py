@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from tgis.errors import InvalidRequest, Overloaded
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
-from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
-from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarSpec
+from tgis.ipc.lookups import AdapterProblem, AdapterRef, GrammarSpec, LookedUp, LookUp
 
 ADAPTER_TIMEOUT = 5.0
 _SHOWN_ID_CHARACTERS = 100  # in an error message
@@ -45,14 +44,13 @@ class Lookups:
         if self._why_no_adapters is not None:
             raise self._adapter_error(field, f"{field} supplied but {self._why_no_adapters}")
         started = time.monotonic()
-        lookup = ResolveAdapter(self._client.next_id(), adapter_id)
-        async with self._client.look_up(lookup, AdapterResolved, ADAPTER_TIMEOUT) as found:
-            if found is None or found.problem is not None:
+        lookup = LookUp(self._client.next_id(), adapter_id)
+        async with self._client.look_up(lookup, ADAPTER_TIMEOUT) as found:
+            if found is None or found.reason:
                 raise self._adapter_error(field, _error_text(field, adapter_id, found))
             if found.loaded:
                 self._metrics.adapter_loaded(time.monotonic() - started)
-            lengths = found.length, found.decoder_length
-            yield AdapterRef(adapter_id, *lengths, found.lookup_id, found.version, found.rank)
+            yield found.adapter
 
     @asynccontextmanager
     async def grammar(self, spec: GrammarSpec | None) -> AsyncIterator[int | None]:
@@ -62,12 +60,12 @@ class Lookups:
             return
         if self._why_no_grammars is not None:
             raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
-        lookup = CompileGrammar(self._client.next_id(), spec)
-        async with self._client.look_up(lookup, GrammarCompiled, self._grammar_timeout) as compiled:
+        lookup = LookUp(self._client.next_id(), spec)
+        async with self._client.look_up(lookup, self._grammar_timeout) as compiled:
             if compiled is None:
                 raise Overloaded(f"no grammar was compiled within {self._grammar_timeout:g} s")
-            if compiled.problem:
-                text = f"{spec.kind}: {compiled.problem}"
+            if compiled.reason:
+                text = f"{spec.kind}: {compiled.reason}"
                 raise InvalidRequest(spec.kind, text, logged=f"{spec.kind} cannot be compiled")
             yield compiled.lookup_id
 
@@ -76,7 +74,7 @@ class Lookups:
         return InvalidRequest(field, text)
 
 
-def _error_text(field: str, adapter_id: str, found: AdapterResolved | None) -> str:
+def _error_text(field: str, adapter_id: str, found: LookedUp | None) -> str:
     """Describe the problem in the words of TGIS for `prefix_id`, in those of vllm-tgis-adapter for `adapter_id`."""
     shown = "".join(c if c.isprintable() else "?" for c in adapter_id[:_SHOWN_ID_CHARACTERS])
     shown += "..." * (len(adapter_id) > _SHOWN_ID_CHARACTERS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tgis.ipc.grammars import GrammarSpec
+from tgis.ipc.lookups import GrammarSpec
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from tgis.errors import InvalidRequest, TooLong
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
-from tgis.ipc.adapters import AdapterRef
-from tgis.ipc.grammars import GrammarKind, GrammarSpec
+from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
 from tgis.ipc.request import Request
 
 MAX_OUTPUT_PENALTY = 2.0  # frequency and presence penalty, up and down

@@ -1,25 +1,71 @@
-"""A child process's end of the socket to its parent: engine process to front end, or another rank to the engine.
+"""The socket between two processes: its frames, and a child's end of it.
 
-End-of-file means that the parent died, and ends this process at once.
+A frame is four bytes of length (little endian), then one msgpack message. The child is the engine process of the front
+end, or another rank of the engine process. End of file means that the parent died, and ends the child at once.
 """
 
 import logging
 import os
 import queue
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import msgspec
 
-from tgis.ipc.framing import encode_frame, receive_messages
 from tgis.ipc.messages import Fatal, Heartbeat
 
 log = logging.getLogger(__name__)
 
+MAX_FRAME_BYTES = 1 << 30  # far above any real message: a corrupt length must not allocate all memory
+_LENGTH = struct.Struct("<I")
+_RECV_BYTES = 1 << 18
 _HEARTBEAT_SECONDS = 1.0
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    body = _encoder.encode(message)
+    assert len(body) <= MAX_FRAME_BYTES
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Splits a byte stream into frames and decodes each as one member of the union `message_type`."""
+
+    def __init__(self, message_type: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> list[Any]:
+        """Return the messages that `data` completes, in order."""
+        self._buffer += data
+        messages, start = [], 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            assert length <= MAX_FRAME_BYTES
+            end = start + _LENGTH.size + length
+            if end > len(self._buffer):
+                break
+            messages.append(self._decoder.decode(memoryview(self._buffer)[start + _LENGTH.size : end]))
+            start = end
+        if start:
+            del self._buffer[:start]
+        return messages
+
+
+def receive_messages(sock: socket.socket, message_type: Any) -> Iterator[Any]:
+    """The messages of a blocking socket as they arrive, until end-of-file; OSError if it breaks.
+
+    All reads share a buffer: separate buffers, with parts of messages kept between them, would fragment the heap.
+    """
+    reader, buffer = FrameReader(message_type), memoryview(bytearray(_RECV_BYTES))
+    while count := sock.recv_into(buffer):
+        yield from reader.feed(buffer[:count])
 
 
 class Channel:

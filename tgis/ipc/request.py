@@ -4,7 +4,7 @@ import enum
 
 import msgspec
 
-from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.lookups import AdapterRef
 
 
 class StopReason(enum.IntEnum):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.prompts.files import FILES, AdapterDirectory
 
 MAX_LISTED = 1000

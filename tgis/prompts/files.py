@@ -6,7 +6,7 @@ import stat
 from dataclasses import dataclass
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem
+from tgis.ipc.lookups import AdapterProblem
 from tgis.utils.file_watch import Signature, file_signature
 
 CONFIG = "adapter_config.json"

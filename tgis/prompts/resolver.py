@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
+from tgis.ipc.lookups import AdapterProblem, AdapterRef, LookedUp, LookUp
 from tgis.utils.thread_pool import started_pool
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Store(Protocol):
 class AdapterResolver:
     """All lookups that are not released; at most one thread works on an id."""
 
-    def __init__(self, store: Store, send: Callable[[AdapterResolved], None]) -> None:
+    def __init__(self, store: Store, send: Callable[[LookedUp], None]) -> None:
         self._store = store
         self._send = send
         self._pool = started_pool(_THREADS, "adapters")
@@ -68,15 +68,17 @@ class AdapterResolver:
         self._resolved: dict[int, Adapter | None] = {}  # by lookup id; None until found
         self._pending: dict[str, list[int]] = {}  # ids being loaded -> lookups that arrived meanwhile
 
-    def resolve(self, lookup: ResolveAdapter) -> None:
+    def look_up(self, lookup: LookUp) -> None:
         """Start a lookup; another thread sends the answer."""
+        adapter_id = lookup.target
+        assert isinstance(adapter_id, str)
         with self._lock:
             self._resolved[lookup.lookup_id] = None
-            if (waiting := self._pending.get(lookup.adapter_id)) is not None:
+            if (waiting := self._pending.get(adapter_id)) is not None:
                 waiting.append(lookup.lookup_id)
                 return
-            self._pending[lookup.adapter_id] = []
-        self._start(lookup.adapter_id, [lookup.lookup_id])
+            self._pending[adapter_id] = []
+        self._start(adapter_id, [lookup.lookup_id])
 
     def adapter(self, ref: AdapterRef) -> Adapter:
         """The adapter that the lookup of `ref` has found."""
@@ -96,7 +98,7 @@ class AdapterResolver:
         future.add_done_callback(lambda done: self._finish(adapter_id, lookup_ids, done))
 
     def _finish(self, adapter_id: str, lookup_ids: list[int], done: "Future[StoreResult]") -> None:
-        answers = [_message_of(lookup_id, done) for lookup_id in lookup_ids]
+        answers = [_answer(lookup_id, adapter_id, done) for lookup_id in lookup_ids]
         with self._lock:
             for lookup_id in self._resolved.keys() & set(lookup_ids):
                 self._resolved[lookup_id] = None if done.exception() else done.result().adapter
@@ -109,16 +111,17 @@ class AdapterResolver:
             self._start(adapter_id, late)
 
 
-def _message_of(lookup_id: int, done: "Future[StoreResult]") -> AdapterResolved:
+def _answer(lookup_id: int, adapter_id: str, done: "Future[StoreResult]") -> LookedUp:
     match done.exception():
         case None:
             found = done.result()
             adapter = found.adapter
             lengths = adapter.length, adapter.decoder_length
-            return AdapterResolved(lookup_id, *lengths, adapter.version, adapter.rank, found.loaded)
+            ref = AdapterRef(adapter_id, *lengths, lookup_id, adapter.version, adapter.rank)
+            return LookedUp(lookup_id, adapter=ref, loaded=found.loaded)
         case AdapterError() as error:
-            return AdapterResolved(lookup_id, problem=AdapterProblem(error.problem), reason=str(error))
+            return LookedUp(lookup_id, str(error), AdapterProblem(error.problem))
         case error:
             log.error("failed to load an adapter", exc_info=error)
             reason = f"internal error: {type(error).__name__}"
-            return AdapterResolved(lookup_id, problem=AdapterProblem.BROKEN, reason=reason)
+            return LookedUp(lookup_id, reason, AdapterProblem.BROKEN)

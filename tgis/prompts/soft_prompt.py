@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem
+from tgis.ipc.lookups import AdapterProblem
 from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, AdapterDirectory
 from tgis.prompts.tensor_file import (
     FileTensor,

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.adapters import AdapterProblem, AdapterStoreOptions
+from tgis.ipc.lookups import AdapterProblem, AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.files import CONFIG, AdapterDirectory
 from tgis.prompts.lora import LoraAdapter, RawLora, read_lora

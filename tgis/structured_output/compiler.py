@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import llguidance
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import CompileGrammar, GrammarCompiled, GrammarKind, GrammarLimits, GrammarSpec
+from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, LookedUp, LookUp
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
@@ -55,7 +55,7 @@ class GrammarCompiler:
     """All lookups that are not released, and the cache."""
 
     def __init__(
-        self, table: TokenTable, limits: GrammarLimits, send: Callable[[GrammarCompiled], None], make_pool: MakePool
+        self, table: TokenTable, limits: GrammarLimits, send: Callable[[LookedUp], None], make_pool: MakePool
     ) -> None:
         self._table = table
         self._limits = limits
@@ -65,9 +65,10 @@ class GrammarCompiler:
         self._cache: dict[GrammarSpec, Future[GrammarMatcher]] = {}  # the least recently used first
         self._held: dict[int, Future[GrammarMatcher]] = {}  # by lookup id
 
-    def compile(self, lookup: CompileGrammar) -> None:
+    def look_up(self, lookup: LookUp) -> None:
         """Start a lookup; another thread sends the answer, or this one if it is known."""
-        spec = lookup.spec
+        spec = lookup.target
+        assert isinstance(spec, GrammarSpec)
         with self._lock:
             future = self._cache.pop(spec, None)
             if future is None:
@@ -104,7 +105,7 @@ class GrammarCompiler:
             case error:
                 log.error("failed to compile a grammar", exc_info=error)
                 problem = f"internal error: {type(error).__name__}"
-        self._send(GrammarCompiled(lookup_id, problem))
+        self._send(LookedUp(lookup_id, problem))
 
 
 def lower_priority() -> None:

@@ -12,7 +12,7 @@ from math import lcm
 from typing import Any
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import GrammarLimits
+from tgis.ipc.lookups import GrammarLimits
 from tgis.structured_output.formats import with_exact_format
 from tgis.structured_output.one_of import OneOfRewriter
 

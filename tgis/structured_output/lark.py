@@ -11,7 +11,7 @@ from typing import Any, assert_never
 import llguidance
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import FIRST_TOOL_LINE, GrammarKind, GrammarLimits, GrammarSpec
+from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarLimits, GrammarSpec
 from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tgis.errors import GrammarError
-from tgis.ipc.grammars import Vocabulary
+from tgis.ipc.lookups import Vocabulary
 from tgis.structured_output.lark import problem_of
 
 _WORD_BITS = 32  # llguidance writes whole words

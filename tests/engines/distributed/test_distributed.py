@@ -27,7 +27,7 @@ from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.batch import BatchBuilder
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
@@ -80,17 +80,9 @@ def small_llama(directory: Path) -> Path:
     return directory
 
 
-def test_two_ranks_compute_what_transformers_does_for_glassllm(glassllm_dir: Path) -> None:
-    check(glassllm_dir)
-
-
-def test_two_ranks_compute_what_transformers_does_with_biases_and_untied_embeddings(tmp_path: Path) -> None:
-    check(small_llama(tmp_path))
-
-
-def check(model: Path) -> None:
+def test_two_ranks_compute_what_transformers_does(tmp_path: Path) -> None:
     """In chunks, side by side, with cached prefixes and with so few blocks that rows are preempted."""
-    rng = random.Random(1)
+    model, rng = small_llama(tmp_path), random.Random(1)
     prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     prompts.append(prompts[-1] + prompts[0])
     wanted = [
@@ -191,7 +183,7 @@ def test_a_step_input_carries_all_that_a_step_needs(data: st.DataObject) -> None
 
 
 def refused(config: Any, directory: Path) -> str:
-    """Without weights: loading them would fail with another error."""
+    """The error for a model without weights, whose loading would fail with another one."""
     config.save_pretrained(directory)
     with pytest.raises(StartError) as caught:
         ShardedEngine(options_of(directory), end, print)

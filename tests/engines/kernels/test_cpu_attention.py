@@ -138,15 +138,15 @@ def test_any_number_of_threads(kernel: CpuAttention, count: int) -> None:
         assert prefill_error([kernel], chunks, AttentionParams(0.3)) < 1e-5
 
 
-@pytest.mark.parametrize("rules", [AttentionParams(0.3), AttentionParams(0.3, 100), PARAMS["all at once"]])
+@pytest.mark.parametrize("params", [AttentionParams(0.3), AttentionParams(0.3, 100), PARAMS["all at once"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
-    kernel: CpuAttention, rules: AttentionParams, dtype: torch.dtype
+    kernel: CpuAttention, params: AttentionParams, dtype: torch.dtype
 ) -> None:
     """However a prompt is cut, by however many threads, and beside whomever."""
     total = 1300
     chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
-    expected, blocks = prefill_by(kernel, chunks, rules), chunks.batch.chunks[0].block_table
+    expected, blocks = prefill_by(kernel, chunks, params), chunks.batch.chunks[0].block_table
     cache = in_panels(*chunks.layer)
     cuts = ([1, 1, 14, 1, 240, 255, 1, 511, 276], [130] * 10, [1024, 276], [37] * 35 + [5])
     for count, cut in zip((1, 2, 7, 2), cuts, strict=True):
@@ -156,7 +156,7 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
             start = 2 + before
             rows = [[0, 1, 1, blocks.data_ptr()], [start, size, before + size, blocks.data_ptr()]][before % 2 :]
             with num_threads(count):
-                output = kernel.attend(chunks.q, *cache, torch.tensor(rows), rules)
+                output = kernel.attend(chunks.q, *cache, torch.tensor(rows), params)
             parts.append(output[start : start + size])
             before += size
         assert torch.equal(torch.cat(parts), expected)
@@ -164,9 +164,9 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_stays_visible(kernel: CpuAttention, dtype: torch.dtype) -> None:
-    tensors, rules = inputs(Case([40, 40], dtype=dtype), "cpu")
+    tensors, params = inputs(Case([40, 40], dtype=dtype), "cpu")
     tensors[0][1, 0] = float("nan")
-    output = decode_by(kernel, *tensors, params=rules)
+    output = decode_by(kernel, *tensors, params=params)
     assert output[1, 0].isnan().all()
     assert output[0].isfinite().all()
     assert output[1, 1:].isfinite().all()
@@ -191,15 +191,15 @@ def test_nothing_unwritten_is_read(kernel: CpuAttention, dtype: torch.dtype) -> 
         states[chunk.block_table[-1], (600 + 21) % 16 :] = float("nan")
         states[chunk.block_table[:30]] = float("nan")
     chunk.block_table[:30] = 2**30
-    rules = AttentionParams(0.3, 100)
-    assert prefill_by(kernel, chunks, rules).isfinite().all()
+    params = AttentionParams(0.3, 100)
+    assert prefill_by(kernel, chunks, params).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_scores_do_not_overflow(kernel: CpuAttention, dtype: torch.dtype) -> None:
-    tensors, rules = inputs(Case([50], dtype=dtype), "cpu")
+    tensors, params = inputs(Case([50], dtype=dtype), "cpu")
     tensors[0] *= 1e4
-    assert decode_by(kernel, *tensors, params=rules).isfinite().all()
+    assert decode_by(kernel, *tensors, params=params).isfinite().all()
     chunks = chunk_batch([(600, 20)], 4, 2, 16, dtype)
     chunks.q *= 1e4
     assert prefill_by(kernel, chunks, AttentionParams(0.3)).isfinite().all()
@@ -224,14 +224,13 @@ def test_sequences_point_to_their_block_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k_size", "dtype"), [(24, torch.float32), (528, torch.float32), (16, torch.float64), (16, torch.float16)]
+    "case",
+    [
+        *(Case([5], k_size=size, v_size=size) for size in (24, 528)),
+        *(Case([5], dtype=dtype) for dtype in (torch.float64, torch.float16)),
+        *(Case([5], block=block) for block in (8, 24)),  # of whole panels
+    ],
 )
-def test_other_shapes_and_dtypes_are_not_supported(k_size: int, dtype: torch.dtype) -> None:
-    (q, keys, values, *_), _ = inputs(Case([5], k_size=k_size, v_size=k_size, dtype=dtype), "cpu")
+def test_other_shapes_and_dtypes_are_not_supported(case: Case) -> None:
+    (q, keys, values, *_), _ = inputs(case, "cpu")
     assert not CpuAttention.supports(q, keys, values)
-
-
-def test_blocks_are_of_whole_panels() -> None:
-    for block in (8, 24):
-        (q, keys, values, *_), _ = inputs(Case([5], block=block), "cpu")
-        assert not CpuAttention.supports(q, keys, values)

@@ -11,7 +11,7 @@ from repository import REPOSITORY
 
 from tgis.engines.kernels.cpu.build import isa_flags
 
-KERNELS = REPOSITORY / "tgis" / "engines" / "kernels" / "cpu"
+KERNELS = REPOSITORY / "tgis" / "engines" / "kernels" / "cpu" / "csrc"
 HARNESS = REPOSITORY / "tests" / "support" / "gemm_harness.c"
 
 pytestmark = pytest.mark.slow

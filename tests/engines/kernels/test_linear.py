@@ -1,6 +1,10 @@
-"""Packed linear layers against float64, for every instruction set; no row depends on those beside it."""
+"""Packed linear layers against float64, for every instruction set; no row depends on those beside it. Of several GEMMs
+the fastest that is right is used.
+"""
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +13,10 @@ from tiny_models import make_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, cpu_gemm, our_gemms
-from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
+from tgis.engines.kernels.cpu import linear
+from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, cpu_gemm, our_gemms
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.linear import PackedLinear, pack_linears
+from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear, pack_linears
 
 SIZES = [(2, 1), (64, 32), (576, 192), (576, 49), (1538, 70), (4100, 33)]  # beyond a tile, beyond what is prefetched
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
@@ -132,7 +136,9 @@ def llama(dtype: torch.dtype) -> PreTrainedModel:
 def check_packed(kernels: CpuKernels | None, dtype: torch.dtype, layers: int) -> None:
     model, ids = llama(dtype), torch.tensor([[5, 9, 13]])
     expected = model(ids).logits
-    assert pack_linears(model, GemmSelector(kernels)) == layers == sum(type(m) is PackedLinear for m in model.modules())
+    packed = pack_linears(model, kernels)
+    assert packed.total() == layers == sum(type(m) is PackedLinear for m in model.modules())
+    assert set(packed) <= {"onednn" if kernels is None else kernels.isa}
     assert (model(ids).logits - expected).norm() < 10 * ERROR.get(dtype, 0) * expected.norm() + 1e-12
 
 
@@ -151,3 +157,58 @@ def test_linear_layers_of_a_model_by_our_gemm(dtype: torch.dtype, monkeypatch: p
     kernels = kernels_of("avx512_bf16")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     check_packed(kernels, dtype, sum(type(module) is nn.Linear for module in llama(dtype).modules()))
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> GemmSelector:
+    """As on a CPU with AMX: two of our GEMMs for bfloat16."""
+    kernels = kernels_of("generic")
+    one, other = partial(CpuGemm, kernels=kernels), partial(CpuGemm, kernels=kernels)
+
+    def makers(weight: Tensor, _kernels: CpuKernels) -> "dict[str, partial[CpuGemm]]":
+        return {"one": one, "other": other} if weight.dtype == torch.bfloat16 else {"one": one}
+
+    monkeypatch.setattr(linear, "our_gemms", makers)
+    return GemmSelector(kernels)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [([1.0, 0.9], "other"), ([1.0, 1.1], "one")])
+def test_of_two_of_our_own_the_faster_one(
+    two: GemmSelector, monkeypatch: pytest.MonkeyPatch, seconds: list[float], expected: str
+) -> None:
+    measured = iter(seconds)
+    monkeypatch.setattr(linear, "_seconds", lambda _make, _weight: next(measured))
+    for _ in range(2):  # one measurement for each shape
+        two.gemm(torch.ones(32, 64, dtype=torch.bfloat16))
+    assert two.counts == {expected: 2}
+    two.gemm(torch.ones(32, 64))
+    assert two.counts == Counter([expected, expected, "one"])
+
+
+def test_two_of_our_own_are_really_measured(two: GemmSelector) -> None:
+    two.gemm(torch.ones(32, 64, dtype=torch.bfloat16))
+    assert two.counts.total() == 1
+
+
+def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = kernels_of("generic")
+
+    def wrong(weight: Tensor) -> Gemm:
+        return CpuGemm(weight * 1.1, kernels)
+
+    def depends_on_others(weight: Tensor) -> Gemm:
+        gemm = CpuGemm(weight, kernels)
+        return lambda x, bias: gemm(x, bias) * (1 + 1e-6 * len(x))
+
+    makers = {"wrong": wrong, "dependent": depends_on_others, "right": partial(CpuGemm, kernels=kernels)}
+    monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels: makers)
+    selector = GemmSelector(kernels)
+    for _ in range(2):
+        selector.gemm(torch.ones(32, 64))
+    assert selector.counts == {"right": 2}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"CPU kernels: linear layers by {name} in torch.float32 are wrong on this CPU, and off"
+        for name in ("wrong", "dependent")
+    ]

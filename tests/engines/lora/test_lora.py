@@ -72,17 +72,6 @@ def test_training_changes_what_is_generated(tuned: Tuned) -> None:
         assert len(alike) == len({tuple(one.generated) for one in alike}) == len(LESSONS) + 1
 
 
-@pytest.mark.parametrize("name", ["", *LESSONS])
-def test_each_adapter_alone_generates_what_peft_generates(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned, name: str
-) -> None:
-    for one in without_near_ties([one for one in tuned.trained.continuations if one.prompt == name]):
-        (generated,), _ = generate_all(
-            setup, [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS)]
-        )
-        assert generated == one.generated
-
-
 @pytest.mark.parametrize("chunk_tokens", [512, 24])
 def test_eight_adapters_and_none_in_one_batch_generate_what_each_generates_alone(
     setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
@@ -291,10 +280,14 @@ def test_merged_layers_are_changed_separately() -> None:
             torch.testing.assert_close(model(ids).logits, expected)
 
 
+def small_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    return LlamaForCausalLM(config).eval()
+
+
 def test_unused_adapters_leave_the_model() -> None:
     """Their weights are freed and the hooks removed."""
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
-    model = LlamaForCausalLM(config).eval()
+    model = small_llama()
     layers = LoraLayers(model)
     assert "lm_head" not in layers.targets
     name = "model.layers.0.mlp.up_proj"
@@ -320,8 +313,7 @@ def test_unused_adapters_leave_the_model() -> None:
 
 
 def test_unused_adapters_make_room_for_others() -> None:
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
-    layers = LoraLayers(LlamaForCausalLM(config))
+    layers = LoraLayers(small_llama())
     (name, (inputs, outputs)), *_ = layers.targets.items()
 
     def apply(rank: int) -> Any:
@@ -340,8 +332,7 @@ def test_unused_adapters_make_room_for_others() -> None:
 
 def test_a_bank_that_grows_needs_no_memory_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is replaced is gone before, also if there is no memory for the rest; then no adapter and no hook is left."""
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
-    model = LlamaForCausalLM(config)
+    model = small_llama()
     layers = LoraLayers(model)
     (name, (inputs, outputs)), *_ = layers.targets.items()
     first, second = (

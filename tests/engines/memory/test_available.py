@@ -22,7 +22,7 @@ from tgis.engines.memory.available import (
 from tgis.engines.paged import engine as paged
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.lookups import AdapterStoreOptions
 
 CPU = torch.device("cpu")
 STAT = "anon 100\nfile 900\n{0}active_file 300\n{0}inactive_file 500\n{1} 50\n"
@@ -60,14 +60,32 @@ def version_1(limit: int, used: int) -> dict[str, str]:
     return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": stat}
 
 
-def test_without_limits_the_available_memory_counts(system: System) -> None:
-    system("0::/\n", _={})
-    assert (available_memory(CPU), total_memory(CPU)) == (8000 << 10, 10000 << 10)
+MACHINE = 8000 << 10, 10000 << 10
+CACHED = 750  # bytes of files that nobody maps
+CGROUPS: dict[str, tuple[str, dict[str, dict[str, str]], tuple[int, int]]] = {
+    "no limit": ("0::/\n", {"_": {}}, MACHINE),
+    "a container": ("0::/\n", {"_": version_2("1000000", 400_000)}, (600_000 + CACHED, 1_000_000)),
+    "a limit beyond the machine": ("0::/\n", {"_": version_2("99000000", 0)}, MACHINE),
+    "the tightest on the way up": (
+        "0::/slice/unit\n",
+        {"_": version_2("max", 0), "slice": version_2("500000", 100_000), "slice__unit": version_2("max", 9)},
+        (400_000 + CACHED, 500_000),
+    ),
+    "version 1": (
+        "9:cpu,cpuacct:/pod\n4:memory:/pod\n0::/\n",
+        {"memory": version_1(2**63 - 4096, 7), "memory__pod": version_1(600_000, 200_000)},
+        (400_000 + CACHED, 600_000),
+    ),
+    "a path of the host": ("0::/kubepods/pod1/abc\n", {"_": version_2("700000", 100_750)}, (600_000, 700_000)),
+}
 
 
-def test_a_container_has_less_and_its_cached_files_do_not_count(system: System) -> None:
-    system("0::/\n", _=version_2("1000000", 400_000))
-    assert (available_memory(CPU), total_memory(CPU)) == (1_000_000 - (400_000 - 750), 1_000_000)
+@pytest.mark.parametrize("name", CGROUPS)
+def test_memory_within_the_limits_of_control_groups(system: System, name: str) -> None:
+    """Cached files do not count as used; inside a container its group is the root."""
+    membership, groups, expected = CGROUPS[name]
+    system(membership, **groups)
+    assert (available_memory(CPU), total_memory(CPU)) == expected
 
 
 @pytest.mark.parametrize(("margin", "expected"), [(None, 6400), (0, 8000), (25, 6000)])
@@ -110,28 +128,6 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
     assert found("cuda", adapter_store=AdapterStoreOptions(None, 0, 0)) == 800 - 100
     assert found("cuda", estimate_memory="off") == 800
     assert found("cpu") == 800 * 4 // 10
-
-
-def test_a_limit_beyond_the_machine_does_not_count(system: System) -> None:
-    system("0::/\n", _=version_2("99000000", 0))
-    assert (available_memory(CPU), total_memory(CPU)) == (8000 << 10, 10000 << 10)
-
-
-def test_the_tightest_limit_on_the_way_up_counts(system: System) -> None:
-    groups = {"_": version_2("max", 0), "slice": version_2("500000", 100_000), "slice__unit": version_2("max", 9)}
-    system("0::/slice/unit\n", **groups)
-    assert available_memory(CPU) == 500_000 - (100_000 - 750)
-
-
-def test_cgroups_of_version_1(system: System) -> None:
-    groups = {"memory": version_1(2**63 - 4096, 7), "memory__pod": version_1(600_000, 200_000)}
-    system("9:cpu,cpuacct:/pod\n4:memory:/pod\n0::/\n", **groups)
-    assert (available_memory(CPU), total_memory(CPU)) == (600_000 - (200_000 - 750), 600_000)
-
-
-def test_inside_a_container_its_cgroup_is_the_root(system: System) -> None:
-    system("0::/kubepods/pod1/abc\n", _=version_2("700000", 100_750))
-    assert available_memory(CPU) == 600_000
 
 
 def test_this_machine_has_memory() -> None:

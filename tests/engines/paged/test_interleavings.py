@@ -209,20 +209,15 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
     assert total.queue_jumps or not few_blocks
 
 
-ATTENTION = pytest.mark.parametrize(
-    "subject",
-    [
-        ("Llama", 1, "float64", False),
-        ("Mistral", 1, "float64", False),
-        ("Gemma2", 1, "float32", False),
-        ("GptOss", 1, "float32", False),
-    ],
-    indirect=True,
-    ids=["plain", "sliding window", "soft-capping", "sinks"],
+PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS = (
+    ("Llama", 1, "float64", False),
+    ("Mistral", 1, "float64", False),
+    ("Gemma2", 1, "float32", False),
+    ("GptOss", 1, "float32", False),
 )
 
 
-@ATTENTION
+@pytest.mark.parametrize("subject", [PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS], indirect=True)
 def test_chunks_of_every_size(subject: Subject) -> None:
     """Alone, and beside a decode."""
     long = Request(1, list(PROMPTS[5]), 8, False, SamplingParams(), LogprobOptions(input_tokens=True, logprobs=True))
@@ -241,8 +236,11 @@ def test_chunks_of_every_size(subject: Subject) -> None:
             run.finish()
 
 
-@ATTENTION
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize(
+    ("subject", "prefix_cache"),
+    [(PLAIN, False), (PLAIN, True), (SLIDING_WINDOW, True), (SOFT_CAPPING, False), (SINKS, True)],
+    indirect=["subject"],
+)
 def test_preemption_at_any_step(subject: Subject, prefix_cache: bool) -> None:
     """All free blocks are taken for one step, or for every step in which others than the oldest have some."""
     steps = _run_squeezed(subject, prefix_cache, lambda step: False)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
+from tgis.engines.kernels.cpu import linear
 from tgis.engines.kernels.cpu.gemm import OneDnnGemm
-from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, _Memory
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
@@ -88,24 +88,16 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     assert_replayed_like_eager(model, replays, monkeypatch)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("onednn", [True, False])
-def test_odd_sizes_in_bfloat16_are_replayed(
-    tmp_path: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, onednn: bool
+def test_layers_that_our_gemm_cannot_multiply_are_replayed(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, *, onednn: bool, dtype: str
 ) -> None:
-    """oneDNN multiplies by such a weight; PyTorch where the CPU has AVX2 alone."""
-    model = make_model_from_config(LlamaConfig(**SHAPE | {"intermediate_size": 47}), tmp_path)
+    """Such as odd sizes in bfloat16: oneDNN multiplies, or PyTorch where the CPU has AVX2 alone."""
+    monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels: {})
     if not onednn:
         monkeypatch.setattr(OneDnnGemm, "supports", lambda _: False)
-    assert_replayed_like_eager(model, replays, monkeypatch, dtype="bfloat16")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_by_onednn_are_replayed(
-    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """As with BATCH_INVARIANT=false, where the measurement says so."""
-    monkeypatch.setattr(GemmSelector, "_fastest", lambda _self, _weight, makers: list(makers)[-1])
-    assert_replayed_like_eager(model, replays, monkeypatch, dtype=dtype, batch_invariant=False)
+    assert_replayed_like_eager(model, replays, monkeypatch, dtype=dtype)
 
 
 def test_a_model_that_looks_at_numbers_runs_eagerly(

@@ -27,7 +27,7 @@ from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_sequence
-from tgis.ipc.adapters import AdapterStoreOptions
+from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 ROWS, NEW = 4, 9

@@ -16,8 +16,7 @@ from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.sampling.draws import draw
-from tgis.engines.sampling.ops import SamplingOps
+from tgis.engines.sampling.draws import SamplingOps, draw
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 
@@ -26,7 +25,7 @@ LAYERS = 48
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
-    """Of a model so deep that rounding changes its logits: by 15 % with CPU kernels in bfloat16."""
+    """A model so deep that rounding changes its logits: by 15 % with CPU kernels in bfloat16."""
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=64,

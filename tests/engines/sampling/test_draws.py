@@ -13,9 +13,8 @@ from sampling_oracle import make_row
 from sampling_steps import sample_batch
 
 from tgis.engines.sampling import draws
-from tgis.engines.sampling.draws import exponential_noise, noise_keys
+from tgis.engines.sampling.draws import Draw, SamplingOps, exponential_noise, noise_keys, select_ops
 from tgis.engines.sampling.logits_processors import Scores
-from tgis.engines.sampling.ops import Draw, SamplingOps, select_ops
 from tgis.ipc.request import SamplingParams
 
 CPU = torch.device("cpu")

@@ -16,8 +16,9 @@ from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
-from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
+from tgis.engines.sampling.penalties import TokenHistory
+from tgis.engines.sampling.sampler import BatchSampler
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
 CPU = torch.device("cpu")
@@ -135,14 +136,9 @@ def test_ties_with_the_kth_token_are_kept() -> None:
 
 
 def test_a_sure_token_has_logprob_zero() -> None:
-    """Without a sign, which JSON would show."""
+    """It has no sign, which JSON would show."""
     sampled = choose([make_row(SamplingParams(), LOGPROBS)], torch.tensor([[-INFINITY, 1.0, -INFINITY]]))
     assert str(logprobs_of(sampled).logprob) == "0.0"
-
-
-def test_top_k_of_one_has_logprob_zero() -> None:
-    sampled = choose([make_row(SamplingParams(temperature=2.0, top_k=1, seed=5), LOGPROBS)], normal(1, 40))
-    assert logprobs_of(sampled).logprob == 0.0
 
 
 @pytest.mark.parametrize("k", [40, 41, 2**32 - 1])
@@ -177,13 +173,6 @@ def test_typical_p_may_remove_the_best() -> None:
     assert found[1] == pytest.approx(-math.log(100))
 
 
-def test_repetition_penalty_applies_once_per_id() -> None:
-    logits = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    found = candidates(SamplingParams(repetition_penalty=2.0), logits, context=[0, 1, 1, 0, 0, 0])
-    expected = torch.tensor([1.0, -4.0, 2.0, -2.0]).log_softmax(-1)
-    assert [found[token] for token in range(4)] == pytest.approx(expected.tolist(), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("penalty", "logits", "best"),
     [
@@ -206,23 +195,6 @@ def test_extreme_penalties_together_stay_finite() -> None:
     sampling = SamplingParams(length_penalty=(0, 10.0), repetition_penalty=1e-38)
     row = make_row(sampling, generated=100)
     assert choose([row], torch.tensor([[5.0, 1.0, 2.0, 3.0]]), torch.tensor([[3]]), EOS[:1]).tokens == [3]
-
-
-def test_repetition_penalty_of_one_row_leaves_the_others_alone() -> None:
-    logits = normal(3, 30)
-    rows = [make_row(SamplingParams(repetition_penalty=p), LOGPROBS) for p in (1.0, 9.0, 1.0)]
-    context = torch.arange(30).repeat(3, 2)
-    sampled = choose(rows, logits, context)
-    for row in (0, 2):
-        assert logprobs_of(sampled, row).logprob == pytest.approx(logits[row].log_softmax(-1).max().item(), abs=1e-6)
-    assert logprobs_of(sampled, 1).logprob != pytest.approx(logits[1].log_softmax(-1).max().item(), abs=1e-6)
-
-
-def test_no_eos_before_the_minimum_length() -> None:
-    logits = torch.zeros(1, 10)
-    logits[0, EOS] = 9.0
-    rows = [make_row(SamplingParams(min_new_tokens=3), generated=generated) for generated in range(5)]
-    assert [choose([row], logits, eos=EOS).tokens[0] for row in rows] == [0, 0, 0, 3, 3]
 
 
 def test_length_penalty_starts_with_token_ten() -> None:
@@ -254,16 +226,6 @@ def test_an_overflowing_length_penalty_samples_eos(sampling: SamplingParams) -> 
     assert (sampled.tokens, sampled.invalid, logprobs_of(sampled).logprob) == ([3], [], 0.0)
 
 
-def test_top_n_with_ties_at_the_threshold() -> None:
-    logits = [5.0, 1.0, 4.0, 4.0, 4.0, 2.0]
-    details = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=2)
-    top = logprobs_of(choose([make_row(SamplingParams(), details)], torch.tensor([logits]))).top_logprobs
-    assert [token for token, _ in top] == [0, 2, 3, 4]
-    assert [logprob for _, logprob in top] == pytest.approx(
-        torch.tensor(logits).log_softmax(-1)[[0, 2, 3, 4]].tolist(), abs=1e-6
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ties", [10, 700])
 def test_top_n_reports_at_most_four_times_n_the_lowest_ids_first(dtype: torch.dtype, ties: int) -> None:
@@ -274,14 +236,6 @@ def test_top_n_reports_at_most_four_times_n_the_lowest_ids_first(dtype: torch.dt
         details = LogprobOptions(generated_tokens=True, logprobs=logprobs, top_n_tokens=2)
         top = logprobs_of(choose([make_row(SamplingParams(), details)], logits)).top_logprobs
         assert [token for token, _ in top] == list(range(100, 108))
-
-
-def test_top_n_without_logprobs_is_in_the_order_of_ids() -> None:
-    logits = torch.tensor([[0.0, 3.0, 9.0, -2.0, 5.0]])
-    top = logprobs_of(
-        choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, top_n_tokens=3))], logits)
-    ).top_logprobs
-    assert top == [(1, 0.0), (2, 0.0), (4, 0.0)]
 
 
 def test_top_n_omits_removed_tokens() -> None:
@@ -501,15 +455,6 @@ def test_prompt_logprobs(dtype: torch.dtype, shape: tuple[int, int], monkeypatch
             assert same(facts, TokenLogprobs(logprob, expected.rank(token) if ranks else 0, top))
 
 
-def test_prompt_logprobs_in_chunks_equal_those_at_once() -> None:
-    logits, tokens = normal(20, 300), list(range(20))
-    details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
-    parts = [prompt_logprobs(logits[i : i + 7], tokens[i : i + 7], details) for i in range(0, 20, 7)]
-    whole = prompt_logprobs(logits, tokens, details)
-    assert all(same(left, right) for left, right in zip(itertools.chain(*parts), whole, strict=True))
-    assert prompt_logprobs(logits[:0], [], details) == []
-
-
 def test_the_first_prompt_token_has_no_logprob() -> None:
     assert math.isnan(
         first_prompt_logprobs(LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2)).logprob
@@ -526,3 +471,14 @@ def test_prompt_logprobs_of_an_invalid_position() -> None:
     found = prompt_logprobs(logits, [1, 2, 3], details)
     assert math.isnan(found[1].logprob)
     assert found[::2] == prompt_logprobs(logits[::2], [1, 3], details)
+
+
+def test_a_history_has_every_token_however_long_a_row_becomes() -> None:
+    tokens = [[77, 1, 2, 3], [77, *range(88)]]
+    history = TokenHistory(tokens, CPU)
+    for token in range(1000, 1400):
+        newest = [token, token + 1]
+        for own, new in zip(tokens, newest, strict=True):
+            own.append(new)
+        history.append(torch.tensor(newest))
+        assert [set(ids) for ids in history.ids.tolist()] == [set(own) for own in tokens]

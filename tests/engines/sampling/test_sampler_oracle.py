@@ -12,7 +12,7 @@ from sampling_oracle import make_row
 from sampling_steps import sample_batch
 
 from tgis.engines.sampling import logits_processors, logprobs
-from tgis.ipc.grammars import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
 from tgis.ipc.request import LogprobOptions, SamplingParams
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
@@ -74,7 +74,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def grammar_of(allowed: set[int], output: list[int], ends: list[int], vocab_size: int) -> GrammarMatcher:
-    """Of this output, with one of these tokens behind it or none."""
+    """A grammar that allows this output, with one of these tokens behind it or none."""
     texts = [f"\\x{{{0x4E00 + token:x}}}" for token in range(vocab_size)]
     tokens = [b"" if token in ends else chr(0x4E00 + token).encode() for token in range(vocab_size)]
     more = f"[{''.join(texts[token] for token in allowed)}]?" if allowed else ""
@@ -98,7 +98,7 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(batch=batches(), eos=st.lists(st.integers(0, 50), max_size=3))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_rows_match_the_naive_sampler(
     dtype: torch.dtype,
     batch: Batch,

@@ -11,7 +11,7 @@ from tgis.frontend.generation import ServerInfo, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.tokenizer import reply_too_large
-from tgis.ipc.grammars import GrammarKind, GrammarSpec
+from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
 from tgis.utils.thread_pool import leave_gil

@@ -16,7 +16,7 @@ from tgis.api.http.errors import HttpError
 from tgis.api.http.pages import batch
 from tgis.api.http.pages.page import NO_STORE, wants_page
 from tgis.errors import Unavailable
-from tgis.ipc.batch_state import BatchState
+from tgis.ipc.messages import BatchState
 
 SCRAPE_INTERVAL_SECONDS = 0.5  # a scrape takes the event loop about 25 ms, in some 60 parts
 

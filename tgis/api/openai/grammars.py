@@ -6,7 +6,7 @@ import msgspec
 
 from tgis.api.openai.bodies import SamplingBody, StructuredOutputs
 from tgis.errors import InvalidRequest
-from tgis.ipc.grammars import GrammarKind, GrammarSpec
+from tgis.ipc.lookups import GrammarKind, GrammarSpec
 
 
 def grammar(body: SamplingBody) -> GrammarSpec | None:

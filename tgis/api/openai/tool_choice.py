@@ -14,7 +14,7 @@ import msgspec
 from tgis.api.openai.bodies import ChatCompletionRequest, NamedTool, Tool
 from tgis.api.openai.tool_calls import ToolFormat
 from tgis.errors import InvalidRequest
-from tgis.ipc.grammars import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
+from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)

@@ -24,7 +24,7 @@ from tgis.frontend.generation import Generator, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import FaceRules, RawParams
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.grammars import GrammarKind, GrammarSpec
+from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
 
 MAX_STOP_SEQUENCE_BYTES = 1000

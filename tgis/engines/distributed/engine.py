@@ -23,7 +23,7 @@ from tgis.engines.distributed import ranks
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
-from tgis.ipc.framing import encode_frame, receive_messages
+from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.lora.soft_prompts import flat_spans
 from tgis.errors import StartError
-from tgis.ipc.adapters import AdapterRef
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineOptions, Shutdown
 from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.soft_prompt import SoftPrompt

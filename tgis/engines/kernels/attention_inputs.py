@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tgis.engines.transfers import to_device
+from tgis.engines.host_memory import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import itertools
 import logging
 import re
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
-from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
@@ -65,15 +64,6 @@ class LoadedModelInfo:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardSignature:
-    """Which optional arguments the model's forward takes."""
-
-    position_ids: bool
-    logits_to_keep: bool
-    inputs_embeds: bool
-
-
 def select_device(options: EngineOptions) -> torch.device:
     """CUDA if present, limited to the process's share of its memory, else the CPU; sets the CPU threads for both."""
     torch.set_num_threads(options.num_threads)
@@ -100,13 +90,12 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         raise StartError(f"{path}: {known}, and the code of a model is never run") from error
 
 
-def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, ForwardSignature]:
-    """Load a decoder-only model; also returns the arguments that its forward takes."""
+def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Load a decoder-only model; also returns the names of the arguments that its forward takes."""
     if load_config(options).is_encoder_decoder:
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
     model = load_model(options, device)
-    parameters = inspect.signature(model.forward).parameters
-    return model, ForwardSignature(*(field.name in parameters for field in fields(ForwardSignature)))
+    return model, frozenset(inspect.signature(model.forward).parameters)
 
 
 def model_info(model: PreTrainedModel) -> LoadedModelInfo:
@@ -159,10 +148,9 @@ def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineO
     log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))
     if device.type == "cpu":
         kernels = select_kernels(options, device)
-        gemms = GemmSelector(kernels, options.cache_dir, batch_invariant=options.batch_invariant)
-        packed, fused = pack_linears(model, gemms), fuse(model, kernels)
-        by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
-        log.info("packed %d linear layers (%s), fused the small operators of %d others", packed, by, fused)
+        packed, fused = pack_linears(model, kernels), fuse(model, kernels)
+        by = ", ".join(f"{count} for {name}" for name, count in packed.items()) or "PyTorch multiplies"
+        log.info("packed %d linear layers (%s), fused the small operators of %d others", packed.total(), by, fused)
 
 
 def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:

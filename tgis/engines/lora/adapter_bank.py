@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from tgis.engines.transfers import to_device
+from tgis.engines.host_memory import to_device
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 _UNOWNED, _NO_ADAPTER = -1, -2

@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence
+from tgis.engines.host_memory import to_device
 from tgis.engines.kernels.cpu.gemm import Gemm, cpu_gemm
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.lora.adapter_bank import AdapterBank
-from tgis.engines.transfers import to_device
 from tgis.prompts.lora import LoraAdapter
 
 _IDLE_PASSES = 64  # before an adapter that no sequence has leaves the bank

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import NodeArg, Session
-from tgis.engines.padded.padding import token_positions
+from tgis.engines.padded.model import token_positions
 from tgis.errors import StartError, Unsupported
 
 ENCODER, SINGLE_DECODER, MERGED_DECODER = "encoder_model.onnx", "model.onnx", "decoder_model_merged.onnx"

@@ -20,8 +20,7 @@ from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_
 from tgis.engines.onnx.kv_cache import PastKeyValues, SubBatch, SubBatches, group_by_length
 from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill
-from tgis.engines.padded.padding import left_aligned, right_aligned
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
 from tgis.engines.padded.seq2seq_lm import EncoderDecoder
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
@@ -164,7 +163,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         logits = super().decode(last_tokens)
-        self._constraints.apply(logits, [])
+        self._constrain(logits, [])
         return logits
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tgis.engines.padded.padding import padding_mask
+from tgis.engines.padded.model import padding_mask
 
 _COLUMN_STEP = 64  # columns allocated in advance
 

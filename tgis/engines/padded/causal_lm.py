@@ -10,8 +10,13 @@ from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, p
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, chunked_prefill
-from tgis.engines.padded.padding import right_aligned, token_positions
+from tgis.engines.padded.model import (
+    MAX_LOGPROB_TOKENS,
+    MAX_PREFILL_TOKENS,
+    chunked_prefill,
+    right_aligned,
+    token_positions,
+)
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
@@ -23,14 +28,14 @@ class CausalLM:
     decoder_start_token_id = None
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
-        self.model, self._signature = load_causal_lm(options, device)
+        self.model, self._arguments = load_causal_lm(options, device)
         if device.type == "cpu":
             use_gqa_attention(self.model)
         self.info = model_info(self.model)
         self.max_positions = min(options.max_sequence_length, max_positions(self.model))
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._embed_tokens = self.model.get_input_embeddings()
-        self.embedding_size = self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0
+        self.embedding_size = self._embed_tokens.embedding_dim if "inputs_embeds" in self._arguments else 0
         self.max_logprob_tokens = min(MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS[device.type])
         self._device = device
         self._max_batch_size = max_batch_size
@@ -86,8 +91,8 @@ class CausalLM:
         """
         mask = self._cache.attention_mask(first_row, width)
         positions = token_positions(mask, ids.shape[1])
-        arguments = {"position_ids": positions.to(self._device)} if self._signature.position_ids else {}
-        if self._signature.logits_to_keep:
+        arguments = {"position_ids": positions.to(self._device)} if "position_ids" in self._arguments else {}
+        if "logits_to_keep" in self._arguments:
             arguments["logits_to_keep"] = logits_to_keep
         output = self.model(
             **({"input_ids": ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}),

@@ -19,8 +19,8 @@ from tgis.engines.memory.profiler import DummyRunner, padded_capacity
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
-from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.ops import select_ops
+from tgis.engines.sampling.draws import select_ops
+from tgis.engines.sampling.sampler import BatchSampler
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request

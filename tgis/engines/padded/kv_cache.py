@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tgis.engines.memory.profiler import KVCacheCost
-from tgis.engines.padded.padding import padding_mask
+from tgis.engines.padded.model import padding_mask
 
 _SPARE = 4  # slots and columns are over-allocated by a quarter
 _COLUMN_STEP = 64

@@ -1,12 +1,14 @@
 """The interface of models that a padded engine runs: passes over sequences that join and leave, and their KV caches.
 
 Sequences have rows, 0 to n-1 without gaps, which are the same in the model and in the engine: new sequences are
-appended, and the last one moves to the row of each that is removed.
+appended, and the last one moves to the row of each that is removed. Decoders get their rows right-aligned, with the
+newest tokens of all in the same column; encoders left-aligned.
 """
 
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
@@ -88,3 +90,31 @@ def chunked_prefill(
                 scores = logits[seqs.index(seq), begin - start : end - start]
                 found[seq.id] += prompt_logprobs(scores, targets, seq.request.logprob_options)
     return logits[:, -1], found
+
+
+def right_aligned(rows: list[list[int]]) -> Tensor:
+    """Token ids [rows, columns] with 0 for the padding on the left."""
+    width = max(map(len, rows))
+    return torch.tensor([[0] * (width - len(tokens)) + tokens for tokens in rows])
+
+
+def left_aligned(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids [rows, columns] with 0 for the padding on the right, and the mask of the tokens."""
+    lengths = [len(tokens) for tokens in rows]
+    width = max(lengths)
+    ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in rows])
+    return ids, padding_mask(lengths, width, left_padded=False)
+
+
+def padding_mask(lengths: list[int], columns: int, *, left_padded: bool) -> Tensor:
+    """Which of the leftmost `columns` are tokens of their row: bool [rows, columns]."""
+    own = torch.tensor(lengths)[:, None]
+    column = torch.arange(columns)
+    return column >= own.max() - own if left_padded else column < own
+
+
+def token_positions(mask: Tensor, columns: int) -> Tensor:
+    """The positions in their rows of the tokens in the last `columns` of a mask, int64 [rows, columns]; 0 for
+    padding.
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -columns:]

@@ -19,8 +19,7 @@ from tgis.engines.lora.soft_prompts import PromptSpan, decoder_prompt, embed_wit
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS
-from tgis.engines.padded.padding import left_aligned, right_aligned, token_positions
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, left_aligned, right_aligned, token_positions
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.errors import StartError
@@ -28,8 +27,13 @@ from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 
-class OutputConstraints:
-    """The constraints of a model's generation config on every output; its defaults for sampling are ignored."""
+class EncoderDecoder:
+    """What `PaddedModel`s with an encoder share: their outputs start with a token of the model's and follow the
+    constraints of its generation config, whose defaults for sampling are ignored; their inputs have no logprobs.
+    """
+
+    chunked_prefill = False  # the encoder needs whole inputs
+    max_logprob_tokens = 0
 
     def __init__(self, config: GenerationConfig, vocab_size: int, device: torch.device) -> None:
         """StartError unless the config has one start token of the decoder, and this and the forced token are in the
@@ -48,33 +52,20 @@ class OutputConstraints:
         known = [token for token in suppressed if 0 <= token < vocab_size]
         self._suppressed_token_ids = torch.tensor(known, dtype=torch.int64, device=device)
 
-    def apply(self, logits: Tensor, first_step_rows: list[int]) -> None:
+    def token_history(self, seq: Sequence) -> list[int]:
+        """The start token and the output."""
+        return [self.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
+
+    def _constrain(self, logits: Tensor, first_step_rows: list[int]) -> None:
         """Change logits [rows, V] in place; `first_step_rows` have no token yet."""
         logits.index_fill_(-1, self._suppressed_token_ids, -torch.inf)
         if self._forced_bos_token_id is not None and first_step_rows:
             logits[first_step_rows] = -torch.inf
             logits[first_step_rows, self._forced_bos_token_id] = 0
 
-
-class EncoderDecoder:
-    """What `PaddedModel`s with an encoder share: their outputs start with a token of the model's, their inputs have no
-    logprobs.
-    """
-
-    chunked_prefill = False  # the encoder needs whole inputs
-    max_logprob_tokens = 0
-
-    def __init__(self, config: GenerationConfig, vocab_size: int, device: torch.device) -> None:
-        self._constraints = OutputConstraints(config, vocab_size, device)
-        self.decoder_start_token_id = self._constraints.decoder_start_token_id
-
-    def token_history(self, seq: Sequence) -> list[int]:
-        """The start token and the output."""
-        return [self.decoder_start_token_id, *seq.tokens[seq.prompt_length :]]
-
     def _prefilled(self, seqs: list[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """The result of a prefill from the decoder's last logits [rows, V]."""
-        self._constraints.apply(logits, [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
+        self._constrain(logits, [row for row, seq in enumerate(seqs) if not seq.num_generated_tokens])
         return logits, {
             seq.id: [first_prompt_logprobs(seq.request.logprob_options)] * len(encoder_input(seq))
             for seq in seqs
@@ -164,7 +155,7 @@ class Seq2SeqLM(EncoderDecoder):
         shape = (len(last_tokens), self._cross_attention_cache.width, 1)
         unread = torch.zeros((1, 1, 1), dtype=self.model.dtype, device=self._device).expand(shape)
         logits = self._forward(last_tokens[:, None], 0, self._self_attention_cache.width, unread)[:, -1]
-        self._constraints.apply(logits, [])
+        self._constrain(logits, [])
         return logits
 
     def _encode(self, seqs: list[Sequence]) -> Tensor:

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.paged.prompt_logprobs import PromptChunk, PromptLogprobs
-from tgis.engines.sampling.batch_sampler import BatchSampler
 from tgis.engines.sampling.grammar_masks import append_forced_tokens, has_grammar
-from tgis.engines.sampling.logprobs import PendingCopy
-from tgis.engines.sampling.sampler import SampledTokens
+from tgis.engines.sampling.logprobs import PendingCopy, PromptChunk, PromptLogprobs
+from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 
 _COOLDOWN_STEPS = 16  # after a token was replaced: where that is frequent, most steps would be computed twice
 

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, as an attention function of transformers' own models.
+"""The paged KV cache, and attention over it as an attention function of transformers' own models.
 
 The function is an object that is registered once per engine and holds the batch of the step, since not every model
 passes unknown arguments on. The backends here are plain PyTorch and run everywhere; those of `tgis.engines.kernels` are
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tgis.engines.host_memory import empty_in_huge_pages
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.kv_cache import PagedKVCache
 
 _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
 
@@ -35,6 +35,46 @@ class _Backends(NamedTuple):
     write: _Write
     decode: _Decode
     prefill: _Prefill
+
+
+class PagedKVCache:
+    """Keys and values by layer: [blocks, block size, heads, head size], allocated when a layer is first seen. The
+    batcher decides who owns a block; the order of the numbers in it is that of the kernel that writes it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block in all layers seen."""
+        return sum(int(t[0].nbytes) for layer in self._layers.values() for t in layer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers seen."""
+        return self.bytes_per_block * self.num_blocks
+
+    def __getitem__(self, layer_index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that has been seen."""
+        return self._layers[layer_index]
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of any layer, allocated for states like `key` and `value` [1, heads, tokens, head size]."""
+        if index not in self._layers:
+            self._layers[index] = self._allocate(key), self._allocate(value)
+        return self._layers[index]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        size = self.num_blocks, self.block_size, like.shape[1], like.shape[3]
+        on_cpu = like.device.type == "cpu"
+        states = empty_in_huge_pages(size, like.dtype) if on_cpu else like.new_empty(size)
+        return states.zero_()  # slots that were never written may be read and masked, and must be finite
 
 
 class PagedAttention:

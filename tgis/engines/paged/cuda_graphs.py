@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from tgis.engines.kernels.cuda.self_test import fallback_reason
-from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_stale
 from tgis.engines.paged.self_check import verify_steps
-from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
 from tgis.utils.log_progress import log_progress

@@ -28,17 +28,15 @@ from tgis.engines.memory.available import (
 )
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
-from tgis.engines.paged.attention import PagedAttention
+from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
-from tgis.engines.paged.kv_cache import PagedKVCache
-from tgis.engines.paged.prompt_logprobs import PromptLogprobs
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_adapter, dummy_sequence, verify_attention, verify_steps
-from tgis.engines.sampling.batch_sampler import BatchSampler
-from tgis.engines.sampling.ops import select_ops
-from tgis.engines.sampling.sampler import SampledTokens
+from tgis.engines.sampling.draws import select_ops
+from tgis.engines.sampling.logprobs import PromptLogprobs
+from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
@@ -78,7 +76,7 @@ class PagedEngine:
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
-        self._model, self._signature = load_causal_lm(options, self._device)
+        self._model, self._arguments = load_causal_lm(options, self._device)
         self._kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, self._kernels, _MIN_LORA_COLUMNS[self._device.type])
         self._embed_tokens = self._model.get_input_embeddings()
@@ -108,7 +106,7 @@ class PagedEngine:
             lookahead=lookahead,
             max_slowdown=_MAX_SLOWDOWN[self._device.type],
             max_positions=max_positions(self._model),
-            embedding_size=self._embed_tokens.embedding_dim if self._signature.inputs_embeds else 0,
+            embedding_size=self._embed_tokens.embedding_dim if "inputs_embeds" in self._arguments else 0,
             lora_targets=self._lora.targets,
         )
 
@@ -286,7 +284,7 @@ class PagedEngine:
         input_ids = batch.input_ids[None]
         embeds = embed_with_prompts(self._embed_tokens, input_ids, batch.spans)
         arguments = {"input_ids": input_ids} if embeds is None else {"inputs_embeds": embeds}
-        selects = self._signature.logits_to_keep
+        selects = "logits_to_keep" in self._arguments
         if selects and not batch.all_logits:
             arguments["logits_to_keep"] = batch.logits_indices
         # Compiled graphs guard the storage offset of a view, which differs from step to step.

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
-from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
+from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
 
 log = logging.getLogger(__name__)

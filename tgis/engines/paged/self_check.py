@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.paged.attention import PagedAttention
-from tgis.engines.paged.kv_cache import PagedKVCache
+from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights

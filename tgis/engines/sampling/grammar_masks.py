@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.transfers import to_device
+from tgis.engines.host_memory import to_device
 from tgis.errors import GrammarError
 from tgis.ipc.messages import FailureKind
 

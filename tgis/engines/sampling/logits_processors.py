@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tgis.engines.transfers import to_device
+from tgis.engines.host_memory import to_device
 from tgis.ipc.request import SamplingParams
 
 MIN_DIVISOR = 1e-30  # a lower temperature or repetition penalty would divide to infinity

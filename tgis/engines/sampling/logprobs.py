@@ -6,14 +6,15 @@ state, logprob, rank, number of candidates, then the ids and the logprobs of the
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.host_memory import Download
 from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column
-from tgis.engines.transfers import Download
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
@@ -43,7 +44,7 @@ class LogprobRequest(Rows):
     max_top: int  # length of a list of best tokens that holds the candidates to report of every row
 
     @classmethod
-    def of(cls, rows: Sequence[LogprobOptions], vocab_size: int, device: torch.device) -> "LogprobRequest":
+    def of(cls, rows: list[LogprobOptions], vocab_size: int, device: torch.device) -> "LogprobRequest":
         """What the options of these rows ask for together."""
         top_n = [min(row.top_n_tokens, vocab_size) for row in rows]
         max_top = min((_MAX_TIE_FACTOR + 1) * max(top_n), vocab_size)
@@ -92,7 +93,7 @@ class LogprobTable:
 class PendingCopy:
     """Some tables on their way to the host: one transfer, and one more for each table with inexact rows."""
 
-    def __init__(self, tables: Sequence[LogprobTable]) -> None:
+    def __init__(self, tables: list[LogprobTable]) -> None:
         self._tables = tables
         self._download = Download(torch.cat([each.table.flatten() for each in tables])) if tables else None
 
@@ -194,7 +195,7 @@ def first_prompt_logprobs(options: LogprobOptions) -> TokenLogprobs:
     return TokenLogprobs(math.nan if options.logprobs else 0.0)
 
 
-def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> list[TokenLogprobs]:
+def prompt_logprobs(logits: Tensor, tokens: list[int], options: LogprobOptions) -> list[TokenLogprobs]:
     """The logprobs of prompt `tokens` [T], each predicted by the same row of `logits` [T, V].
 
     They come from the raw logits, before penalties and temperature. Where these are not finite, the logprob is NaN.
@@ -207,7 +208,7 @@ def prompt_logprobs(logits: Tensor, tokens: Sequence[int], options: LogprobOptio
     return [token_logprobs(row, options) for row in table.rows]
 
 
-def prompt_logprob_table(logits: Tensor, tokens: Sequence[int], options: LogprobOptions) -> LogprobTable:
+def prompt_logprob_table(logits: Tensor, tokens: list[int], options: LogprobOptions) -> LogprobTable:
     """The table of prompt `tokens` for `prompt_logprobs`, while it is on the device."""
     max_score, vocab_size = logits.amax(-1, keepdim=True).float(), logits.shape[1]
     scores = Scores(logits, max_score, torch.ones_like(max_score, dtype=torch.float64))
@@ -216,3 +217,56 @@ def prompt_logprob_table(logits: Tensor, tokens: Sequence[int], options: Logprob
     stats = SoftmaxStats.of(scores) if options.logprobs else SoftmaxStats.zeros(scores)
     rank = token_ranks(scores, targets) if options.ranks else torch.zeros_like(targets)
     return logprob_table(scores, stats, targets, rank, request)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """The prompt tokens of a sequence that one step predicts."""
+
+    seq: Sequence
+    num_targets: int
+    is_last: bool  # of the prompt
+    table: LogprobTable | None  # None where nothing is asked
+
+
+class PromptLogprobs:
+    """The logprobs of prompts that are computed in chunks, kept until the prompt is done."""
+
+    def __init__(self) -> None:
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}  # by request id
+
+    def start(self, plan: StepPlan, prompt_slices: dict[int, slice], logits: Tensor) -> list[PromptChunk]:
+        """The chunks of a plan, with tables on the device; `prompt_slices` are the slices of `logits` by request id."""
+        work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        return [
+            _prompt_chunk(seq, count, logits[prompt_slices[seq.id]]) for seq, count in work if seq.id in prompt_slices
+        ]
+
+    def finish(self, chunks: Iterable[PromptChunk]) -> dict[int, list[TokenLogprobs]]:
+        """The logprobs of prompts that are done now, by request id; the chunks' tables are on the host."""
+        done = {}
+        for chunk in chunks:
+            seq, options = chunk.seq, chunk.seq.request.logprob_options
+            if not seq.num_computed_tokens:
+                self._logprobs[seq.id] = [first_prompt_logprobs(options)]
+            if chunk.table:
+                self._logprobs[seq.id] += [token_logprobs(row, options) for row in chunk.table.rows]
+            else:
+                self._logprobs[seq.id] += [TokenLogprobs()] * chunk.num_targets
+            if chunk.is_last:
+                done[seq.id] = self._logprobs.pop(seq.id)
+        return done
+
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        """Forget the logprobs of unfinished prompts."""
+        for seq in seqs:
+            self._logprobs.pop(seq.id, None)
+
+
+def _prompt_chunk(seq: Sequence, count: int, logits: Tensor) -> PromptChunk:
+    end = seq.num_computed_tokens + count
+    targets = seq.tokens[seq.num_computed_tokens + 1 : end + 1]
+    options = seq.request.logprob_options
+    asked = targets and options.wants_details
+    table = prompt_logprob_table(logits[: len(targets)], targets, options) if asked else None
+    return PromptChunk(seq, len(targets), end == len(seq.tokens), table)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tgis.engines.host_memory import to_device
 from tgis.engines.sampling.logits_processors import MIN_DIVISOR, column
-from tgis.engines.transfers import to_device
 from tgis.ipc.request import SamplingParams
 
 _MAX_PENALTY_FACTOR = 1e30  # so that what it boosts stays finite

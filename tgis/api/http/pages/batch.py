@@ -9,7 +9,7 @@ from html import escape
 import msgspec
 
 from tgis.api.http.pages.page import Page, make_page
-from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
+from tgis.ipc.messages import BatchState, RequestState, WaitReason
 
 REFRESH_SECONDS = 2
 UNLIMITED = 1 << 40
@@ -22,7 +22,7 @@ _ADVICE = {
     "If this persists, shorten the inputs (truncate_input_tokens) or add a replica.",
     WaitReason.PREFILL_PADDING: "Prompts of similar length are prefilled together. A higher MAX_PREFILL_PADDING "
     "schedules requests sooner but computes more padding.",
-    WaitReason.DECODE_TURN: "After a prefill, running requests decode for half the time that it took, at most "
+    WaitReason.DECODES_FIRST: "After a prefill, running requests decode for half the time that it took, at most "
     "MAX_WAITING_TOKENS steps. A lower value schedules requests sooner but pauses streams more often.",
     WaitReason.PREFIX_CACHE: "Another request is computing the same prefix; this one will reuse its KV cache. "
     "PREFIX_CACHE=false turns this off.",

@@ -10,7 +10,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_HERE = Path(__file__).parent
+_SOURCE_DIR = Path(__file__).parent / "csrc"
 _SOURCES = ("argmax.c", "attention.c", "elementwise.c", "gemm.c", "gemm_amx.c", "gumbel_max.c", "replay.c")
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 _TIMEOUT_SECONDS = 300.0
@@ -27,7 +27,7 @@ def isa_flags() -> dict[str, tuple[str, ...]]:
 
 def source_files() -> list[Path]:
     """The sources of the libraries; empty in an installed wheel."""
-    return sorted(_HERE.glob("*.[ch]"))
+    return sorted(_SOURCE_DIR.glob("*.[ch]"))
 
 
 def source_hash(isa: str) -> str:
@@ -53,7 +53,7 @@ def compile_library(isa: str, compiler: str, directory: Path, more_flags: tuple[
             *more_flags,
             f"-DBF16={bf16}",
             "-c",
-            str(_HERE / source),
+            str(_SOURCE_DIR / source),
             "-o",
             str(target),
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from tgis.engines.kernels.cpu.huge_pages import HugePages
+from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.library import CpuKernels
 
 _TILE_N = 32  # as in gemm.h
@@ -67,11 +67,11 @@ def cpu_gemm(weight: Tensor, kernels: CpuKernels | None) -> CpuGemm | None:
     return CpuGemm(weight, kernels) if kernels is not None and _is_packable(weight) else None
 
 
-def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
+def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> "dict[str, partial[CpuGemm]]":
     """Our GEMMs that can multiply by this weight, by the instruction set that they use."""
     if kernels is None or not _is_packable(weight):
         return {}
-    made: dict[str, MakeGemm] = {kernels.library_isa: partial(CpuGemm, kernels=kernels)}
+    made = {kernels.library_isa: partial(CpuGemm, kernels=kernels)}
     if kernels.isa == "amx" and weight.dtype == torch.bfloat16 and weight.shape[1] % _AMX_TILE_K == 0:
         made["amx"] = partial(CpuGemm, kernels=kernels, function="gemm_amx")
     return made

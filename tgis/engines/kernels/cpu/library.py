@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -64,10 +63,6 @@ class CpuKernels:
     def library_isa(self) -> str:
         """The instruction set of the library: that for AVX512-BF16 also has the function for AMX."""
         return _library_isa(self.isa)
-
-    @property
-    def path(self) -> Path:
-        return Path(self._library._name)
 
     def function(self, name: str, dtype: torch.dtype, argtypes: list[Any], restype: Any = None) -> Callable[..., Any]:
         """The function of this name for a dtype. It takes nothing but pointers and integers of 64 bits, so that calls
@@ -138,22 +133,12 @@ def resolve_isa(cpu_isa: str, flags: frozenset[str]) -> str:
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
     """Instruction set extensions that both the CPU and the operating system support, as Linux calls them."""
-    return frozenset(_cpuinfo(cpuinfo, "flags", "Features").split())
-
-
-def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
-    """The name of the CPU according to Linux."""
-    return _cpuinfo(cpuinfo, "model name") or _cpuinfo(cpuinfo, "CPU part") or platform.machine()
-
-
-def _cpuinfo(path: Path, *names: str) -> str:
-    """The value of the first line with one of these names."""
     try:
-        lines = path.read_text().splitlines()
+        lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return ""
-    found = (line.partition(":")[2].strip() for line in lines if line.partition("\t")[0].strip() in names)
-    return next(found, "")
+        return frozenset()
+    found = (line.partition(":")[2] for line in lines if line.partition("\t")[0].strip() in ("flags", "Features"))
+    return frozenset(next(found, "").split())
 
 
 def _compiled(isa: str, cache_dir: str) -> Path:

@@ -1,12 +1,88 @@
-"""Linear layers on the CPU: weights are packed once instead of at every call."""
+"""Linear layers on the CPU: weights are packed once, for the GEMM that multiplies by them on this machine."""
 
+import logging
+import math
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
-from tgis.engines.kernels.cpu.gemm import Gemm
-from tgis.engines.kernels.cpu.gemm_selection import GemmSelector
+from tgis.engines.host_memory import HugePages
+from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
+from tgis.engines.kernels.cpu.library import CpuKernels
+
+if TYPE_CHECKING:
+    from functools import partial
+
+log = logging.getLogger(__name__)
+
+_MEASURED_ROWS = (1, 8, 32, 128)  # decodes, and prompts
+_REPEATS = 3
+_FLUSH_BYTES = 64 << 20  # read before each call: a step finds few of its weights in a cache
+
+
+class GemmSelector:
+    """The GEMM for each weight: ours if it is right on this CPU, else oneDNN's. Where two of ours are, with AVX512-BF16
+    and with AMX, the one that is faster for weights of this shape.
+    """
+
+    def __init__(self, kernels: CpuKernels | None) -> None:
+        self._kernels = kernels
+        self._memory = HugePages()
+        self._right: dict[tuple[str, torch.dtype], bool] = {}
+        self._fastest: dict[tuple[torch.dtype, torch.Size], str] = {}
+        self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
+
+    def gemm(self, weight: Tensor) -> Gemm | None:
+        """With a weight [out, in]; None where nothing beats plain PyTorch."""
+        ours = our_gemms(weight, self._kernels)
+        makers = {name: make for name, make in ours.items() if self._is_right(name, make, weight.dtype)}
+        if makers:
+            name = next(iter(makers)) if len(makers) == 1 else self._measured(weight, makers)
+            self.counts[name] += 1
+            gemm = makers[name](weight)
+            gemm.move_to(self._memory)
+            return gemm
+        if OneDnnGemm.supports(weight):
+            self.counts["onednn"] += 1
+            return OneDnnGemm(weight)
+        return None
+
+    def _is_right(self, name: str, make: MakeGemm, dtype: torch.dtype) -> bool:
+        if (name, dtype) not in self._right:
+            self._right[name, dtype] = is_right(make, dtype)
+            if not self._right[name, dtype]:
+                log.warning("CPU kernels: linear layers by %s in %s are wrong on this CPU, and off", name, dtype)
+        return self._right[name, dtype]
+
+    def _measured(self, weight: Tensor, makers: "dict[str, partial[CpuGemm]]") -> str:
+        shape = weight.dtype, weight.shape
+        if shape not in self._fastest:
+            seconds = {name: _seconds(make, weight) for name, make in makers.items()}
+            self._fastest[shape] = min(seconds, key=lambda name: seconds[name])
+            shown = ", ".join(f"{1e3 * each:.3g} ms by {name}" for name, each in seconds.items())
+            log.info("linear layers of %d inputs and %d outputs take %s", *reversed(weight.shape), shown)
+        return self._fastest[shape]
+
+
+def _seconds(make: MakeGemm, weight: Tensor) -> float:
+    """The time of a call, the best of a few for each number of rows and the geometric mean over these."""
+    gemm, flush, times = make(weight), torch.zeros(_FLUSH_BYTES // 4), []
+    for rows in _MEASURED_ROWS:
+        x, best = torch.zeros(rows, weight.shape[1], dtype=weight.dtype), math.inf
+        gemm(x, None)
+        for _ in range(_REPEATS):
+            flush.sum()
+            started = time.perf_counter()
+            gemm(x, None)
+            best = min(best, time.perf_counter() - started)
+        times.append(best)
+    return math.prod(times) ** (1 / len(times))
 
 
 class PackedLinear(nn.Linear):  # type: ignore[misc]
@@ -28,18 +104,18 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
         return self._gemm(x, self.bias)
 
 
-def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> int:
-    """Replace the plain `nn.Linear`s of a CPU model in place; how many were replaced.
+def pack_linears(model: PreTrainedModel, kernels: CpuKernels | None) -> Counter[str]:
+    """Replace the plain `nn.Linear`s of a CPU model in place; how many there are of each GEMM.
 
     A weight that is also an embedding stays where the embedding needs it.
     """
+    gemms = GemmSelector(kernels)
     found = [
         (f"{path}.{name}".lstrip("."), parent, name, child)
         for path, parent in model.named_modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and _is_packable(child)
     ]
-    count = 0
     while found:  # frees each layer as soon as it is packed
         path, parent, name, child = found.pop()
         weight = child.weight.detach()
@@ -51,8 +127,7 @@ def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> int:
             style = ALL_PARALLEL_STYLES[model.tp_plan[replace_layer_number_by_wildcard(path)]]
             style.install_forward(packed, child.weight.device_mesh)
         setattr(parent, name, packed)
-        count += 1
-    return count
+    return gemms.counts
 
 
 def _is_packable(linear: nn.Linear) -> bool:

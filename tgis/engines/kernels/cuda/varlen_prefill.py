@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from tgis.engines.host_memory import to_device
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
-from tgis.engines.transfers import to_device
 
 MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied per call, unless a single sequence has more
 

@@ -1,10 +1,15 @@
-"""Every backend of paged attention on a real GPU, against the oracle and in a CUDA graph."""
+"""Every kernel on a real GPU: backends of paged attention, against the oracle and in a CUDA graph, and the kernels of
+sampling, whose tokens are those of plain PyTorch except at near ties.
+"""
 
+import filtered_cases
+import gumbel_max_cases
 import prefill_cases
 import pytest
 import torch
 from chunk_batches import chunk_batch
 from decode_cases import BFLOAT16, CASES, error, expected
+from step_kernel_cases import errors
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
@@ -92,3 +97,20 @@ def _decodes(dtype: torch.dtype) -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
     keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=dtype) for _ in range(2))
     q = torch.randn(3, 8, 64, device="cuda", dtype=dtype)
     return FlatBatch(nothing, nothing, nothing, tables, lengths, [], nothing, []), q, keys, values
+
+
+@pytest.mark.parametrize("case", gumbel_max_cases.CASES.values(), ids=gumbel_max_cases.CASES.keys())
+def test_tokens_are_those_of_plain_pytorch(case: gumbel_max_cases.Case) -> None:
+    from tgis.engines.kernels.cuda.sampling import gumbel_max
+
+    assert gumbel_max_cases.changed(case, gumbel_max, "cuda") < 0.02
+
+
+def test_tokens_that_are_filtered_are_those_of_plain_pytorch() -> None:
+    shares = {name: filtered_cases.changed(case, "cuda") for name, case in filtered_cases.CASES.items()}
+    assert {name: share for name, share in shares.items() if share} == {}
+
+
+def test_writes_and_choices_are_those_of_pytorch() -> None:
+    wrong = errors("cuda", [torch.float32, torch.float16, torch.bfloat16])
+    assert {name: count for name, count in wrong.items() if count} == {}

@@ -1,19 +1,32 @@
-"""The best token in C, for every instruction set: its table is that of plain PyTorch."""
+"""The best token and draws in C, for every instruction set: tables and tokens are those of plain PyTorch."""
 
 import math
 
 import pytest
 import torch
 from cpu_kernels import kernels_of, num_threads
+from gumbel_max_cases import CASES, Case, inputs
 
 from tgis.engines.kernels.cpu.build import isa_flags
-from tgis.engines.kernels.cpu.sampling import CpuArgmax
-from tgis.engines.sampling.ops import best_tokens
+from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
+from tgis.engines.sampling.draws import best_tokens, draw
+from tgis.engines.sampling.logits_processors import Scores
 
 
 @pytest.fixture(params=list(isa_flags()))
-def argmax(request: pytest.FixtureRequest) -> CpuArgmax:
-    return CpuArgmax(kernels_of(request.param))
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return kernels_of(request.param)
+
+
+@pytest.fixture
+def argmax(kernels: CpuKernels) -> CpuArgmax:
+    return CpuArgmax(kernels)
+
+
+@pytest.fixture
+def gumbel_max(kernels: CpuKernels) -> CpuGumbelMax:
+    return CpuGumbelMax(kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,11 +56,15 @@ def test_details_are_those_of_float64(argmax: CpuArgmax, dtype: torch.dtype, voc
         assert (table[:, 3] == 1).all()
 
 
-def test_scores_may_be_a_view(argmax: CpuArgmax) -> None:
-    whole = torch.randn(5, 3, 700)
-    for scores in (whole[:, -1], whole.transpose(1, 2)[..., 0]):
-        assert torch.equal(argmax(scores, details=False), best_tokens(scores, details=False))
+def test_scores_may_be_a_view(argmax: CpuArgmax, gumbel_max: CpuGumbelMax) -> None:
+    whole, keys = torch.randn(5, 3, 700), torch.arange(5)[:, None]
+    for values in (whole[:, -1], whole.transpose(1, 2)[..., 0]):
+        assert torch.equal(argmax(values, details=False), best_tokens(values, details=False))
+        scores = Scores(values, values.amax(-1, keepdim=True), torch.ones(5, 1, dtype=torch.float64))
+        assert torch.equal(gumbel_max(values, scores.max_score, scores.temperature, keys), draw(scores, keys))
     assert argmax(whole[:0, 0], details=True).shape == (0, 5)
+    none = torch.empty(0, 1)
+    assert gumbel_max(whole[:0, 0], none, none.double(), keys[:0]).shape == (0, 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -59,3 +76,20 @@ def test_a_row_is_invalid_if_its_highest_score_is_not_finite(argmax: CpuArgmax, 
     assert found[:, 1].tolist() == best_tokens(scores, details=True)[:, 1].tolist()
     assert found[1].isfinite().all()
     assert ((found[:, 0] >= 0) & (found[:, 0] < 100)).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_tokens_are_those_of_plain_pytorch(gumbel_max: CpuGumbelMax, case: Case, threads: int) -> None:
+    scores, keys = inputs(case)
+    with num_threads(threads):
+        found = gumbel_max(scores.values, scores.max_score, scores.temperature, keys)
+    assert torch.equal(found, draw(scores, keys))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_finite_scores_gets_some_token(gumbel_max: CpuGumbelMax, bad: float) -> None:
+    values = torch.full((3, 100), bad)
+    ones = torch.ones(3, 1, dtype=torch.float64)
+    found = gumbel_max(values, values.amax(-1, keepdim=True), ones, torch.arange(3)[:, None])
+    assert ((found >= 0) & (found < 100)).all()

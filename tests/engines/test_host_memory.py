@@ -1,17 +1,36 @@
-"""Tensors in huge pages are tensors like any other."""
+"""Copies to the device and back, and tensors in huge pages, which are like any other.
+
+That nothing waits for copies shows on a GPU only: test_async_decode_gpu.py.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from tgis.engines.kernels.cpu.huge_pages import HugePages, empty_in_huge_pages
+from tgis.engines.host_memory import Download, HugePages, empty_in_huge_pages, to_device, upload
 
+CPU = torch.device("cpu")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+def test_parts_are_views_of_one_copy() -> None:
+    parts = [[1, 2, 3], [], [-(2**63), 2**63 - 1], range(4)]
+    uploaded = upload(parts, CPU)
+    assert [part.tolist() for part in uploaded] == [list(part) for part in parts]
+    assert {part.dtype for part in uploaded} == {torch.int64}
+    assert len({part.untyped_storage().data_ptr() for part in uploaded}) == 1
+    assert {(part.data_ptr() - uploaded[0].data_ptr()) % 16 for part in uploaded} == {0}
+
+
+def test_there_and_back() -> None:
+    there = to_device([0.1, -0.0, float("inf")], torch.float64, CPU)
+    assert Download(there).wait() == [0.1, -0.0, float("inf")]
+    assert Download(torch.empty(0)).wait() == []
+
+
 def flags_at(address: int) -> set[str]:
-    """Of the mapping, as /proc/PID/smaps has them."""
+    """The flags of the mapping, as /proc/PID/smaps has them."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

@@ -1,0 +1,92 @@
+"""What a call names and the engine process looks up before the call is queued: an adapter, a grammar."""
+
+import enum
+
+import msgspec
+
+FIRST_TOOL_LINE = 2  # in a grammar of tools: where that of tools[0] is
+
+
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The adapter of a request: a soft prompt, which replaces the first `length` tokens, or LoRA, of length 0."""
+
+    id: str  # as the call names it
+    length: int  # virtual tokens
+    decoder_length: int  # how many of these go before the output of an encoder-decoder
+    lookup_id: int  # of the lookup that found it
+    version: int  # unique to this content: cached prefixes are valid for one version only
+    rank: int = 0  # of LoRA, the highest of any layer
+
+
+class AdapterStoreOptions(msgspec.Struct, frozen=True):
+    """Where soft prompts and LoRA adapters are, and how much memory they may take."""
+
+    path: str | None  # directory; None: only LoRA modules
+    cache_bytes: int
+    max_soft_prompt_length: int  # virtual tokens
+    lora_modules: dict[str, str] = {}  # directories of adapters that are not in the store, by id
+
+
+class AdapterProblem(enum.StrEnum):
+    """Why an adapter cannot be used."""
+
+    BAD_ID = "bad_id"
+    NOT_FOUND = "not_found"
+    UNSUPPORTED = "unsupported"  # an adapter of another type, which is then the reason
+    BROKEN = "broken"
+
+
+class GrammarKind(enum.StrEnum):
+    """How a grammar is given; also the name of the parameter."""
+
+    JSON_OBJECT = "json_object"  # any; without a text
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"  # EBNF or Lark
+    TOOLS = "tools"  # Lark that an API has made, with the schema of each tool in a line of its own
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A grammar as the client gives it."""
+
+    kind: GrammarKind
+    text: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
+
+
+class GrammarLimits(msgspec.Struct, frozen=True):
+    """What a grammar may cost."""
+
+    max_depth: int = 64  # of nested schemas or brackets
+    max_repetitions: int = 10_000  # the largest count of anything repeated
+    max_states: int = 20_000  # of one compiled grammar, about 2 KiB each
+    cache_size: int = 64  # compiled grammars
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
+    """The second message to the engine process: the bytes that each token adds to an output; empty for special ones."""
+
+    tokens: list[bytes]  # by id; none where structured output is not supported
+    first_tokens: dict[int, bytes] = {}  # of those that add other bytes at the beginning of an output
+
+
+class LookUp(msgspec.Struct, frozen=True, tag="look_up"):
+    """Load an adapter or compile a grammar, and keep it until the lookup is cancelled."""
+
+    lookup_id: int  # from the same sequence as request ids
+    target: str | GrammarSpec  # id of an adapter, or a grammar
+
+
+class LookedUp(msgspec.Struct, frozen=True, tag="looked_up"):
+    """The answer: what was named can be used, or why it cannot."""
+
+    lookup_id: int
+    reason: str = ""  # why it cannot be used; empty: it can
+    problem: AdapterProblem | None = None  # the kind of reason, of an adapter
+    adapter: AdapterRef | None = None  # None for a grammar
+    loaded: bool = False  # files of the adapter were read for it
