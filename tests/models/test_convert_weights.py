@@ -247,7 +247,8 @@ class TestRefused:
             ([torch.ones(2)], "pytorch_model.bin holds a list, not tensors by name"),
             ({"epoch": 3}, "pytorch_model.bin holds 'epoch', which is no tensor with a name"),
             ({3: torch.ones(2)}, "pytorch_model.bin holds 3, which is no tensor with a name"),
-            ({"w": torch.eye(3).to_sparse()}, "NotImplementedError: "),
+            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin is broken, or holds more than tensors"),
+            ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is larger than what is stored of it"),
         ],
     )
     def test_other_content(self, tmp_path: Path, content: object, message: str) -> None:

@@ -32,12 +32,12 @@ from prompt_files import (
 
 from tgis.errors import AdapterError
 from tgis.ipc.adapters import AdapterProblem, AdapterRef, AdapterResolved, ResolveAdapter
+from tgis.models.torch_file import load_archive
 from tgis.prompts import tensor_file
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore
 from tgis.prompts.tensor_file import TargetModel
-from tgis.prompts.torch_file import load_torch_file
 
 TARGET = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"))
 
@@ -327,9 +327,9 @@ def test_concurrent_lookups_read_the_files_once(store: AdapterStore, monkeypatch
 
     def counted(*args: Any) -> Any:
         loads.append(args)
-        return load_torch_file(*args)
+        return load_archive(*args)
 
-    monkeypatch.setattr(tensor_file, "load_torch_file", counted)
+    monkeypatch.setattr(tensor_file, "load_archive", counted)
     answers = Answers()
     lookups = AdapterResolver(store, answers)
     for number in range(40):

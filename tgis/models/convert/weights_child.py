@@ -22,6 +22,7 @@ from tgis.errors import StartError
 from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
 from tgis.models.staging import format_bytes
+from tgis.models.torch_file import FileTooLarge, check_archive
 
 Tensors = dict[str, torch.Tensor]
 
@@ -45,8 +46,15 @@ def convert(model: Path, out: Path, names: list[str]) -> None:
 
 def load(path: Path) -> Tensors:
     """The tensors of a .bin file by name; memory-mapped unless it has the format of torch before 1.6."""
+    size = path.stat().st_size
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with path.open("rb") as file:
+            if is_archive := file.read(4) == b"PK\3\4":  # as torch tells
+                with zipfile.ZipFile(file) as archive:
+                    check_archive(archive, size)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except FileTooLarge as error:
+        raise StartError(f"{path.name} {error}") from error
     except pickle.UnpicklingError as error:
         raise StartError(f"{path.name} is broken, or holds more than tensors, which is never loaded") from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
@@ -56,6 +64,8 @@ def load(path: Path) -> Tensors:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise StartError(f"{path.name} holds {name!r:.80}, which is no tensor with a name")
+        if value.nbytes > min(size, value.untyped_storage().nbytes()):  # an expanded view, which may claim any size
+            raise StartError(f"{path.name} holds {name!r:.80}, which is larger than what is stored of it")
     return {name: value.detach() for name, value in content.items()}
 
 
