@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -72,7 +71,12 @@ def load(path: Path) -> Tensors:
 def tied_names(model: Path) -> list[str]:
     """Patterns of tensors that transformers ties to others on loading, so that they need not be stored."""
     kind = read_json(model / "config.json").get("model_type") if (model / "config.json").is_file() else None
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+    if not isinstance(kind, str):
+        return []
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    transformers.utils.logging.set_verbosity_error()
+    if kind not in transformers.CONFIG_MAPPING:
         return []
     config = transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     names = config.architectures if isinstance(config.architectures, list) else []
@@ -130,7 +134,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Report any failure as one line on stderr, which the parent shows."""
     model, out, *names = sys.argv[1:]
-    transformers.utils.logging.set_verbosity_error()
     try:
         convert(Path(model), Path(out), names)
     except StartError as error:
