@@ -229,17 +229,6 @@ def test_sizes_are_what_torch_allocates() -> None:
     assert SoftPrompt(1, torch.zeros(8, 17)).size == 1024
 
 
-def test_the_least_recently_used_are_evicted_first() -> None:
-    cache: AdapterCache[str] = AdapterCache(1024)
-    for name in "ab":
-        assert cache.put(name, (), name, 512) == name
-    assert cache.get("a", ()) == "a"
-    cache.put("c", (), "c", 512)
-    assert [cache.get(name, ()) for name in "abc"] == ["a", None, "c"]
-    cache.put("d", (), "d", 1024)
-    assert (len(cache), cache.size) == (1, 1024)
-
-
 def test_of_two_concurrent_loads_the_first_wins() -> None:
     cache: AdapterCache[str] = AdapterCache(1024)
     assert cache.put("a", (None,), "first", 512) == "first"
