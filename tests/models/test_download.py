@@ -175,26 +175,28 @@ class TestFailed:
         assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
         assert hub.downloads() == [("model.safetensors", 0)]
 
-    def test_a_hub_with_an_error(self, hub: FakeHub, bring: Bring) -> None:
-        hub.statuses["model.safetensors"] = [500] * 20
-        with pytest.raises(StartError, match=f"^{hub.endpoint} answers 500$"):
+    @pytest.mark.parametrize(
+        ("file", "status", "message"),
+        [("model.safetensors", 500, "^{hub} answers 500$"), ("config.json", 404, "^org/name: {hub} answers 404")],
+    )
+    def test_a_hub_with_an_error(self, hub: FakeHub, bring: Bring, file: str, status: int, message: str) -> None:
+        hub.statuses[file] = [status] * 20
+        with pytest.raises(StartError, match=message.format(hub=hub.endpoint)):
             bring()
 
-    def test_a_file_that_is_gone(self, hub: FakeHub, bring: Bring) -> None:
-        hub.statuses["config.json"] = [404] * 20
-        with pytest.raises(StartError, match=f"^{REPO}: {hub.endpoint} answers 404"):
-            bring()
-
-    def test_a_file_that_is_shorter_than_listed(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
-        hub.overrides["model.safetensors"] = WEIGHTS[:1000]
-        with pytest.raises(StartError, match=f"^cannot download {REPO}: .* be of size 3072000 but has size 1000"):
-            bring()
-        with pytest.raises(StartError, match="is not in the cache"):
-            find_model(REPO, None, str(tmp_path / "hub"))
-
-    def test_a_hub_that_lists_another_size(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
-        hub.overrides["config.json"] = b"{}"
-        with pytest.raises(StartError, match=f"^{REPO}: config.json has not the 22 bytes that the hub lists$"):
+    @pytest.mark.parametrize(
+        ("file", "content", "message"),
+        [
+            ("model.safetensors", WEIGHTS[:1000], "cannot download org/name: .* be of size 3072000 but has size 1000"),
+            ("config.json", b"{}", "org/name: config.json has not the 22 bytes that the hub lists$"),
+        ],
+        ids=["shorter", "shorter and small"],
+    )
+    def test_a_file_that_is_shorter_than_listed(
+        self, hub: FakeHub, bring: Bring, tmp_path: Path, file: str, content: bytes, message: str
+    ) -> None:
+        hub.overrides[file] = content
+        with pytest.raises(StartError, match=f"^{message}"):
             bring()
         with pytest.raises(StartError, match="is not in the cache"):
             find_model(REPO, None, str(tmp_path / "hub"))
@@ -247,13 +249,10 @@ class TestLookUp:
             message = self.fails(hub, "org/other", token=token)
             assert message.startswith(f"{hub.endpoint} has no model org/other, or a private one")
 
-    def test_a_private_model(self, hub: FakeHub) -> None:
+    def test_a_private_model(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.add("org/private", FILES, private=True)
         assert "needs a token in HF_TOKEN or --token" in self.fails(hub, "org/private")
         assert lookup.fetch_listing(client(hub, TOKEN), "org/private", None).files
-
-    def test_a_token_from_the_environment(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub.add("org/private", FILES, private=True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         assert lookup.fetch_listing(client(hub), "org/private", None).files
 

@@ -37,9 +37,8 @@ class TestFindModel:
     def test_a_directory(self, tmp_path: Path) -> None:
         path = write_model(tmp_path / "m", config={"a": 1}, generation_config={"b": 2})
         assert find_model(str(path), None, None) == ModelFiles(path, {"a": 1}, {"b": 2})
-
-    def test_generation_config_is_optional(self, tmp_path: Path) -> None:
-        assert find_model(str(write_model(tmp_path / "m")), None, None).generation_config == {}
+        (path / "generation_config.json").unlink()
+        assert find_model(str(path), None, None) == ModelFiles(path, {"a": 1}, {})
 
     @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "encoder_layers", "num_local_experts"])
     def test_more_layers_than_any_model_has(self, key: str, tmp_path: Path) -> None:
@@ -51,30 +50,24 @@ class TestFindModel:
 
     @pytest.mark.parametrize("revision", [None, "main", "pr/1", COMMIT])
     def test_the_cache(self, hub: Path, revision: str | None) -> None:
+        """As huggingface_hub finds it, which does not strip what a ref has around it."""
         model = find_model("org/name", revision, str(hub.parent))
         assert model.path == hub / "snapshots" / COMMIT
+        found = try_to_load_from_cache("org/name", "config.json", cache_dir=hub.parent, revision=revision)
+        assert found == str(model.path / "config.json") or revision == "pr/1"
 
     def test_a_name_without_organisation(self, hub: Path) -> None:
         hub.rename(hub.parent / "models--name")
         assert find_model("name", None, str(hub.parent)).path.name == COMMIT
 
-    def test_a_directory_wins_over_the_cache(self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        write_model(tmp_path / "org" / "name")
-        monkeypatch.chdir(tmp_path)
-        assert find_model("org/name", None, str(hub.parent)).path == Path("org/name")
-
-    def test_a_directory_without_config_does_not_hide_the_cache(
+    def test_a_directory_wins_over_the_cache_if_it_has_a_config(
         self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "org" / "name").mkdir(parents=True)
         monkeypatch.chdir(tmp_path)
         assert find_model("org/name", None, str(hub.parent)).path.name == COMMIT
-
-    @pytest.mark.parametrize("revision", ["main", COMMIT])
-    def test_the_hub_library_finds_the_same_file(self, hub: Path, revision: str) -> None:
-        found = try_to_load_from_cache("org/name", "config.json", cache_dir=hub.parent, revision=revision)
-        assert isinstance(found, str)
-        assert Path(found).parent == find_model("org/name", revision, str(hub.parent)).path
+        write_model(tmp_path / "org" / "name")
+        assert find_model("org/name", None, str(hub.parent)).path == Path("org/name")
 
     @pytest.mark.parametrize(
         ("name", "revision", "message"),

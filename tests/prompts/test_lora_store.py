@@ -1,21 +1,17 @@
 """LoRA adapters in the store: loading, errors and caching."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from lora_files import BROKEN_LORA, LINEARS, RANK, TOO_LARGE_LORA, UP, Q, config, key, lora, lora_bin, matrices
 from prompt_files import CONFIG, SAFETENSORS, matrix, tgis, write
 
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import AdapterProblem, AdapterStoreOptions, LookedUp, LookUp
+from tgis.ipc.lookups import AdapterProblem, AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.lora import LoraAdapter
-from tgis.prompts.resolver import AdapterResolver
 from tgis.prompts.store import AdapterStore
 from tgis.prompts.tensor_file import TargetModel
 
@@ -155,45 +151,3 @@ def test_a_model_without_soft_prompt_support_may_support_lora(root: Path) -> Non
     assert adapter(store, "good").rank == RANK
     with pytest.raises(AdapterError, match="it is a soft prompt, which this model does not take"):
         store.find("soft")
-
-
-def test_the_least_recently_used_are_evicted_and_changes_are_noticed(root: Path) -> None:
-    for name in "abc":
-        write(root / name, lora(matrices(seed=ord(name))))
-    store = AdapterStore(str(root), 2 * BYTES + 6 * 512, TARGET)
-    a, b = store.find("a").adapter, store.find("b").adapter
-    assert store.find("a").adapter is a
-    store.find("c")
-    assert store.find("a").adapter is a
-    assert store.find("b").loaded
-    write(root / "new", lora(matrices(seed=9)))
-    (root / "new" / SAFETENSORS).replace(root / "b" / SAFETENSORS)
-    changed = adapter(store, "b")
-    assert changed.version not in (a.version, b.version)
-    torch.testing.assert_close(changed.layers[Q].lora_a, matrices(seed=9)[key(Q, "A")])
-
-
-def test_concurrent_first_lookups_read_the_file_once(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, answers, all_told = [], [], threading.Semaphore(0)
-    load = safetensors.torch.load
-
-    def counted(data: bytes) -> Any:
-        loads.append(len(data))
-        return load(data)
-
-    def told(info: LookedUp) -> None:
-        answers.append(info)
-        all_told.release()
-
-    monkeypatch.setattr("tgis.prompts.tensor_file.safetensors.torch.load", counted)
-    lookups = AdapterResolver(store, told)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: lookups.look_up(LookUp(number, "good")), range(64)))
-    for _ in range(64):
-        assert all_told.acquire(timeout=10)
-    assert len(loads) == 1
-    assert sum(info.loaded for info in answers) == 1
-    refs = [info.adapter for info in answers if info.adapter]
-    assert len(refs) == 64
-    assert len({ref.version for ref in refs}) == 1
-    assert {(ref.rank, ref.length) for ref in refs} == {(RANK, 0)}

@@ -32,12 +32,12 @@ from prompt_files import (
 
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterProblem, AdapterRef, LookedUp, LookUp
+from tgis.models.torch_file import load_archive
 from tgis.prompts import tensor_file
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore
 from tgis.prompts.tensor_file import TargetModel
-from tgis.prompts.torch_file import load_torch_file
 
 TARGET = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"))
 
@@ -229,17 +229,6 @@ def test_sizes_are_what_torch_allocates() -> None:
     assert SoftPrompt(1, torch.zeros(8, 17)).size == 1024
 
 
-def test_the_least_recently_used_are_evicted_first() -> None:
-    cache: AdapterCache[str] = AdapterCache(1024)
-    for name in "ab":
-        assert cache.put(name, (), name, 512) == name
-    assert cache.get("a", ()) == "a"
-    cache.put("c", (), "c", 512)
-    assert [cache.get(name, ()) for name in "abc"] == ["a", None, "c"]
-    cache.put("d", (), "d", 1024)
-    assert (len(cache), cache.size) == (1, 1024)
-
-
 def test_of_two_concurrent_loads_the_first_wins() -> None:
     cache: AdapterCache[str] = AdapterCache(1024)
     assert cache.put("a", (None,), "first", 512) == "first"
@@ -327,9 +316,9 @@ def test_concurrent_lookups_read_the_files_once(store: AdapterStore, monkeypatch
 
     def counted(*args: Any) -> Any:
         loads.append(args)
-        return load_torch_file(*args)
+        return load_archive(*args)
 
-    monkeypatch.setattr(tensor_file, "load_torch_file", counted)
+    monkeypatch.setattr(tensor_file, "load_archive", counted)
     answers = Answers()
     lookups = AdapterResolver(store, answers)
     for number in range(40):

@@ -194,23 +194,15 @@ PAGED = limits(160, padded=False, block_size=4, prefix_cache=True, max_batch_siz
 PADDED = limits(10**5, max_batch_size=ROWS, prefill_tokens=64)
 
 
-@pytest.mark.parametrize("kind", ["paged", "padded"])
-def test_rows_are_those_of_brute_force(llama: Path, kind: str) -> None:
-    paged = kind == "paged"
+@pytest.mark.parametrize("masks", [False, True], ids=["masks in steps", "masks in threads"])
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "padded"])
+def test_rows_are_those_of_brute_force(llama: Path, paged: bool, masks: bool) -> None:
+    """Rows whose masks are made in threads stay out of steps until then, in whatever order the threads are done."""
     subject = _subject(llama, PagedEngine, PAGED, block_size=4) if paged else _subject(llama, PaddedEngine, PADDED)
-    ends = _check_all(subject, random.Random(1))
+    subject.masks = MaskThreads(started_pool) if masks else None
+    ends = _check_all(subject, random.Random(4 if masks else 1))
     assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
-    assert (subject.forced > 0) == paged
-
-
-@pytest.mark.parametrize("kind", ["paged", "padded"])
-def test_masks_may_be_made_beside_the_steps(llama: Path, kind: str) -> None:
-    """Rows that wait for theirs stay out of steps, in whatever order the threads are done."""
-    paged = kind == "paged"
-    subject = _subject(llama, PagedEngine, PAGED, block_size=4) if paged else _subject(llama, PaddedEngine, PADDED)
-    subject.masks = MaskThreads(started_pool)
-    assert _check_all(subject, random.Random(4)) == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
-    assert not subject.forced
+    assert (subject.forced > 0) == (paged and not masks)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

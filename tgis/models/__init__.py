@@ -1,1 +1,1 @@
-"""Model files: finding, downloading and converting them."""
+"""Model files: finding, downloading and converting them; the reader of files of torch.save."""

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,8 +11,8 @@ import safetensors.torch
 import torch
 
 from tgis.errors import AdapterError
+from tgis.models.torch_file import FileTooLarge, check_description, load_archive
 from tgis.prompts.files import CONFIG, PICKLE, SAFETENSORS, AdapterDirectory
-from tgis.prompts.torch_file import NotTensorsError, check_description, load_torch_file
 
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_CONFIG_BYTES = 1 << 20
@@ -66,13 +67,13 @@ def load_tensors(directory: AdapterDirectory, name: str, limit: int) -> Any:
     data = directory.read(name, limit)
     try:
         if name == SAFETENSORS:
-            check_description(name, min(int.from_bytes(data[:8], "little"), len(data)))
+            check_description(min(int.from_bytes(data[:8], "little"), len(data)))
             return safetensors.torch.load(data)
-        return load_torch_file(name, data, limit)
-    except AdapterError:
-        raise
-    except NotTensorsError as error:
-        raise AdapterError(f"{name} holds something other than tensors") from error
+        return load_archive(data, limit)
+    except FileTooLarge as error:
+        raise AdapterError(f"{name} {error}") from error
+    except UnpicklingError as error:
+        raise AdapterError(f"{name} holds something other than dense tensors") from error
     except Exception as error:  # on hostile bytes the libraries raise anything
         raise AdapterError(f"{name} is damaged, or not of this format") from error
 
@@ -87,6 +88,8 @@ def check_tensor(part: FileTensor) -> torch.Tensor:
     if tensor.dtype not in _SUPPORTED_DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
         raise AdapterError(f"{part.file} holds a tensor that is no dense one of floats ({kind})")
+    if tensor.nbytes > tensor.untyped_storage().nbytes():  # an expanded view, which may claim any size
+        raise AdapterError(f"{part.file} holds a tensor that is larger than what is stored of it")
     return tensor.detach()
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarLimits
-from tgis.structured_output.formats import with_exact_format
-from tgis.structured_output.one_of import OneOfRewriter
+from tgis.structured_output.one_of_to_any_of import OneOfRewriter
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
@@ -27,6 +26,21 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
+}
+# Formats that llguidance enforces only roughly: it allows a 29th of February every year, host names of any length, and
+# leap seconds at any minute, which neither Python nor jsonschema reads.
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_MULTIPLE_OF_4 = "(0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"([0-9]{{2}}{_MULTIPLE_OF_4}|{_MULTIPLE_OF_4}00)"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR_AND_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR_AND_MINUTE})"
+_EXACT = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
+    "hostname": {"format": "hostname", "maxLength": 253},
 }
 
 
@@ -51,12 +65,12 @@ def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
         return {} if schema else {"enum": []}
     plain = json.loads(text)
     one_of = OneOfRewriter(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
-    rewritten: dict[str, Any] = _rewritten(plain, lambda each: with_exact_format(one_of.rewrite(each)))
+    rewritten: dict[str, Any] = _rewritten(plain, lambda each: _with_exact_format(one_of.rewrite(each)))
     return rewritten
 
 
 def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """With every schema in it in another form, the innermost first."""
+    """A copy in which every schema is what `rewrite` makes of it, the innermost first."""
     if isinstance(schema, list):
         return [_rewritten(each, rewrite) for each in schema]
     if not isinstance(schema, dict):
@@ -118,3 +132,11 @@ def _members(schema: Any, max_depth: int) -> Iterator[tuple[str, Any]]:
             values += [(each, depth + 1) for each in value.values()]
         elif isinstance(value, list):
             values += [(each, depth + 1) for each in value]
+
+
+def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with a pattern or a length that says exactly what its format does."""
+    if not (exact := _EXACT.get(str(schema.get("format")))) or not isinstance(schema.get("allOf", []), list):
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "format"}
+    return rest | {"allOf": [*schema.get("allOf", []), exact]}

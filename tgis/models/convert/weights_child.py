@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -22,6 +21,7 @@ from tgis.errors import StartError
 from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
 from tgis.models.staging import format_bytes
+from tgis.models.torch_file import FileTooLarge, check_archive
 
 Tensors = dict[str, torch.Tensor]
 
@@ -45,8 +45,15 @@ def convert(model: Path, out: Path, names: list[str]) -> None:
 
 def load(path: Path) -> Tensors:
     """The tensors of a .bin file by name; memory-mapped unless it has the format of torch before 1.6."""
+    size = path.stat().st_size
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with path.open("rb") as file:
+            if is_archive := file.read(4) == b"PK\3\4":  # as torch tells
+                with zipfile.ZipFile(file) as archive:
+                    check_archive(archive, size)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except FileTooLarge as error:
+        raise StartError(f"{path.name} {error}") from error
     except pickle.UnpicklingError as error:
         raise StartError(f"{path.name} is broken, or holds more than tensors, which is never loaded") from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
@@ -56,13 +63,20 @@ def load(path: Path) -> Tensors:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise StartError(f"{path.name} holds {name!r:.80}, which is no tensor with a name")
+        if value.nbytes > min(size, value.untyped_storage().nbytes()):  # an expanded view, which may claim any size
+            raise StartError(f"{path.name} holds {name!r:.80}, which is larger than what is stored of it")
     return {name: value.detach() for name, value in content.items()}
 
 
 def tied_names(model: Path) -> list[str]:
     """Patterns of tensors that transformers ties to others on loading, so that they need not be stored."""
     kind = read_json(model / "config.json").get("model_type") if (model / "config.json").is_file() else None
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+    if not isinstance(kind, str):
+        return []
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    transformers.utils.logging.set_verbosity_error()
+    if kind not in transformers.CONFIG_MAPPING:
         return []
     config = transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     names = config.architectures if isinstance(config.architectures, list) else []
@@ -120,7 +134,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Report any failure as one line on stderr, which the parent shows."""
     model, out, *names = sys.argv[1:]
-    transformers.utils.logging.set_verbosity_error()
     try:
         convert(Path(model), Path(out), names)
     except StartError as error:
