@@ -138,7 +138,7 @@ async def test_scrapes_on_a_busy_loop_leave_it_most_of_its_time() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/", 200),
         ("GET", "/health/", 404),
         ("GET", "//health", 404),
         ("GET", "/metrics/../health", 404),

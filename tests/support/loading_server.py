@@ -22,7 +22,7 @@ async def serving_while_loading(api_key: str | None = None) -> AsyncIterator[str
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
     clients = Clients(config)
     api = HttpApi(config, auth, clients)
-    routes = [*(each.route(api) for each in operations), *Pages(operations, auth).routes()]
+    routes = [*(api.route(each) for each in operations), *Pages(operations, auth).routes()]
     server = HttpServer(config, 0, routes, clients)
     try:
         yield f"http://127.0.0.1:{await server.start()}"
