@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,10 +43,6 @@ class HttpCall:
     async def body(self, type_: type[B]) -> B:
         """The request's JSON; HttpError if it is anything else, or not what the type says."""
         return read_json(await receive(self.request), type_, self.account)
-
-    async def run(self, cost: float, job: Callable[[], B]) -> B:
-        """Run the job, in a thread if it takes long; `cost` is about how many microseconds that is."""
-        return await self.generator.pool.run(cost, job)
 
     def generate_call(
         self,

@@ -46,10 +46,7 @@ class ErrorFormat:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A method of a path; `request`, `response` and `event` are types that msgspec encodes, None for no body.
-
-    The types of `request` may be a tuple: the body is one of them.
-    """
+    """A method of a path; bodies are types that msgspec encodes, None for no body."""
 
     method: str
     path: str
@@ -57,13 +54,6 @@ class Operation:
     errors: ErrorFormat
     id: str
     summary: str
-    request: Any = None
+    requests: tuple[Any, ...] = ()  # the body is one of these types
     response: Any = None
     event: Any = None  # of the stream that the answer may be
-
-    @property
-    def requests(self) -> tuple[Any, ...]:
-        """The types that the body may have."""
-        if self.request is None:
-            return ()
-        return self.request if isinstance(self.request, tuple) else (self.request,)

@@ -71,7 +71,7 @@ class Answer:
         def make_body() -> bytes:
             return msgspec.json.encode(kind(choices=choices(outputs), usage=usage, **self._common))
 
-        body = await self._call.run(sum(output.conversion_cost for output in outputs), make_body)
+        body = await self._call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_body)
         headers = self._call.compute_headers(self._generate_call.texts)
         return json_response(body, headers | timing_headers(outputs, usage.prompt_tokens))
 
@@ -82,7 +82,7 @@ class Answer:
             async for output in outputs:
                 self._count(output)
                 convert = functools.partial(choices, output)
-                for choice in await self._call.run(output.conversion_cost, convert):
+                for choice in await self._call.generator.pool.run(output.conversion_cost, convert):
                     await events.send(self._chunk(kind, [choice]))
         if self._include_usage:
             await events.send(self._chunk(kind, []))

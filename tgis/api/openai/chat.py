@@ -86,7 +86,7 @@ class ChatCompletions:
         if shown and not self._template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
         convert = functools.partial(template_messages, body.messages)
-        messages = await call.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
+        messages = await call.generator.pool.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
         tools = list(template_tools(shown))
         return await self._template.render(messages, tools or None, body.chat_template_kwargs)
 

@@ -198,12 +198,13 @@ def stream_details(
     return StreamDetails(reason, output.generated_token_count, output.seed if given.samples else None, num_input_tokens)
 
 
-def simple_tokens(text: bytes, result: TokenizeResult) -> list[SimpleToken]:
+def tokens_json(text: bytes, result: TokenizeResult) -> bytes:
     """The tokens of `text` in UTF-8, of which a token may be a part that is no text."""
-    return [
+    tokens = (
         SimpleToken(id_, text[start:stop].decode(errors="replace"), start, stop)
         for id_, (start, stop) in zip(result.ids, result.offsets, strict=True)
-    ]
+    )
+    return msgspec.json.encode(list(tokens))
 
 
 def json_float(value: float) -> float | None:

@@ -55,15 +55,15 @@ class TgiApi:
         return [
             Operation("POST", "/", self._compat_generate, ERRORS, "compat_generate",
                       "Generate, or stream if the body says so",
-                      GenerateRequest, list[GenerateResponse], StreamResponse),
+                      (GenerateRequest,), list[GenerateResponse], StreamResponse),
             Operation("POST", "/generate", self._generate, ERRORS, "generate", "Generate text",
-                      GenerateRequest, GenerateResponse),
+                      (GenerateRequest,), GenerateResponse),
             Operation("POST", "/generate_stream", self._generate_stream, ERRORS, "generate_stream",
-                      "Stream a text as it is generated", GenerateRequest, None, StreamResponse),
+                      "Stream a text as it is generated", (GenerateRequest,), None, StreamResponse),
             Operation("POST", "/tokenize", self._tokenize, ERRORS, "tokenize", "Tokenize a text",
-                      TokenizeRequest, list[SimpleToken]),
+                      (TokenizeRequest,), list[SimpleToken]),
             Operation("POST", "/chat_tokenize", self._chat_tokenize, ERRORS, "get_chat_tokenize", "Tokenize a chat",
-                      ChatCompletionRequest, ChatTokenizeResponse),
+                      (ChatCompletionRequest,), ChatTokenizeResponse),
             Operation("POST", "/invocations", self._invocations, ERRORS, "sagemaker_compatibility",
                       "Whatever the body is a request for",
                       (GenerateRequest, ChatCompletionRequest, CompletionRequest)),
@@ -100,7 +100,7 @@ class TgiApi:
         if not wants_details:
             return msgspec.json.encode(GenerateResponse(_full_text(winner, request))), headers
         make_answer = functools.partial(_detailed_answer, outputs, request, call.generator)
-        return await call.run(sum(output.conversion_cost for output in outputs), make_answer), headers
+        return await call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_answer), headers
 
     async def _stream(self, call: HttpCall, request: GenerateRequest) -> web.StreamResponse:
         generator = call.generator
@@ -161,7 +161,8 @@ class TgiApi:
             max_tokens=max_bytes // _MIN_TOKEN_BYTES,
         )
         (result,) = await call.generator.tokenize(tokenize_call)
-        tokens = await call.run(len(result.ids), lambda: msgspec.json.encode(convert.simple_tokens(data, result)))
+        make_json = functools.partial(convert.tokens_json, data, result)
+        tokens = await call.generator.pool.run(len(result.ids), make_json)
         if len(tokens) > max_bytes:
             raise reply_too_large(max_bytes)
         return tokens
