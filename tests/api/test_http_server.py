@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import http_port
 import pytest
 from aiohttp import web
 from harness import run_async
@@ -19,7 +20,6 @@ from tgis.api.http.body import receive
 from tgis.api.http.calls import HttpApi, HttpCall
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import ErrorFormat, HttpError, Operation
-from tgis.api.http.server import HttpServer
 from tgis.config import Config
 from tgis.errors import Overloaded, RequestError, Unavailable
 from tgis.security.bearer import TokenFile
@@ -36,17 +36,11 @@ ERRORS = ErrorFormat(str, plain, b"[DONE]")
 @asynccontextmanager
 async def serving(routes: list[web.RouteDef], **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a server with these routes."""
-    config = Config(model_name="m", bind_address="127.0.0.1", **options)
-    connected = Clients(config)
-    server = HttpServer(config, 0, routes, connected)
-    port = await server.start()
-    sweep = asyncio.create_task(connected.sweep_forever())
-    try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-            yield client
-    finally:
-        sweep.cancel()
-        await server.stop()
+    async with (
+        http_port.serving(routes, **options) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
+        yield client
 
 
 async def echo_body(request: web.Request) -> web.Response:
@@ -121,8 +115,7 @@ async def test_a_body_that_does_not_arrive_ends_the_call() -> None:
     async with serving([BODY], client_timeout_seconds=0.1) as client:
         reader, writer = await connect(client)
         writer.write(JSON_HEAD + b"Content-Length: 10\r\n\r\nhalf")
-        answer = await reader.read()
-        assert b"has not arrived within 0.1 s" in answer
+        answer = await reader.readuntil(b"has not arrived within 0.1 s")
         assert answer.startswith(b"HTTP/1.1 503 ")  # this API's status for it
         writer.close()
 

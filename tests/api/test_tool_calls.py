@@ -112,12 +112,8 @@ def check(name: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_whole_outputs(name: str) -> None:
+def test_outputs_as_a_whole_and_character_by_character(name: str) -> None:
     check(name, [OUTPUTS[name][1]])
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_character_by_character(name: str) -> None:
     check(name, list(OUTPUTS[name][1]))
 
 

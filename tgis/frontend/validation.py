@@ -1,7 +1,7 @@
 """Rules for the parameters and inputs of a call. Pure functions.
 
 The rules stand in one table and are checked from top to bottom; the first violation fails the call. TGIS's rules come
-first, with its texts, so that what it refuses is refused with the same message. Fields have neutral names here: a face
+first, with its texts, so that what it refuses is refused with the same message. Fields have neutral names here: an API
 maps them to its own paths.
 """
 

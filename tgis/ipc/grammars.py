@@ -15,7 +15,7 @@ class GrammarKind(enum.StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"  # EBNF or Lark
-    TOOLS = "tools"  # Lark that a face has made, with the schema of each tool in a line of its own
+    TOOLS = "tools"  # Lark that an API has made, with the schema of each tool in a line of its own
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -91,8 +91,5 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Whether to log a record: malformed requests are not our errors, and their bytes must stay out of the log.
-
-    Nor are clients that vanish while something is sent to them.
-    """
+    """False for malformed requests, whose bytes must stay out of the log, and for clients that vanish."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)
