@@ -41,7 +41,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("ui")
-    model = make_fake_model(directory / "model", 2048, step_seconds=0.003)
+    model = make_fake_model(directory / "model", 2048, step_seconds=0.006)
     write_template(model, LAST_MESSAGE)
     adapter = directory / "store" / "tuned"
     adapter.mkdir(parents=True)
@@ -124,7 +124,7 @@ async def test_everything_works_by_keyboard(chromium: int, server: Server) -> No
         assert await heading(page) == ["b", SHARES[0]]
         await page.press("Escape")
         assert not await page.value("document.querySelector('#card').matches(':popover-open')")
-        await page.fill("[name=max_tokens]", "2000")
+        await page.fill("[name=max_tokens]", "1000")
         while await focused(page) != "text":
             await page.press("Tab", SHIFT)
         await page.type("again")
@@ -254,7 +254,7 @@ async def test_a_stop_frees_the_row(chromium: int, server: Server) -> None:
         assert not await page.value("document.querySelector('#parameters').open")
         await page.tap("#parameters summary")
         await page.until("document.querySelector('#parameters').open")
-        await page.fill("[name=max_tokens]", "2000")
+        await page.fill("[name=max_tokens]", "1000")
         await page.tap("#text")
         await page.until("document.activeElement.id === 'text'")
         await page.type("hello ")
