@@ -330,7 +330,7 @@ class Server:
         probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, batch_state)
         openai = self._openai_api
         operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
-        api_routes = [operation.route(self._http_api) for operation in operations]
+        api_routes = [self._http_api.route(operation) for operation in operations]
         pages = Pages(operations, self._http_auth)
         return HttpPorts(self._config, probes, [*api_routes, *pages.routes()], self._clients, self._certificates)
 

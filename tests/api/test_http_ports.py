@@ -13,10 +13,10 @@ import grpc
 import pytest
 from aiohttp import web
 from harness import run_async
+from http_port import NO_AUTH
 
 from benchmarks.certificates import Pair, make_pair
 from tgis.api.clients import Clients
-from tgis.api.http.auth import HttpAuth
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.config import Config
@@ -24,17 +24,15 @@ from tgis.security.bearer import caller_identity
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
-AUTH = HttpAuth(None, None, lambda: None)
-
 
 async def identity(request: web.Request) -> web.Response:
-    return web.Response(text=AUTH.identity(request).hex())
+    return web.Response(text=NO_AUTH.identity(request).hex())
 
 
 @asynccontextmanager
 async def serving(certificates: Certificates | None = None, **options: Any) -> AsyncIterator[tuple[int, int | None]]:
     config = Config(model_name="m", bind_address="127.0.0.1", port=0, **options)
-    probes, routes = Probes(lambda: None, list, AUTH), [web.get("/identity", identity)]
+    probes, routes = Probes(lambda: None, list, NO_AUTH), [web.get("/identity", identity)]
     ports = HttpPorts(config, probes, routes, Clients(config), certificates)
     numbers = await ports.start()
     try:
@@ -58,29 +56,22 @@ ALL = {"health": 200, "ping": 200, "metrics": 200, "identity": 200}
 PROBES, API = ALL | {"identity": 404}, ALL | {"metrics": 404}
 
 
-@run_async
-async def test_one_port_by_default() -> None:
-    async with serving() as (probes, api):
-        assert probes == api
-        assert await statuses(probes) == ALL
-
-
-@run_async
-async def test_apis_off() -> None:
-    async with serving(http_api=False) as (probes, api):
-        assert api is None
-        assert await statuses(probes) == PROBES
-
-
 @pytest.mark.parametrize(
-    "options", [{"metrics_port": 0}, {"http_api_port": 0}, {"metrics_port": 0, "http_api_port": 0}]
+    ("options", "on_probes", "on_api"),
+    [
+        ({}, ALL, ALL),
+        ({"http_api": False}, PROBES, None),
+        ({"metrics_port": 0}, PROBES, API),
+        ({"http_api_port": 0}, PROBES, API),
+        ({"metrics_port": 0, "http_api_port": 0}, PROBES, API),
+    ],
 )
 @run_async
-async def test_ports_of_their_own(options: dict[str, int]) -> None:
+async def test_ports(options: dict[str, Any], on_probes: dict[str, int], on_api: dict[str, int] | None) -> None:
     async with serving(None, **options) as (probes, api):
-        assert api is not None
-        assert await statuses(probes) == PROBES
-        assert await statuses(api) == API
+        assert await statuses(probes) == on_probes
+        assert (None if api is None else await statuses(api)) == on_api
+        assert (probes == api) == (on_probes == on_api)
 
 
 class Files:

@@ -1,13 +1,13 @@
 """What the routes of all HTTP APIs share: tokens, bodies, errors, streams, origins, TLS, and clients that misbehave."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import http_port
 import pytest
 from aiohttp import web
 from harness import run_async
@@ -18,60 +18,44 @@ from tgis.api.http import event_stream
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.body import receive
 from tgis.api.http.calls import HttpApi, HttpCall
-from tgis.api.http.errors import HttpError, error_response
 from tgis.api.http.event_stream import EventStream
-from tgis.api.http.operations import Operation
-from tgis.api.http.server import HttpServer
+from tgis.api.http.operations import ErrorFormat, HttpError, Operation
 from tgis.config import Config
 from tgis.errors import Overloaded, RequestError, Unavailable
 from tgis.security.bearer import TokenFile
 
 
-class PlainFace:
+def plain(error: RequestError) -> tuple[int, str]:
     """Errors as their text."""
-
-    error = str
-    last_event = b"[DONE]"
-
-    def status(self, error: RequestError) -> int:
-        return error.status if isinstance(error, HttpError) else 503
-
-    def error_body(self, error: RequestError) -> bytes:
-        return json.dumps(str(error)).encode()
+    return error.status if isinstance(error, HttpError) else 503, str(error)
 
 
-FACE = PlainFace()
+ERRORS = ErrorFormat(str, plain, b"[DONE]")
 
 
 @asynccontextmanager
 async def serving(routes: list[web.RouteDef], **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a server with these routes."""
-    config = Config(model_name="m", bind_address="127.0.0.1", **options)
-    connected = Clients(config)
-    server = HttpServer(config, 0, routes, connected)
-    port = await server.start()
-    sweep = asyncio.create_task(connected.sweep_forever())
+    async with (
+        http_port.serving(routes, **options) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
+        yield client
+
+
+async def echo_body(request: web.Request) -> web.Response:
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-            yield client
-    finally:
-        sweep.cancel()
-        await server.stop()
+        return web.Response(body=await receive(request))
+    except RequestError as error:
+        return ERRORS.response(error)
 
 
-def body_route(max_bytes: int = 100, seconds: float = 30.0) -> web.RouteDef:
-    async def handle(request: web.Request) -> web.Response:
-        try:
-            return web.Response(body=await receive(request, max_bytes, seconds))
-        except RequestError as error:
-            return error_response(error, FACE)
-
-    return web.post("/body", handle)
+BODY = web.post("/body", echo_body)
 
 
 @run_async
 async def test_a_body_of_the_largest_size_is_read() -> None:
-    async with serving([body_route()]) as client:
+    async with serving([BODY], payload_limit=100) as client:
         for content in (b"", b"x" * 100):
             async with client.post("/body", data=content, headers={"Content-Type": "application/json"}) as answer:
                 assert (answer.status, await answer.read()) == (200, content)
@@ -86,7 +70,7 @@ async def parts(*contents: bytes, pause: float = 0.0) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize("chunked", [True, False])
 @run_async
 async def test_a_larger_one_is_413(chunked: bool) -> None:
-    async with serving([body_route()]) as client:
+    async with serving([BODY], payload_limit=100) as client:
         data: Any = parts(b"x" * 60, b"x" * 41) if chunked else b"x" * 101
         async with client.post("/body", data=data, headers={"Content-Type": "application/json"}) as answer:
             assert answer.status == 413
@@ -107,7 +91,7 @@ async def test_a_larger_one_is_413(chunked: bool) -> None:
 @run_async
 async def test_only_json_is_read(content_type: str, status: int) -> None:
     headers = {"Content-Type": content_type}
-    async with serving([body_route()]) as client, client.post("/body", data=b"{}", headers=headers) as answer:
+    async with serving([BODY]) as client, client.post("/body", data=b"{}", headers=headers) as answer:
         assert answer.status == status
 
 
@@ -128,18 +112,17 @@ async def read_to_end(reader: asyncio.StreamReader) -> bytes:
 
 @run_async
 async def test_a_body_that_does_not_arrive_ends_the_call() -> None:
-    async with serving([body_route(seconds=0.1)]) as client:
+    async with serving([BODY], client_timeout_seconds=0.1) as client:
         reader, writer = await connect(client)
         writer.write(JSON_HEAD + b"Content-Length: 10\r\n\r\nhalf")
-        answer = await reader.read()
-        assert b"has not arrived within 0.1 s" in answer
-        assert answer.startswith(b"HTTP/1.1 503 ")  # this face's status for it
+        answer = await reader.readuntil(b"has not arrived within 0.1 s")
+        assert answer.startswith(b"HTTP/1.1 503 ")  # this API's status for it
         writer.close()
 
 
 @run_async
 async def test_a_body_that_is_framed_wrongly_is_400() -> None:
-    async with serving([body_route()]) as client:
+    async with serving([BODY]) as client:
         reader, writer = await connect(client)
         writer.write(JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
         assert (await reader.read()).split()[1] == b"400"
@@ -162,7 +145,7 @@ async def test_a_head_that_never_ends_closes_its_connection() -> None:
 @run_async
 async def test_a_large_body_right_behind_its_head_is_read() -> None:
     content = b"x" * (4 << 20)
-    async with serving([body_route(len(content))]) as client:
+    async with serving([BODY], payload_limit=len(content)) as client:
         reader, writer = await connect(client)
         for _ in range(2):  # the second request over the same connection
             writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
@@ -175,7 +158,7 @@ async def test_a_large_body_right_behind_its_head_is_read() -> None:
 @run_async
 async def test_only_so_many_bodies_may_arrive_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MAX_RECEIVING_BYTES", 2 << 20)
-    async with serving([body_route()], grpc_max_message_bytes=1 << 20) as client:
+    async with serving([BODY], grpc_max_message_bytes=1 << 20) as client:
         slow = []
         for _ in range(4):
             slow.append(await connect(client))
@@ -272,7 +255,7 @@ async def test_a_connection_that_has_been_slow_to_read_waits_again_afterwards() 
 
 @run_async
 async def test_at_the_limit_the_oldest_connection_that_waits_gives_way() -> None:
-    async with serving([events_route(number=10**6, pause=0.001), body_route()], max_connections=3) as client:
+    async with serving([events_route(number=10**6, pause=0.001), BODY], max_connections=3) as client:
         busy, half, idle = [await connect(client) for _ in range(3)]
         busy[1].write(b"GET /events HTTP/1.1\r\nHost: t\r\n\r\n")
         await busy[0].readuntil(b"data: ")
@@ -295,7 +278,7 @@ def api_route(**options: Any) -> web.RouteDef:
 
     config = Config(model_name="m")
     api = HttpApi(config, HttpAuth(tokens, options.get("api_key"), lambda: None), Clients(config))
-    return Operation("GET", "/thing", handle, FACE, "thing", "A thing").route(api)
+    return api.route(Operation("GET", "/thing", handle, ERRORS, "thing", "A thing"))
 
 
 @run_async
@@ -334,8 +317,8 @@ async def test_tokens(authorization: str | None, status: int, tmp_path: Path) ->
 
 
 def test_overloaded_says_when_to_try_again() -> None:
-    assert error_response(Overloaded("full", retry_after=1.5), FACE).headers["Retry-After"] == "2"
-    assert "Retry-After" not in error_response(Unavailable("no"), FACE).headers
+    assert ERRORS.response(Overloaded("full", retry_after=1.5)).headers["Retry-After"] == "2"
+    assert "Retry-After" not in ERRORS.response(Unavailable("no")).headers
 
 
 PREFLIGHT = {"Origin": "https://a", "Access-Control-Request-Method": "POST"}

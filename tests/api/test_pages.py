@@ -7,7 +7,7 @@ import re
 import aiohttp
 import pytest
 from harness import run_async
-from loading_server import serving_while_loading
+from http_port import serving_while_loading
 
 from tgis.api.http.pages.page import make_page
 

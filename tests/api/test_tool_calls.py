@@ -112,12 +112,8 @@ def check(name: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_whole_outputs(name: str) -> None:
+def test_outputs_as_a_whole_and_character_by_character(name: str) -> None:
     check(name, [OUTPUTS[name][1]])
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_character_by_character(name: str) -> None:
     check(name, list(OUTPUTS[name][1]))
 
 
@@ -141,7 +137,7 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
     output = f"I look.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>"
     size = -(-len(output) // parts)
     body = ChatCompletionRequest(messages=[])
-    choice = StreamedChoice(0, body, ToolCallParser(HERMES), TokenTexts(decoder))
+    choice = StreamedChoice(0, body, HERMES, TokenTexts(decoder))
     messages = [
         RequestOutput(text=output[at : at + size], generated_token_count=1) for at in range(0, len(output), size)
     ]

@@ -9,7 +9,7 @@ import pytest
 from browser import CONTROL, SHIFT, BrowserPage, needs_chromium, open_page, running_chromium
 from chat_templates import LAST_MESSAGE, write_template
 from harness import Server, run_async, running_server
-from loading_server import serving_while_loading
+from http_port import serving_while_loading
 
 from tgis.models.fake import make_fake_model
 
@@ -41,7 +41,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("ui")
-    model = make_fake_model(directory / "model", 2048, step_seconds=0.01)
+    model = make_fake_model(directory / "model", 2048, step_seconds=0.006)
     write_template(model, LAST_MESSAGE)
     adapter = directory / "store" / "tuned"
     adapter.mkdir(parents=True)
@@ -87,6 +87,8 @@ async def focused(page: BrowserPage) -> str:
 @run_async
 async def test_a_chat_is_streamed_and_its_tokens_explained(chromium: int, server: Server) -> None:
     async with opened(chromium, server) as page:
+        names = await page.value("[...document.querySelectorAll('[name=model] option')].map(e => e.textContent)")
+        assert names[1:] == ["tuned"]  # an adapter
         await page.fill("[name=max_tokens]", "20")
         await page.click("#text")
         await page.type("hello ")
@@ -265,13 +267,6 @@ async def test_a_stop_frees_the_row(chromium: int, server: Server) -> None:
         await page.tap(".token")
         await page.until("document.querySelector('#card').matches(':popover-open')")
         assert await heading(page) == ["h", SHARES[0]]
-
-
-@run_async
-async def test_an_adapter_is_a_model(chromium: int, server: Server) -> None:
-    async with opened(chromium, server) as page:
-        names = await page.value("[...document.querySelectorAll('[name=model] option')].map(e => e.textContent)")
-        assert names[1:] == ["tuned"]
 
 
 @run_async

@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_struct
 
 from tgis.api.grpc.convert import field_path
 from tgis.errors import InvalidRequest
-from tgis.frontend.sampling_params import FaceRules, RawParams
+from tgis.frontend.sampling_params import Constraints, RawParams
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
@@ -184,30 +184,32 @@ def test_a_face_may_want_all_that_fits() -> None:
 
 
 def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
-    rules = FaceRules(min_room=60)
+    constraints = Constraints(min_room=60)
     for asked, fits in ((100, False), (60, False), (50, True)):
-        params = validate(RawParams(max_new_tokens=asked, rules=rules), LIMITS)
+        params = validate(RawParams(max_new_tokens=asked, constraints=constraints), LIMITS)
         if fits:
             assert make_request(1, [5] * 150, None, params, LIMITS, "x").max_new_tokens == asked
             continue
         with pytest.raises(InvalidRequest, match=rf"plus max_new_tokens \({asked}\) must be <= 200"):
             make_request(1, [5] * 150, None, params, LIMITS, "x")
-    params = validate(RawParams(max_new_tokens=100, rules=rules), LIMITS)
+    params = validate(RawParams(max_new_tokens=100, constraints=constraints), LIMITS)
     assert make_request(1, [5] * 130, None, params, LIMITS, "x").max_new_tokens == 70
 
 
 def test_a_face_may_have_bounds_of_its_own() -> None:
-    rules = FaceRules(min_temperature=0.0, max_stop_sequences=7, max_stop_sequence_bytes=300, max_top_n_tokens=20)
+    constraints = Constraints(
+        min_temperature=0.0, max_stop_sequences=7, max_stop_sequence_bytes=300, max_top_n_tokens=20
+    )
     options = LogprobOptions(generated_tokens=True, top_n_tokens=20)
     raw = RawParams(do_sample=True, temperature=0.01, stop_sequences=("x" * 300,) * 7, logprob_options=options)
-    assert validate(replace(raw, rules=rules), LIMITS).sampling_params.temperature == 0.01
+    assert validate(replace(raw, constraints=constraints), LIMITS).sampling_params.temperature == 0.01
     for refused, said in (
         (replace(raw, temperature=-0.01), "temperature must be >= 0"),
         (replace(raw, stop_sequences=("x",) * 8), "at most 7 non-empty stop sequences, each not more than 300 UTF8"),
         (replace(raw, logprob_options=replace_struct(options, top_n_tokens=21)), "top_n_tokens must be <= 20"),
     ):
         with pytest.raises(InvalidRequest, match=said):
-            validate(replace(refused, rules=rules), LIMITS)
+            validate(replace(refused, constraints=constraints), LIMITS)
 
 
 def test_outputs_of_one_input_count_up_from_its_seed() -> None:

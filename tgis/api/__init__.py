@@ -1,1 +1,1 @@
-"""The faces: wire messages to frozen values and back, nothing else."""
+"""The APIs: wire messages to frozen values and back, nothing else."""

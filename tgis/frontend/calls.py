@@ -1,4 +1,4 @@
-"""What an API face reads from one RPC and hands to the front end. Knows no proto."""
+"""What an API reads from one RPC and hands to the front end. Knows no proto."""
 
 import enum
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The life of one call, top to bottom: admission, validation, tokenization, submission, output.
 
-Knows neither proto nor socket: faces hand over a `GenerateCall` and get `RequestOutput` values.
+Knows neither proto nor socket: APIs hand over a `GenerateCall` and get `RequestOutput` values.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class Generator:
                     return [output.final() for output in outputs]
 
     def refused(self, kind: CallKind) -> None:
-        """Count a call of one input that breaks a rule of its face."""
+        """Count a call of one input that breaks a rule of its API."""
         self._metrics.request_started(kind, 1)
         self._metrics.request_failed(FailureReason.VALIDATION)
 

@@ -14,8 +14,8 @@ from tgis.ipc.request import LogprobOptions, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class FaceRules:
-    """Where the rules for parameters differ between faces; the defaults are TGIS's."""
+class Constraints:
+    """Where the rules for parameters differ between APIs; the defaults are TGIS's."""
 
     min_temperature: float = 0.05  # above 0
     max_stop_sequences: int = 6
@@ -54,7 +54,7 @@ class RawParams:
     fill_context: bool = False  # without a number of tokens generate all that fits, whatever the server's default
     add_special_tokens: bool = True  # let the tokenizer add those that it adds, unless the server keeps it from that
     skip_special_tokens: bool | None = None  # in the output; None: as the server does
-    rules: FaceRules = FaceRules()
+    constraints: Constraints = Constraints()
 
     def with_defaults(self, max_new_tokens: int) -> "RawParams":
         """Fill in defaults; greedy decoding drops the sampling parameters unread."""

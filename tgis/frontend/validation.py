@@ -1,7 +1,7 @@
 """Rules for the parameters and inputs of a call. Pure functions.
 
 The rules stand in one table and are checked from top to bottom; the first violation fails the call. TGIS's rules come
-first, with its texts, so that what it refuses is refused with the same message. Fields have neutral names here: a face
+first, with its texts, so that what it refuses is refused with the same message. Fields have neutral names here: an API
 maps them to its own paths.
 """
 
@@ -49,8 +49,8 @@ class _Rule:
 
 def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     """Check and resolve the parameters; InvalidRequest names the field of the first rule violated."""
-    if raw.rules.max_top_n_tokens is not None:
-        limits = replace(limits, max_top_n_tokens=raw.rules.max_top_n_tokens)
+    if raw.constraints.max_top_n_tokens is not None:
+        limits = replace(limits, max_top_n_tokens=raw.constraints.max_top_n_tokens)
     default = None if raw.fill_context else limits.default_max_new_tokens
     params = raw.with_defaults(default or limits.max_new_tokens)
     for rule in _RULES:
@@ -147,7 +147,7 @@ def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limi
         raise TooLong(field, f"{lengths} must be < {max_length}")
     if min_new_tokens > room:
         raise TooLong(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
-    if min(max_new_tokens, params.given.rules.min_room) > room and not params.fill_context:
+    if min(max_new_tokens, params.given.constraints.min_room) > room and not params.fill_context:
         raise TooLong(field, f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}")
     if limits.max_input_tokens is not None and length > limits.max_input_tokens:
         raise TooLong(field, f"{field} has {length} tokens, at most {limits.max_input_tokens} allowed")
@@ -196,19 +196,19 @@ def _details_without_tokens(p: RawParams, _: RequestLimits) -> bool:
 
 
 def _has_invalid_stop_sequence(p: RawParams, _: RequestLimits) -> bool:
-    return any(not s or len(s.encode()) > p.rules.max_stop_sequence_bytes for s in p.stop_sequences)
+    return any(not s or len(s.encode()) > p.constraints.max_stop_sequence_bytes for s in p.stop_sequences)
 
 
 _STOP_SEQUENCES_MESSAGE = (
-    "can specify at most {p.rules.max_stop_sequences} non-empty stop sequences, "
-    "each not more than {p.rules.max_stop_sequence_bytes} UTF8 bytes"
+    "can specify at most {p.constraints.max_stop_sequences} non-empty stop sequences, "
+    "each not more than {p.constraints.max_stop_sequence_bytes} UTF8 bytes"
 )
 
 _RULES = (
     _Rule(
         "temperature",
-        lambda p, _: p.temperature != 0.0 and p.temperature < p.rules.min_temperature,  # type: ignore[operator]
-        "temperature must be >= {p.rules.min_temperature:g}",
+        lambda p, _: p.temperature != 0.0 and p.temperature < p.constraints.min_temperature,  # type: ignore[operator]
+        "temperature must be >= {p.constraints.min_temperature:g}",
         "{p.temperature:g}",
     ),
     _Rule("top_p", lambda p, _: p.top_p <= 0.0 or p.top_p > 1.0, "top_p must be > 0.0 and <= 1.0", "{p.top_p:g}"),
@@ -238,7 +238,9 @@ _RULES = (
         "length_penalty must be >= 1.0 and <= 10.0",
         "{p.length_penalty[1]:g}",
     ),
-    _Rule("stop_sequences", lambda p, _: len(p.stop_sequences) > p.rules.max_stop_sequences, _STOP_SEQUENCES_MESSAGE),
+    _Rule(
+        "stop_sequences", lambda p, _: len(p.stop_sequences) > p.constraints.max_stop_sequences, _STOP_SEQUENCES_MESSAGE
+    ),
     _Rule(
         "logprob_options",
         _details_without_tokens,

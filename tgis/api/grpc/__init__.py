@@ -1,1 +1,1 @@
-"""The gRPC face: `fmaas.GenerationService`, health and reflection."""
+"""The gRPC API: `fmaas.GenerationService`, health and reflection."""

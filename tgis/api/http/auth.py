@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tgis.api.http.errors import HttpError
+from tgis.api.http.operations import HttpError
 from tgis.security.bearer import TokenFile, bearer_token, identity_of
 
 _NAMES = ("DNS", "URI", "email")  # of the subject's alternative names
@@ -41,10 +41,6 @@ class HttpAuth:
     def _accepts(self, token: str) -> bool:
         is_key = self._api_key is not None and hmac.compare_digest(_digest(token), self._api_key)
         return is_key or (self._tokens is not None and self._tokens.accepts(token))
-
-
-def client_address(request: web.Request) -> bytes:
-    return (request.remote or "").encode()
 
 
 def _token(request: web.Request) -> str:

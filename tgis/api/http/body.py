@@ -1,6 +1,5 @@
 """The body of a request: bounded in size and time, paid for, and read as the type that a route wants."""
 
-import asyncio
 from typing import TypeVar
 
 import msgspec
@@ -8,7 +7,7 @@ from aiohttp import web
 
 from tgis.api.clients import MESSAGE_BYTE
 from tgis.api.http.connections import Connection
-from tgis.api.http.errors import HttpError
+from tgis.api.http.operations import HttpError
 from tgis.errors import ClientTimeout
 from tgis.frontend.calls import Account
 
@@ -17,23 +16,20 @@ _VALUE_BYTES = 64  # of memory, for what stands between two commas or brackets
 B = TypeVar("B")
 
 
-async def receive(request: web.Request, max_bytes: int, seconds: float) -> bytes:
+async def receive(request: web.Request) -> bytes:
     """The whole body; HttpError if it is too large, ClientTimeout if it has not arrived in time."""
     if "json" not in request.content_type.split("/")[-1].split("+"):
         raise HttpError(415, "Content-Type must be application/json")
-    _check_size(request.content_length or 0, max_bytes)
-    body = bytearray()
     try:
-        async with asyncio.timeout(seconds):
-            with Connection.of(request).receiving_body():
-                while part := await request.content.readany():
-                    body += part
-                    _check_size(len(body), max_bytes)
-    except TimeoutError:
-        raise ClientTimeout(f"the body has not arrived within {seconds:g} s") from None
-    except web.RequestPayloadError as error:
+        with Connection.of(request).receiving_body(request.content):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise HttpError(413, f"the body has more than {request.client_max_size} bytes, PAYLOAD_LIMIT") from None
+    except (TimeoutError, web.RequestPayloadError) as error:
+        error.__traceback__ = None  # a frame there has the request, whose content has the error
+        if isinstance(error, TimeoutError):
+            raise ClientTimeout(str(error)) from None
         raise HttpError(400, "the body is not framed as its headers say") from error
-    return bytes(body)
 
 
 def read_json(data: bytes, type_: type[B], account: Account) -> B:
@@ -46,8 +42,3 @@ def read_json(data: bytes, type_: type[B], account: Account) -> B:
         raise HttpError(422, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None
-
-
-def _check_size(num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise HttpError(413, f"the body has more than {max_bytes} bytes, PAYLOAD_LIMIT")

@@ -1,23 +1,23 @@
-"""What the routes of all faces share: who calls, what a call holds in memory, and how it ends."""
+"""What the operations of all HTTP APIs share: who calls, what a call holds in memory, and how it ends."""
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from tgis.api.clients import Account, Clients
-from tgis.api.http.auth import HttpAuth, client_address
+from tgis.api.http.auth import HttpAuth
 from tgis.api.http.body import read_json, receive
-from tgis.api.http.errors import Face, HttpError, error_response
 from tgis.api.http.event_stream import EventStream
+from tgis.api.http.operations import Handle, HttpError, Operation
 from tgis.config import Config
 from tgis.errors import RequestError, Unavailable
+from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator
+from tgis.frontend.sampling_params import RawParams
 from tgis.utils import logs
 
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
@@ -36,35 +36,49 @@ class HttpCall:
         self.request = request
         self.generator = generator
         self.account = account
-        self.identity = identity
-        self.correlation_id = logs.correlation_id()
         self.events: EventStream | None = None
         self._config = config
-        self._data: bytes | None = None  # the body, once it has been read
+        self._identity = identity
 
     async def body(self, type_: type[B]) -> B:
         """The request's JSON; HttpError if it is anything else, or not what the type says."""
-        if self._data is None:
-            limit, seconds = self._config.payload_limit, self._config.client_timeout_seconds
-            self._data = await receive(self.request, limit, seconds)
-        return read_json(self._data, type_, self.account)
+        return read_json(await receive(self.request), type_, self.account)
 
-    async def run(self, cost: float, job: Callable[[], B]) -> B:
-        """Run the job, in a thread if it takes long; `cost` is about how many microseconds that is."""
-        return await self.generator.pool.run(cost, job)
+    def generate_call(
+        self,
+        params: RawParams,
+        texts: list[str],
+        fields: list[str],
+        adapter: str | None,
+        *,
+        n: int,
+        stream: bool,
+        token_ids: list[list[int]] | None = None,
+    ) -> GenerateCall:
+        """The call that the front end gets: `n` outputs of each text."""
+        unary = CallKind.SINGLE if len(texts) * n == 1 else CallKind.BATCH
+        return GenerateCall(
+            kind=CallKind.STREAM if stream else unary,
+            texts=texts,
+            fields=fields,
+            params=params,
+            account=self.account,
+            token_ids=token_ids,
+            identity=self._identity,
+            adapter=("adapter_id", adapter) if adapter else None,
+            correlation_id=logs.correlation_id(),
+            n=n,
+        )
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
         """As in TGI: where the answer is computed, and the length of the prompts."""
         kind = f"{self._config.num_shard}-{self.generator.server_info.engine.device}"
         return {"x-compute-type": kind, "x-compute-characters": str(sum(map(len, prompts)))}
 
-    def event_stream(self, headers: Mapping[str, str] | None = None) -> EventStream:
+    def event_stream(self, headers: Mapping[str, str]) -> EventStream:
         """The answer, which begins with its first event: errors before that have a status."""
-        self.events = EventStream(self.request, {"x-request-id": self.correlation_id or "", **(headers or {})})
+        self.events = EventStream(self.request, {"x-request-id": logs.correlation_id() or "", **headers})
         return self.events
-
-
-Handle = Callable[[HttpCall], Awaitable[web.StreamResponse]]
 
 
 def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -74,7 +88,7 @@ def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Re
 
 
 class HttpApi:
-    """Runs the calls of all faces; Unavailable while `generator` is None."""
+    """Runs the calls of all APIs; Unavailable while `generator` is None."""
 
     def __init__(self, config: Config, auth: HttpAuth, clients: Clients) -> None:
         self.generator: Generator | None = None
@@ -82,45 +96,39 @@ class HttpApi:
         self._auth = auth
         self._clients = clients
 
-    def handler(self, handle: Handle, face: Face) -> Handler:
-        """A handler for a route; whatever `handle` raises, the call ends as the face says."""
+    def route(self, operation: Operation) -> web.RouteDef:
+        """The route of an operation; whatever its handler raises, the call ends as its API says."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             request_id = _request_id(request)
             with logs.correlation_scope(request_id):
-                response = await self._respond(request, handle, face)
+                response = await self._respond(request, operation)
             if not response.prepared:
                 response.headers["x-request-id"] = request_id
             return response
 
-        return respond
+        add = {"GET": web.get, "POST": web.post}[operation.method]  # with HEAD where there is GET
+        return add(operation.path, respond)
 
-    async def _respond(self, request: web.Request, handle: Handle, face: Face) -> web.StreamResponse:
-        events: EventStream | None = None
+    async def _respond(self, request: web.Request, operation: Operation) -> web.StreamResponse:
+        call: HttpCall | None = None
         try:
             self._auth.check(request)
-            with self._admitted(request) as call:
-                try:
-                    return await _handle(handle, call)
-                finally:
-                    events = call.events
+            if self.generator is None:
+                raise Unavailable("the model is still loading")
+            client = identity = self._auth.identity(request)
+            if not client and self._config.limit_by_address:
+                client = (request.remote or "").encode()
+            with Account(self._clients, client) as account:
+                call = HttpCall(request, self._config, self.generator, account, identity)
+                return await _handle(operation.handle, call)
         except RequestError as error:
-            if events is None or not events.has_begun:
-                return error_response(error, face)
-            return await events.fail(face.error_body(error), face.last_event)
+            if call is None or call.events is None or not call.events.response.prepared:
+                return operation.errors.response(error)
+            return await call.events.fail(error, operation.errors)
         finally:
-            if events is not None:
-                events.close()
-
-    @contextmanager
-    def _admitted(self, request: web.Request) -> Iterator[HttpCall]:
-        if self.generator is None:
-            raise Unavailable("the model is still loading")
-        client = identity = self._auth.identity(request)
-        if not client and self._config.limit_by_address:
-            client = client_address(request)
-        with Account(self._clients, client) as account:
-            yield HttpCall(request, self._config, self.generator, account, identity)
+            if call is not None and call.events is not None:
+                call.events.close()
 
 
 async def _handle(handle: Handle, call: HttpCall) -> web.StreamResponse:

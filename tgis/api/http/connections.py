@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tgis.api.clients import Clients
 from tgis.config import Config
-from tgis.errors import RequestError
+from tgis.errors import ClientTimeout, RequestError
 
 KEEPALIVE_SECONDS = 75.0  # without a request, after which a connection is closed
 MAX_HEAD_BYTES = 1 << 15  # of a request's headers
@@ -36,20 +36,15 @@ class Connections:
         self.clients = clients
         self._open: dict[Connection, None] = {}  # the oldest first
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def connect(self, server: web.Server) -> asyncio.Protocol:
-        """The protocol of a new connection, for which another one may have to make room."""
-        if len(self._open) >= self.config.max_connections:
-            oldest = next((connection for connection in self._open if connection.waits), None)
-            if oldest is None:
-                return _Refused()
-            oldest.end(None)
-        return Connection(server, self)
-
     def add(self, connection: "Connection") -> None:
+        """Count a connection; at the limit the oldest that waits makes room, or the new one is closed."""
+        if len(self._open) >= self.config.max_connections:
+            closed = next((each for each in self._open if each.waits), connection)
+            closed.end(None)
+            if closed is connection:
+                return
         self._open[connection] = None
+        self.clients.connecting.add(connection)
 
     def remove(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
@@ -59,7 +54,7 @@ class Connections:
 class Connection(web.RequestHandler):
     """A connection of aiohttp's that knows what it waits for."""
 
-    __slots__ = ("_answers", "_clients", "_connections", "_head_bytes", "client")
+    __slots__ = ("_answers", "_body", "_clients", "_connections", "_head_bytes", "client")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
         super().__init__(
@@ -77,6 +72,7 @@ class Connection(web.RequestHandler):
         self.client = ""
         self._connections, self._clients = connections, connections.clients
         self._answers = False  # a request whose head is complete
+        self._body: StreamReader | None = None  # while it arrives
         self._head_bytes = 0  # that have arrived since the last answer, or before the first
 
     @classmethod
@@ -86,7 +82,7 @@ class Connection(web.RequestHandler):
     @property
     def waits(self) -> bool:
         """Whether it waits for a head or a body, or for the client to read."""
-        return not self._answers or self in self._clients.sending or self in self._clients.reading
+        return not self._answers or self._body is not None or self in self._clients.reading
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -101,23 +97,31 @@ class Connection(web.RequestHandler):
             self._answers = False
 
     @contextmanager
-    def receiving_body(self) -> Iterator[None]:
-        """The body of a request arrives."""
-        with self._clients.sending.entered(self):
-            yield
+    def receiving_body(self, body: StreamReader) -> Iterator[None]:
+        """The body of a request arrives; reading it raises TimeoutError when it is late."""
+        self._body = body
+        try:
+            with self._clients.sending.entered(self):
+                yield
+        finally:
+            self._body = None
 
-    def end(self, _error: RequestError | None) -> None:
-        """Close it at once: what has not been sent is dropped."""
+    def end(self, error: RequestError | None) -> None:
+        """End a call whose body is late with the error, or close the connection: what has not been sent is dropped."""
+        if self._body is not None and isinstance(error, ClientTimeout):
+            self._body.set_exception(TimeoutError(error.detail))
+            return
         if self.transport is not None:
             self.transport.abort()
         self._connections.remove(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.client = str((transport.get_extra_info("peername") or ("",))[0])
-        end_unread_connections(transport, self._connections.config.client_timeout_seconds)
-        self._connections.add(self)
-        self._clients.connecting.add(self)
         super().connection_made(transport)
+        self.client = str((transport.get_extra_info("peername") or ("",))[0])
+        # the system ends a connection whose client does not read for so long, even one that is being closed
+        milliseconds = math.ceil(self._connections.config.client_timeout_seconds * 1000)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        self._connections.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)
@@ -152,16 +156,3 @@ class Connection(web.RequestHandler):
     def resume_writing(self) -> None:
         self._clients.reading.remove(self)
         super().resume_writing()
-
-
-def end_unread_connections(transport: asyncio.BaseTransport, seconds: float) -> None:
-    """Let the system end a connection when its client has not read for so long, even while it is being closed."""
-    connection: socket.socket = transport.get_extra_info("socket")
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
-
-
-class _Refused(asyncio.Protocol):
-    """Closes its connection."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast("asyncio.Transport", transport).abort()

@@ -4,7 +4,11 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
+import msgspec
 from aiohttp import web
+
+from tgis.api.http.operations import ErrorFormat
+from tgis.errors import RequestError
 
 KEEP_ALIVE_SECONDS = 15.0  # without an event, before a comment says that the stream goes on
 _HEADERS = {
@@ -25,23 +29,20 @@ class EventStream:
         self._comment: asyncio.Task[None] | None = None  # being written
         self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._keep_alive)
 
-    @property
-    def has_begun(self) -> bool:
-        return self.response.prepared
-
     async def send(self, data: bytes) -> None:
-        """An event; waits until the client reads, if much is unread."""
+        """Send an event; waits until the client reads, if much is unread."""
         await self._write(b"data: " + data + b"\n\n")
 
-    async def fail(self, error: bytes, last_event: bytes) -> web.StreamResponse:
+    async def fail(self, error: RequestError, errors: ErrorFormat) -> web.StreamResponse:
         """End a stream that has begun."""
-        await self.send(error)
-        if last_event:
-            await self.send(last_event)
+        _, body = errors.convert(error)
+        await self.send(msgspec.json.encode(body))
+        if errors.last_event:
+            await self.send(errors.last_event)
         return self.response
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Write nothing any more."""
         self._timer.cancel()
 
     async def _write(self, data: bytes) -> None:

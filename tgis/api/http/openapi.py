@@ -20,7 +20,7 @@ def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json
     types = [
         each
         for one in operations
-        for each in (*one.requests, one.response, one.event, one.face.error)
+        for each in (*one.requests, one.response, one.event, one.errors.type)
         if each is not None
     ]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
@@ -45,12 +45,12 @@ def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json
 
 
 def _operation(one: Operation, by_type: Json) -> Json:
-    error = by_type[repr(one.face.error)]
+    error = by_type[repr(one.errors.type)]
     content: Json = {}
     if one.response is not None:
         content |= _json_content(by_type[repr(one.response)])
     if one.event is not None:
-        content["text/event-stream"] = {"schema": _event(by_type[repr(one.event)], error, one.face.last_event)}
+        content["text/event-stream"] = {"schema": _event(by_type[repr(one.event)], error, one.errors.last_event)}
     described: Json = {
         "operationId": one.id,
         "summary": one.summary,

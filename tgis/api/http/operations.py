@@ -1,38 +1,59 @@
-"""What a face serves: each operation with the types of its bodies, of which the routes and the document are made."""
+"""What an HTTP API is made of: operations, with the types of their bodies, and how it tells about errors."""
 
+import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
-from tgis.api.http.calls import Handle, HttpApi
-from tgis.api.http.errors import Face
+from tgis.errors import Overloaded, RequestError
+
+if TYPE_CHECKING:
+    from tgis.api.http.calls import HttpCall
+
+Handle = Callable[["HttpCall"], Awaitable[web.StreamResponse]]
+
+
+class HttpError(RequestError):
+    """Ends a call with this status in every API."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """How an API tells its clients about errors."""
+
+    type: Any  # of the bodies
+    convert: Callable[[RequestError], tuple[int, Any]]  # to a status and a body
+    last_event: bytes = b""  # of every stream
+
+    def response(self, error: RequestError) -> web.Response:
+        """The answer of a call that fails before it has any other."""
+        status, body = self.convert(error)
+        response = web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
+        match error:
+            case Overloaded(retry_after=seconds):
+                response.headers["Retry-After"] = str(math.ceil(seconds))
+            case HttpError(status=401):
+                response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A method of a path; `request`, `response` and `event` are types that msgspec encodes, None for no body.
-
-    A tuple of types for the request: the body is one of these.
-    """
+    """A method of a path; bodies are types that msgspec encodes, None for no body."""
 
     method: str
     path: str
     handle: Handle
-    face: Face
+    errors: ErrorFormat
     id: str
     summary: str
-    request: Any = None
+    requests: tuple[Any, ...] = ()  # the body is one of these types
     response: Any = None
     event: Any = None  # of the stream that the answer may be
-
-    @property
-    def requests(self) -> tuple[Any, ...]:
-        """The types that the body may have."""
-        if self.request is None:
-            return ()
-        return self.request if isinstance(self.request, tuple) else (self.request,)
-
-    def route(self, api: HttpApi) -> web.RouteDef:
-        add = {"GET": web.get, "POST": web.post}[self.method]  # with HEAD where there is GET
-        return add(self.path, api.handler(self.handle, self.face))

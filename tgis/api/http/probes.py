@@ -12,7 +12,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.errors import HttpError
+from tgis.api.http.operations import HttpError
 from tgis.api.http.pages import batch
 from tgis.api.http.pages.page import NO_STORE, wants_page
 from tgis.errors import Unavailable
@@ -42,13 +42,9 @@ class Probes:
         self._scrape_due = -math.inf
         self._next_scrape: asyncio.Task[bytes] | None = None
 
-    def root_route(self) -> web.RouteDef:
-        """Where clients of TGI ask for health."""
-        return web.get("/", self.health, allow_head=False)
-
     def health_routes(self) -> list[web.RouteDef]:
-        """Also for ports of the APIs, whose clients ask there."""
-        return [web.get(path, self.health, allow_head=False) for path in ("/health", "/ping")]
+        """Also for ports of the APIs; clients of TGI ask `/`."""
+        return [web.get(path, self.health, allow_head=False) for path in ("/", "/health", "/ping")]
 
     def routes(self) -> list[web.RouteDef]:
         routes = [*self.health_routes(), web.get("/metrics", self._metrics, allow_head=False)]

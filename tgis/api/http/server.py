@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 from tgis.api.clients import Clients
 from tgis.api.http import connections
 from tgis.api.http.connections import Connection, Connections
-from tgis.api.http.cors import allow_origins
+from tgis.api.http.headers import allow_origins
 from tgis.config import Config
 from tgis.errors import StartError
 from tgis.security.tls import Certificates
@@ -35,8 +35,8 @@ class HttpServer:
     ) -> None:
         self._host, self._port = config.bind_address, port
         self._certificates = certificates
-        self.connections = Connections(config, clients)
-        application = web.Application(middlewares=[self._watch])
+        self._connections = Connections(config, clients)
+        application = web.Application(middlewares=[_answer], client_max_size=config.payload_limit)
         application.add_routes(routes)
         allow_origins(application, config.cors_allow_origin)
         connections.log.addFilter(_is_server_error)
@@ -61,7 +61,7 @@ class HttpServer:
         assert server is not None
         context = self._certificates.server_context() if self._certificates else None
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: self.connections.connect(server),
+            lambda: Connection(server, self._connections),
             sock=listener,
             backlog=1,  # with BACKLOG, asyncio would try to accept as many at a time
             ssl=context,
@@ -76,22 +76,20 @@ class HttpServer:
             self._listener.close()
         await self._runner.cleanup()
 
-    @web.middleware
-    async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse too large a head; say while the request is answered."""
-        with Connection.of(request).answering():
-            try:
-                if sum(len(name) + len(value) for name, value in request.raw_headers) > connections.MAX_HEAD_BYTES:
-                    return web.Response(status=431)
-                return await handler(request)
-            except web.HTTPException as error:  # aiohttp's own
-                error.__traceback__ = None  # which knows the request, which knows the error
-                return web.Response(status=error.status, headers=error.headers, body=error.body)
+
+@web.middleware
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse too large a head; say while the request is answered."""
+    with Connection.of(request).answering():
+        try:
+            if sum(len(name) + len(value) for name, value in request.raw_headers) > connections.MAX_HEAD_BYTES:
+                return web.Response(status=431)
+            return await handler(request)
+        except web.HTTPException as error:  # aiohttp's own
+            error.__traceback__ = None  # which knows the request, which knows the error
+            return web.Response(status=error.status, headers=error.headers, body=error.body)
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """Whether to log a record: malformed requests are not our errors, and their bytes must stay out of the log.
-
-    Nor are clients that vanish while something is sent to them.
-    """
+    """False for malformed requests, whose bytes must stay out of the log, and for clients that vanish."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)

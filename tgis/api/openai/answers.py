@@ -1,55 +1,27 @@
-"""What the answers of both kinds of completions have in common."""
+"""What both kinds of completions have in common: the way from a call to its answer, whole or as a stream."""
 
+import functools
 import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from tgis import __version__
-from tgis.api.http.calls import HttpCall
-from tgis.api.http.event_stream import EventStream
-from tgis.api.openai.bodies import ChatCompletionChunk, Completion, SamplingBody, Usage
+from tgis.api.http.calls import HttpCall, json_response
+from tgis.api.http.headers import timing_headers
+from tgis.api.openai.bodies import ChatCompletion, ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
+from tgis.api.openai.errors import ERRORS
 from tgis.errors import InvalidRequest
-from tgis.frontend.calls import CallKind, GenerateCall
+from tgis.frontend.calls import GenerateCall
 from tgis.frontend.output import RequestOutput
-from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.request import StopReason
-from tgis.utils import logs
 
-FINGERPRINT = f"tgis-{__version__}"
-DONE = b"[DONE]"
 C = TypeVar("C", Completion, ChatCompletionChunk)
 _STOPS = (StopReason.EOS_TOKEN, StopReason.STOP_SEQUENCE)
-
-
-def make_call(
-    call: HttpCall,
-    params: RawParams,
-    texts: list[str],
-    fields: list[str],
-    n: int,
-    adapter: str | None,
-    *,
-    token_ids: list[list[int]] | None = None,
-    stream: bool,
-) -> GenerateCall:
-    """The call that the front end gets."""
-    several = CallKind.SINGLE if len(texts) * n == 1 else CallKind.BATCH
-    return GenerateCall(
-        kind=CallKind.STREAM if stream else several,
-        texts=texts,
-        fields=fields,
-        params=params,
-        account=call.account,
-        token_ids=token_ids,
-        identity=call.identity,
-        adapter=None if adapter is None else ("adapter_id", adapter),
-        correlation_id=logs.correlation_id(),
-        n=n,
-    )
 
 
 def check_at_most(field_name: str, value: int, limit: int) -> None:
@@ -67,54 +39,71 @@ def finish_reason(reason: StopReason, num_calls: int = 0) -> str | None:
     return "length"
 
 
-@dataclass(slots=True)
-class UsageCounter:
-    """The tokens of a call: those of a prompt count once, however many outputs it has."""
-
-    n: int  # outputs of each prompt
-    prompt_tokens: dict[int, int] = field(default_factory=dict)
-    completion_tokens: dict[int, int] = field(default_factory=dict)
-
-    def count(self, output: RequestOutput) -> None:
-        """Add a whole output, or a message of a stream."""
-        if output.input_token_count:
-            self.prompt_tokens[output.index // self.n] = output.input_token_count
-        self.completion_tokens[output.index] = max(
-            output.generated_token_count, self.completion_tokens.get(output.index, 0)
-        )
-
-    def usage(self) -> Usage:
-        prompt, completion = sum(self.prompt_tokens.values()), sum(self.completion_tokens.values())
-        return Usage(prompt, completion, prompt + completion)
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """The fields that all chunks of an answer share."""
+    """The answer to one request. The tokens of a prompt count once, however many outputs it has."""
 
-    id: str
-    model: str
-    include_usage: bool
-    usage_in_chunks: bool
-    created: int
+    def __init__(
+        self, prefix: str, call: HttpCall, generate_call: GenerateCall, body: SamplingBody, model: str
+    ) -> None:
+        self._call = call
+        self._generate_call = generate_call
+        options = body.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._usage_in_chunks = bool(options.include_usage and options.continuous_usage_stats)
+        self._common: dict[str, Any] = {  # fields of all chunks
+            "id": prefix + uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"tgis-{__version__}",
+        }
+        self._prompt_tokens: dict[int, int] = {}
+        self._completion_tokens: dict[int, int] = {}
 
-    @classmethod
-    def of(cls, prefix: str, body: SamplingBody, model: str) -> "Answer":
-        options = body.stream_options
-        include_usage = options is not None and bool(options.include_usage)
-        continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
-        return cls(prefix + uuid.uuid4().hex, model, include_usage, continuous, int(time.time()))
+    async def whole(
+        self, kind: type[ChatCompletion | Completion], choices: Callable[[list[RequestOutput]], list[Any]]
+    ) -> web.Response:
+        """Generate, and answer once with what `choices` makes of the outputs."""
+        outputs = await self._call.generator.generate(self._generate_call)
+        for output in outputs:
+            self._count(output)
+        usage = self._usage()
 
-    def chunk(self, kind: type[C], choices: list[Any], usage: UsageCounter) -> bytes:
-        """An event of a stream; the last one has no choices."""
-        chunk = kind(self.id, self.created, self.model, choices, FINGERPRINT)
-        if self.include_usage:
-            chunk.usage = usage.usage() if self.usage_in_chunks or not choices else None
+        def make_body() -> bytes:
+            return msgspec.json.encode(kind(choices=choices(outputs), usage=usage, **self._common))
+
+        body = await self._call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_body)
+        headers = self._call.compute_headers(self._generate_call.texts)
+        return json_response(body, headers | timing_headers(outputs, usage.prompt_tokens))
+
+    async def stream(self, kind: type[C], choices: Callable[[RequestOutput], list[Any]]) -> web.StreamResponse:
+        """Stream what `choices` makes of each message of an output: each choice is an event."""
+        events = self._call.event_stream(self._call.compute_headers(self._generate_call.texts))
+        async with aclosing(self._call.generator.stream(self._generate_call)) as outputs:
+            async for output in outputs:
+                self._count(output)
+                convert = functools.partial(choices, output)
+                for choice in await self._call.generator.pool.run(output.conversion_cost, convert):
+                    await events.send(self._chunk(kind, [choice]))
+        if self._include_usage:
+            await events.send(self._chunk(kind, []))
+        await events.send(ERRORS.last_event)
+        return events.response
+
+    def _chunk(self, kind: type[C], choices: list[Any]) -> bytes:
+        """An event of a stream; the one with the usage of the whole has no choices."""
+        chunk = kind(choices=choices, **self._common)
+        if self._include_usage:
+            chunk.usage = self._usage() if self._usage_in_chunks or not choices else None
         return msgspec.json.encode(chunk)
 
-    async def end(self, events: EventStream, kind: type[C], usage: UsageCounter) -> web.StreamResponse:
-        """Send the usage, if wanted, and the end of the stream."""
-        if self.include_usage:
-            await events.send(self.chunk(kind, [], usage))
-        await events.send(DONE)
-        return events.response
+    def _count(self, output: RequestOutput) -> None:
+        """Count the tokens of a whole output, or of a message of a stream."""
+        if output.input_token_count:
+            self._prompt_tokens[output.index // self._generate_call.n] = output.input_token_count
+        self._completion_tokens[output.index] = max(
+            output.generated_token_count, self._completion_tokens.get(output.index, 0)
+        )
+
+    def _usage(self) -> Usage:
+        prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())
+        return Usage(prompt, completion, prompt + completion)

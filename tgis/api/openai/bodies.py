@@ -93,22 +93,13 @@ class Tool(Struct):
     type: str = "function"
 
 
-class FunctionName(Struct):
-    name: str
-
-
-class NamedTool(Struct):
-    function: FunctionName
-    type: str = "function"
-
-
 class ChatCompletionRequest(SamplingBody, kw_only=True):
     messages: list[ChatMessage]
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | Tool | None = None
     tools: list[Tool] | None = None
     top_logprobs: Count | None = None
 
@@ -133,10 +124,7 @@ class TopLogprob(Struct):
     logprob: float
 
 
-class TokenLogprob(Struct):
-    token: str
-    bytes: list[int]
-    logprob: float
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

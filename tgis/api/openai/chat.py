@@ -3,23 +3,13 @@
 import functools
 import random
 import string
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from tgis.api.http.calls import HttpCall, json_response
-from tgis.api.http.timing_headers import timing_headers
-from tgis.api.openai.answers import (
-    FINGERPRINT,
-    Answer,
-    UsageCounter,
-    check_at_most,
-    finish_reason,
-    make_call,
-)
+from tgis.api.http.calls import HttpCall
+from tgis.api.openai.answers import Answer, check_at_most, finish_reason
 from tgis.api.openai.bodies import (
     AssistantMessage,
     CalledFunction,
@@ -47,26 +37,12 @@ from tgis.api.openai.tool_calls import (
 )
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.errors import InvalidRequest
-from tgis.frontend.calls import GenerateCall
 from tgis.frontend.chat_template import ChatTemplate, TemplateError
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import RequestOutput
 
 _MICROSECONDS_PER_MESSAGE = 4  # to make what the template takes of it
 _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A request that was read and checked."""
-
-    body: ChatCompletionRequest
-    generate_call: GenerateCall
-    model: str
-    tool_format: ToolFormat | None  # of the calls that are looked for in the output
-
-    def parser(self) -> ToolCallParser | None:
-        return ToolCallParser(self.tool_format) if self.tool_format else None
 
 
 class ChatCompletions:
@@ -83,38 +59,24 @@ class ChatCompletions:
         self._template, self._format = template, tool_format(template)
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        request = await self._read(call)
-        if request.body.stream:
-            return await self._stream(call, request)
-        outputs = await call.generator.generate(request.generate_call)
-        answer, usage = Answer.of("chatcmpl-", request.body, request.model), UsageCounter(len(outputs))
-        for output in outputs:
-            usage.count(output)
-
-        def make_body() -> bytes:
-            choices = [_choice(call.generator.token_decoder, request, output) for output in outputs]
-            body = ChatCompletion(answer.id, answer.created, answer.model, choices, usage.usage(), FINGERPRINT)
-            return msgspec.json.encode(body)
-
-        body = await call.run(sum(output.conversion_cost for output in outputs), make_body)
-        headers = call.compute_headers(request.generate_call.texts)
-        return json_response(body, headers | timing_headers(outputs, usage.usage().prompt_tokens))
-
-    async def _read(self, call: HttpCall) -> _Request:
         body = await call.body(ChatCompletionRequest)
         choice, n = ToolChoice.of(body), num_choices(body)
         check_at_most("n", n, self._max_choices)
-        form = self._tool_format(choice)
+        form, decoder = self._tool_format(choice), call.generator.token_decoder
         params = chat_params(body, parses_tools=form is not None)
         if choice.tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
         if form and choice.needs_grammar:
-            special_token_id = call.generator.token_decoder.tokenizer.special_token_id
-            params = replace(params, grammar=ToolGrammar(form, special_token_id).spec(choice))
+            params = replace(params, grammar=ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice))
         text = await self.prompt(call, body)
         adapter = await self._models.adapter(body.model)
-        generate_call = make_call(call, params, [text], ["messages"], n, adapter, stream=bool(body.stream))
-        return _Request(body, generate_call, adapter or self._models.names[0], form)
+        generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
+        answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
+        if not body.stream:
+            convert = functools.partial(_choice, body, form, decoder)
+            return await answer.whole(ChatCompletion, lambda outputs: list(map(convert, outputs)))
+        streamed = [StreamedChoice(index, body, form, TokenTexts(decoder)) for index in range(n)]
+        return await answer.stream(ChatCompletionChunk, lambda output: streamed[output.index].chunks(output))
 
     async def prompt(self, call: HttpCall, body: ChatCompletionRequest) -> str:
         """The messages and tools in the model's chat template."""
@@ -124,7 +86,7 @@ class ChatCompletions:
         if shown and not self._template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
         convert = functools.partial(template_messages, body.messages)
-        messages = await call.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
+        messages = await call.generator.pool.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
         tools = list(template_tools(shown))
         return await self._template.render(messages, tools or None, body.chat_template_kwargs)
 
@@ -134,40 +96,27 @@ class ChatCompletions:
             return None
         return self._format or (LLAMA3 if choice.required else None)
 
-    async def _stream(self, call: HttpCall, request: _Request) -> web.StreamResponse:
-        events = call.event_stream(call.compute_headers(request.generate_call.texts))
-        answer = Answer.of("chatcmpl-", request.body, request.model)
-        n = request.generate_call.n
-        usage, decoder = UsageCounter(n), call.generator.token_decoder
-        choices = [StreamedChoice(index, request.body, request.parser(), TokenTexts(decoder)) for index in range(n)]
-        async with aclosing(call.generator.stream(request.generate_call)) as outputs:
-            async for output in outputs:
-                usage.count(output)
-                for chunk in choices[output.index].chunks(output):
-                    await events.send(answer.chunk(ChatCompletionChunk, [chunk], usage))
-        return await answer.end(events, ChatCompletionChunk, usage)
 
-
-def _choice(decoder: TokenDecoder, request: _Request, output: RequestOutput) -> ChatChoice:
+def _choice(
+    body: ChatCompletionRequest, form: ToolFormat | None, decoder: TokenDecoder, output: RequestOutput
+) -> ChatChoice:
     text, calls = output.text, []
-    if parser := request.parser():
-        pieces = _limited([*parser.add(output.text), *parser.finish()], request.body)
-        text, named = complete_calls(pieces)
+    if form:
+        parser = ToolCallParser(form)
+        text, named = complete_calls(_limited([*parser.add(output.text), *parser.finish()], body))
         calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
     message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
-    logprobs = TokenTexts(decoder).chat_logprobs(output.tokens) if request.body.logprobs else None
+    logprobs = TokenTexts(decoder).chat_logprobs(output.tokens) if body.logprobs else None
     return ChatChoice(output.index, message, logprobs, finish_reason(output.stop_reason, len(calls)) or "stop")
 
 
 class StreamedChoice:
     """One output while it is streamed."""
 
-    def __init__(
-        self, index: int, body: ChatCompletionRequest, parser: ToolCallParser | None, texts: TokenTexts
-    ) -> None:
+    def __init__(self, index: int, body: ChatCompletionRequest, form: ToolFormat | None, texts: TokenTexts) -> None:
         self._index = index
         self._body = body
-        self._parser = parser
+        self._parser = ToolCallParser(form) if form else None
         self._texts = texts
         self._has_begun = False
         self._held: list[Piece] = []  # of a tool call: the last one must have the finish reason

@@ -1,30 +1,16 @@
 """POST /v1/completions."""
 
-import functools
-from contextlib import aclosing
-from dataclasses import replace
-from itertools import chain
 from typing import cast
 
-import msgspec
 from aiohttp import web
 
-from tgis.api.http.calls import HttpCall, json_response
-from tgis.api.http.timing_headers import timing_headers
-from tgis.api.openai.answers import (
-    FINGERPRINT,
-    Answer,
-    UsageCounter,
-    check_at_most,
-    finish_reason,
-    make_call,
-)
-from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from tgis.api.http.calls import HttpCall
+from tgis.api.openai.answers import Answer, check_at_most, finish_reason
+from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionRequest
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.models import ServedModels
 from tgis.api.openai.params import MAX_TOP_LOGPROBS, completion_params, num_candidates, num_choices
 from tgis.errors import InvalidRequest
-from tgis.frontend.calls import GenerateCall
 from tgis.frontend.output import RequestOutput, best_first
 
 
@@ -40,18 +26,30 @@ class Completions:
         body = await call.body(CompletionRequest)
         max_tokens = call.generator.server_info.limits.max_sequence_length
         texts, token_ids = _prompts(body.prompt, self._max_prompts, max_tokens)
-        params, candidates = completion_params(body), num_candidates(body)
+        params, n, candidates = completion_params(body), num_choices(body), num_candidates(body)
         check_at_most("n" if body.best_of is None else "best_of", candidates, self._max_choices)
         check_at_most("logprobs", body.logprobs or 0, MAX_TOP_LOGPROBS)
         adapter = await self._models.adapter(body.model)
         fields = [f"prompt[{index}]" for index in range(len(texts))]
-        generate_call = make_call(
-            call, params, texts, fields, candidates, adapter, token_ids=token_ids, stream=bool(body.stream)
+        generate_call = call.generate_call(
+            params, texts, fields, adapter, n=candidates, stream=bool(body.stream), token_ids=token_ids
         )
-        answer = Answer.of("cmpl-", body, adapter or self._models.names[0])
+        decoder = call.generator.token_decoder
+        if body.echo and token_ids is not None:  # of too many, the number is refused later
+            texts = await decoder.tokenizer.decode_batch([ids[-max_tokens:] for ids in token_ids])
+        choices = [
+            StreamedChoice(index, body, text, TokenTexts(decoder))
+            for index, text in enumerate(text for text in texts for _ in range(n))
+        ]
+        answer = Answer("cmpl-", call, generate_call, body, adapter or self._models.names[0])
         if body.stream:
-            return await _stream(call, body, generate_call, answer)
-        return await _unary(call, body, generate_call, answer)
+            return await answer.stream(Completion, lambda output: choices[output.index].chunks(output))
+
+        def make_choices(outputs: list[RequestOutput]) -> list[CompletionChoice]:
+            chosen = _chosen(outputs, candidates, n)
+            return [chunk for choice, output in zip(choices, chosen, strict=True) for chunk in choice.chunks(output)]
+
+        return await answer.whole(Completion, make_choices)
 
 
 def _prompts(
@@ -75,90 +73,30 @@ def _prompts(
     return [""] * len(token_ids), token_ids
 
 
-async def _echoed(call: HttpCall, body: CompletionRequest, generate_call: GenerateCall) -> list[str]:
-    """The text that is put before the outputs of each prompt."""
-    if not body.echo:
-        return [""] * len(generate_call.texts)
-    if generate_call.token_ids is None:
-        return generate_call.texts
-    return await call.generator.token_decoder.tokenizer.decode_batch(generate_call.token_ids)
-
-
-async def _unary(
-    call: HttpCall, body: CompletionRequest, generate_call: GenerateCall, answer: Answer
-) -> web.StreamResponse:
-    outputs = await call.generator.generate(generate_call)
-    usage = UsageCounter(generate_call.n)
-    for output in outputs:
-        usage.count(output)
-    echoed = await _echoed(call, body, generate_call)
-
-    def make_body() -> bytes:
-        choices = [
-            CompletionChoice(
-                output.index,
-                echoed[output.index // num_choices(body)] + output.text,
-                _logprobs(body, TokenTexts(call.generator.token_decoder), output),
-                finish_reason(output.stop_reason),
-            )
-            for output in _chosen(outputs, generate_call.n, num_choices(body))
-        ]
-        completion = Completion(answer.id, answer.created, answer.model, choices, FINGERPRINT, usage.usage())
-        return msgspec.json.encode(completion)
-
-    data = await call.run(sum(output.conversion_cost for output in outputs), make_body)
-    headers = call.compute_headers(generate_call.texts)
-    return json_response(data, headers | timing_headers(outputs, usage.usage().prompt_tokens, compute_time=False))
-
-
 def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:
-    """The `n` best of each prompt, numbered anew."""
+    """The `n` best of each prompt."""
     if candidates == n:
         return outputs
     groups = [outputs[start : start + candidates] for start in range(0, len(outputs), candidates)]
-    best = chain.from_iterable(best_first(group)[:n] for group in groups)
-    return [replace(output, index=index) for index, output in enumerate(best)]
+    return [output for group in groups for output in best_first(group)[:n]]
 
 
-def _logprobs(body: CompletionRequest, texts: TokenTexts, output: RequestOutput) -> CompletionLogprobs | None:
-    """The logprobs of the prompt, if they are asked for, and of what is new."""
-    if body.logprobs is None:
-        return None
-    return texts.completion_logprobs(chain(output.input_tokens, output.tokens), with_top=bool(body.logprobs))
+class StreamedChoice:
+    """One output while it is streamed; a whole output is one chunk."""
 
+    def __init__(self, index: int, body: CompletionRequest, prompt: str, texts: TokenTexts) -> None:
+        self._index = index
+        self._body = body
+        self._echo = prompt if body.echo else ""  # that no chunk has yet
+        self._texts = texts
 
-def _joined(first: CompletionLogprobs | None, more: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    if first is None or more is None:
-        return more
-    first.text_offset += more.text_offset
-    first.tokens += more.tokens
-    first.token_logprobs += more.token_logprobs
-    if first.top_logprobs is not None:
-        first.top_logprobs += more.top_logprobs or []
-    return first
-
-
-async def _stream(
-    call: HttpCall, body: CompletionRequest, generate_call: GenerateCall, answer: Answer
-) -> web.StreamResponse:
-    events = call.event_stream(call.compute_headers(generate_call.texts))
-    usage, n = UsageCounter(generate_call.n), generate_call.n
-    count = len(generate_call.texts) * n
-    to_echo: dict[int, str] | None = None  # by output
-    texts = [TokenTexts(call.generator.token_decoder) for _ in range(count)]
-    pending: list[CompletionLogprobs | None] = [None] * count  # of messages before the first token
-    async with aclosing(call.generator.stream(generate_call)) as outputs:
-        async for output in outputs:
-            if to_echo is None:  # the first message: the prompts are valid
-                to_echo = dict(enumerate(each for each in await _echoed(call, body, generate_call) for _ in range(n)))
-            usage.count(output)
-            convert = functools.partial(_logprobs, body, texts[output.index], output)
-            logprobs = _joined(pending[output.index], await call.run(output.conversion_cost, convert))
-            if not output.generated_token_count and not output.stop_reason:
-                pending[output.index] = logprobs
-                continue  # before the first token
-            pending[output.index] = None
-            text = to_echo.pop(output.index, "") + output.text
-            choice = CompletionChoice(output.index, text, logprobs, finish_reason(output.stop_reason))
-            await events.send(answer.chunk(Completion, [choice], usage))
-    return await answer.end(events, Completion, usage)
+    def chunks(self, output: RequestOutput) -> list[CompletionChoice]:
+        """The chunk that a message of the front end becomes; none if it says nothing to this client."""
+        infos = [*output.input_tokens, *output.tokens]
+        if not infos and not output.generated_token_count and not output.stop_reason:
+            return []  # before the first token
+        logprobs, count = None, self._body.logprobs
+        if count is not None:
+            logprobs = self._texts.completion_logprobs(infos, with_top=count > 0)
+        text, self._echo = self._echo + output.text, ""
+        return [CompletionChoice(self._index, text, logprobs, finish_reason(output.stop_reason))]

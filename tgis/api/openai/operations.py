@@ -4,7 +4,7 @@ from tgis.api.http.operations import Operation
 from tgis.api.openai import bodies
 from tgis.api.openai.chat import ChatCompletions
 from tgis.api.openai.completions import Completions
-from tgis.api.openai.face import OpenAIFace
+from tgis.api.openai.errors import ERRORS
 from tgis.api.openai.models import ServedModels
 from tgis.config import Config
 from tgis.prompts.catalog import AdapterCatalog
@@ -21,50 +21,45 @@ class OpenAIApi:
 
     def operations(self) -> list[Operation]:
         """All of them, with the types of their bodies."""
-        return _operations(self._models, self.chat, self.completions)
-
-
-def _operations(models: ServedModels, chat: ChatCompletions, completions: Completions) -> list[Operation]:
-    face = OpenAIFace()
-    return [
-        Operation(
-            "POST",
-            "/v1/chat/completions",
-            chat,
-            face,
-            id="chat_completions",
-            summary="Answer a chat",
-            request=bodies.ChatCompletionRequest,
-            response=bodies.ChatCompletion,
-            event=bodies.ChatCompletionChunk,
-        ),
-        Operation(
-            "POST",
-            "/v1/completions",
-            completions,
-            face,
-            id="completions",
-            summary="Continue prompts",
-            request=bodies.CompletionRequest,
-            response=bodies.Completion,
-            event=bodies.Completion,
-        ),
-        Operation(
-            "GET",
-            "/v1/models",
-            models.list_models,
-            face,
-            id="openai_get_model_info",
-            summary="List the model and its adapters",
-            response=bodies.ModelList,
-        ),
-        Operation(
-            "GET",
-            r"/v1/models/{id:[\s\S]+}",  # an id may have slashes, and line breaks
-            models.get_model,
-            face,
-            id="openai_get_model",
-            summary="Describe the model or an adapter",
-            response=bodies.Model,
-        ),
-    ]
+        return [
+            Operation(
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                ERRORS,
+                "chat_completions",
+                "Answer a chat",
+                (bodies.ChatCompletionRequest,),
+                bodies.ChatCompletion,
+                bodies.ChatCompletionChunk,
+            ),
+            Operation(
+                "POST",
+                "/v1/completions",
+                self.completions,
+                ERRORS,
+                "completions",
+                "Continue prompts",
+                (bodies.CompletionRequest,),
+                bodies.Completion,
+                bodies.Completion,
+            ),
+            Operation(
+                "GET",
+                "/v1/models",
+                self._models.list_models,
+                ERRORS,
+                "openai_get_model_info",
+                "List the model and its adapters",
+                response=bodies.ModelList,
+            ),
+            Operation(
+                "GET",
+                r"/v1/models/{id:[\s\S]+}",  # an id may have slashes, and line breaks
+                self._models.get_model,
+                ERRORS,
+                "openai_get_model",
+                "Describe the model or an adapter",
+                response=bodies.Model,
+            ),
+        ]

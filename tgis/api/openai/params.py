@@ -1,9 +1,9 @@
-"""From the fields of a request to the parameters of the front end, whose rules are those of all faces."""
+"""From the fields of a request to the parameters of the front end, whose rules are those of all APIs."""
 
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
 from tgis.api.openai.grammars import grammar
 from tgis.errors import InvalidRequest
-from tgis.frontend.sampling_params import FaceRules, RawParams
+from tgis.frontend.sampling_params import Constraints, RawParams
 from tgis.ipc.request import LogprobOptions
 
 # Validation's name of a parameter -> the field of a request; others have the same name.
@@ -20,7 +20,7 @@ MAX_STOP_SEQUENCE_BYTES = 1024
 _MIN_ROOM = 1024  # tokens that must fit into the context where more are asked for
 _SMALLEST_TOP_P = 1e-9  # for 0: the best token only
 
-RULES = FaceRules(
+_CONSTRAINTS = Constraints(
     min_temperature=0.0,
     max_stop_sequences=MAX_STOP_SEQUENCES,
     max_stop_sequence_bytes=MAX_STOP_SEQUENCE_BYTES,
@@ -103,7 +103,7 @@ def _params(
         fill_context=True,
         add_special_tokens=add_special_tokens,
         skip_special_tokens=skip_special_tokens,
-        rules=RULES,
+        constraints=_CONSTRAINTS,
     )
 
 

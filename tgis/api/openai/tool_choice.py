@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.api.openai.bodies import ChatCompletionRequest, NamedTool, Tool
+from tgis.api.openai.bodies import ChatCompletionRequest, Tool
 from tgis.api.openai.tool_calls import ToolFormat
 from tgis.errors import InvalidRequest
 from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
@@ -46,7 +46,7 @@ class ToolChoice:
             raise InvalidRequest("tool_choice", "tool_choice must be none or auto without tools")
         if given == "required":
             return cls(tools, required=True, parallel=parallel)
-        name = given.function.name if isinstance(given, NamedTool) else given  # TGI's way
+        name = given.function.name if isinstance(given, Tool) else given  # TGI's way
         if not any(tool.function.name == name for tool in tools):
             text = "tool_choice must be none, auto, required or one of the tools"
             raise InvalidRequest("tool_choice", text, name[:_SHOWN])

@@ -1,15 +1,17 @@
-"""Converts between TGI's bodies and the values of the front end."""
+"""Checks TGI's requests, and converts between its bodies and the values of the front end."""
 
 import math
 import struct
 from collections.abc import Iterable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from tgis.api.tgi.schema import (
     BestOfSequence,
+    Details,
     FinishReason,
     GenerateParameters,
     Grammar,
@@ -22,11 +24,12 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
-from tgis.frontend.sampling_params import FaceRules, RawParams
+from tgis.frontend.sampling_params import Constraints, RawParams
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
 
+MAX_SEED = 2**64 - 1
 MAX_STOP_SEQUENCE_BYTES = 1000
 _SLICED_ROOM = 1024  # more new tokens than this need not fit behind the input
 _SINGLE = struct.Struct("f")
@@ -35,8 +38,46 @@ _FINISH_REASONS: dict[StopReason, FinishReason] = {
     StopReason.STOP_SEQUENCE: "stop_sequence",
 }
 
-T = TypeVar("T")
-J = TypeVar("J")
+D = TypeVar("D", Details, BestOfSequence)
+
+
+@dataclass(frozen=True, slots=True)
+class TgiLimits:
+    """The limits of the server for requests of this API."""
+
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+
+
+def check(given: GenerateParameters, limits: TgiLimits, *, streams: bool) -> None:
+    """InvalidRequest for the first violation of what only TGI demands, in its order; see also `schema.py`."""
+    best_of, stops = given.best_of or 1, len(given.stop) + len(given.stop_sequences)
+    most, max_stops, max_input = limits.max_best_of, limits.max_stop_sequences, limits.max_input_tokens
+    for field, violated, message in (
+        (
+            "best_of",
+            streams and given.best_of not in (None, 1),
+            "`best_of` != 1 is not supported when streaming tokens",
+        ),
+        (
+            "decoder_input_details",
+            streams and given.decoder_input_details,
+            "`decoder_input_details` == true is not supported when streaming tokens",
+        ),
+        ("best_of", best_of > most, f"`best_of` must be > 0 and <= {most}. Given: {given.best_of}"),
+        ("best_of", best_of > 1 and not given.asks_for_sampling, "you must use sampling when `best_of` is > 1"),
+        ("stop_sequences", stops > max_stops, f"`stop` supports up to {max_stops} stop sequences. Given: {stops}"),
+        ("seed", best_of > 1 and given.seed is not None, "`seed` must not be set when `best_of` > 1"),
+        ("seed", (given.seed or 0) > MAX_SEED, f"`seed` must be <= {MAX_SEED}"),
+        (
+            "truncate",
+            (given.truncate or 0) > max_input,
+            f"`truncate` must be > 0 and <= {max_input}. Given: {given.truncate}",
+        ),
+    ):
+        if violated:
+            raise InvalidRequest(field, message)
 
 
 def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: int) -> RawParams:
@@ -66,7 +107,7 @@ def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: 
         grammar=_grammar(given.grammar) if given.grammar else None,
         fill_context=True,
         skip_special_tokens=True,
-        rules=FaceRules(
+        constraints=Constraints(
             min_temperature=0.0,
             max_stop_sequences=max_stop_sequences,
             max_stop_sequence_bytes=MAX_STOP_SEQUENCE_BYTES,
@@ -128,17 +169,17 @@ class TokenConverter:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def sequence(output: RequestOutput, given: GenerateParameters, generator: Generator, text: str) -> BestOfSequence:
-    """A whole output with its details."""
+def details(kind: type[D], output: RequestOutput, given: GenerateParameters, generator: Generator, **more: Any) -> D:
+    """What is known about a whole output; `more` are fields that only this kind has."""
     convert = TokenConverter(generator)
-    return BestOfSequence(
-        generated_text=text,
+    return kind(
         finish_reason=finish_reason(output, output.input_token_count, given, generator.server_info.limits),
         generated_tokens=output.generated_token_count,
         seed=output.seed if given.samples else None,
         prefill=[convert.prefill_token(info) for info in _prefill(output, given, generator)],
         tokens=[convert.token(info) for info in output.tokens],
         top_tokens=[convert.top_tokens(info) for info in output.tokens] if given.top_n_tokens else UNSET,
+        **more,
     )
 
 
@@ -157,12 +198,13 @@ def stream_details(
     return StreamDetails(reason, output.generated_token_count, output.seed if given.samples else None, num_input_tokens)
 
 
-def simple_tokens(text: bytes, result: TokenizeResult) -> list[SimpleToken]:
+def tokens_json(text: bytes, result: TokenizeResult) -> bytes:
     """The tokens of `text` in UTF-8, of which a token may be a part that is no text."""
-    return [
+    tokens = (
         SimpleToken(id_, text[start:stop].decode(errors="replace"), start, stop)
         for id_, (start, stop) in zip(result.ids, result.offsets, strict=True)
-    ]
+    )
+    return msgspec.json.encode(list(tokens))
 
 
 def json_float(value: float) -> float | None:

@@ -3,24 +3,22 @@
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
 from tgis import __version__
-from tgis.api.http.calls import Handle, HttpCall, json_response
-from tgis.api.http.errors import HttpError
+from tgis.api.http.calls import HttpCall, json_response
 from tgis.api.http.event_stream import EventStream
-from tgis.api.http.operations import Operation
-from tgis.api.http.timing_headers import timing_headers
+from tgis.api.http.headers import timing_headers
+from tgis.api.http.operations import Handle, HttpError, Operation
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.chat import ChatCompletions
 from tgis.api.tgi import convert
-from tgis.api.tgi.face import TgiFace
-from tgis.api.tgi.rules import TgiLimits, check
+from tgis.api.tgi.errors import ERRORS
 from tgis.api.tgi.schema import (
+    BestOfSequence,
     ChatTokenizeResponse,
     Details,
     GenerateRequest,
@@ -53,25 +51,23 @@ class TgiApi:
         self._chat, self._completions = chat, completions
 
     def operations(self) -> list[Operation]:
-        face = TgiFace()
-
-        def post(
-            path: str, handle: Handle, id_: str, summary: str, request: Any, response: Any, event: Any
-        ) -> Operation:
-            return Operation("POST", path, handle, face, id_, summary, request, response, event)
-
+        """All of them, with the types of their bodies."""
         return [
-            post("/", self._compat_generate, "compat_generate", "Generate, or stream if the body says so",
-                 GenerateRequest, list[GenerateResponse], StreamResponse),
-            post("/generate", self._generate, "generate", "Generate text", GenerateRequest, GenerateResponse, None),
-            post("/generate_stream", self._generate_stream, "generate_stream", "Stream a text as it is generated",
-                 GenerateRequest, None, StreamResponse),
-            post("/tokenize", self._tokenize, "tokenize", "Tokenize a text", TokenizeRequest, list[SimpleToken], None),
-            post("/chat_tokenize", self._chat_tokenize, "get_chat_tokenize", "Tokenize a chat",
-                 ChatCompletionRequest, ChatTokenizeResponse, None),
-            post("/invocations", self._invocations, "sagemaker_compatibility", "Whatever the body is a request for",
-                 (GenerateRequest, ChatCompletionRequest, CompletionRequest), None, None),
-            Operation("GET", "/info", self._info, face, "get_model_info", "What is served", response=Info),
+            Operation("POST", "/", self._compat_generate, ERRORS, "compat_generate",
+                      "Generate, or stream if the body says so",
+                      (GenerateRequest,), list[GenerateResponse], StreamResponse),
+            Operation("POST", "/generate", self._generate, ERRORS, "generate", "Generate text",
+                      (GenerateRequest,), GenerateResponse),
+            Operation("POST", "/generate_stream", self._generate_stream, ERRORS, "generate_stream",
+                      "Stream a text as it is generated", (GenerateRequest,), None, StreamResponse),
+            Operation("POST", "/tokenize", self._tokenize, ERRORS, "tokenize", "Tokenize a text",
+                      (TokenizeRequest,), list[SimpleToken]),
+            Operation("POST", "/chat_tokenize", self._chat_tokenize, ERRORS, "get_chat_tokenize", "Tokenize a chat",
+                      (ChatCompletionRequest,), ChatTokenizeResponse),
+            Operation("POST", "/invocations", self._invocations, ERRORS, "sagemaker_compatibility",
+                      "Whatever the body is a request for",
+                      (GenerateRequest, ChatCompletionRequest, CompletionRequest)),
+            Operation("GET", "/info", self._info, ERRORS, "get_model_info", "What is served", response=Info),
         ]  # fmt: skip
 
     async def _compat_generate(self, call: HttpCall) -> web.StreamResponse:
@@ -104,7 +100,7 @@ class TgiApi:
         if not wants_details:
             return msgspec.json.encode(GenerateResponse(_full_text(winner, request))), headers
         make_answer = functools.partial(_detailed_answer, outputs, request, call.generator)
-        return await call.run(sum(output.conversion_cost for output in outputs), make_answer), headers
+        return await call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_answer), headers
 
     async def _stream(self, call: HttpCall, request: GenerateRequest) -> web.StreamResponse:
         generator = call.generator
@@ -119,23 +115,15 @@ class TgiApi:
     def _generate_call(
         self, call: HttpCall, request: GenerateRequest, kind: CallKind, *, details: bool
     ) -> GenerateCall:
-        limits = self._limits(call.generator)
+        given, limits, streams = request.parameters, self._limits(call.generator), kind is CallKind.STREAM
         try:
-            check(request, limits, streams=kind is CallKind.STREAM)
+            convert.check(given, limits, streams=streams)
         except InvalidRequest:
             call.generator.refused(kind)
             raise
-        given = request.parameters
-        return GenerateCall(
-            kind=kind,
-            texts=[request.inputs],
-            fields=["inputs"],
-            params=convert.raw_params(given, details=details, max_stop_sequences=limits.max_stop_sequences),
-            account=call.account,
-            identity=call.identity,
-            adapter=("adapter_id", given.adapter_id) if given.adapter_id else None,
-            correlation_id=call.correlation_id,
-            n=given.best_of or 1,
+        params = convert.raw_params(given, details=details, max_stop_sequences=limits.max_stop_sequences)
+        return call.generate_call(
+            params, [request.inputs], ["inputs"], given.adapter_id, n=given.best_of or 1, stream=streams
         )
 
     async def _invocations(self, call: HttpCall) -> web.StreamResponse:
@@ -173,7 +161,8 @@ class TgiApi:
             max_tokens=max_bytes // _MIN_TOKEN_BYTES,
         )
         (result,) = await call.generator.tokenize(tokenize_call)
-        tokens = await call.run(len(result.ids), lambda: msgspec.json.encode(convert.simple_tokens(data, result)))
+        make_json = functools.partial(convert.tokens_json, data, result)
+        tokens = await call.generator.pool.run(len(result.ids), make_json)
         if len(tokens) > max_bytes:
             raise reply_too_large(max_bytes)
         return tokens
@@ -206,25 +195,20 @@ class TgiApi:
             )
         )
 
-    def _limits(self, generator: Generator) -> TgiLimits:
+    def _limits(self, generator: Generator) -> convert.TgiLimits:
         config, length = self._config, generator.server_info.limits.max_sequence_length
-        return TgiLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
+        return convert.TgiLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
 
 
 def _detailed_answer(outputs: list[RequestOutput], request: GenerateRequest, generator: Generator) -> bytes:
-    best, *others = [
-        convert.sequence(output, request.parameters, generator, _full_text(output, request)) for output in outputs
+    best, *others = outputs
+    given = request.parameters
+    sequences = [
+        convert.details(BestOfSequence, other, given, generator, generated_text=_full_text(other, request))
+        for other in others
     ]
-    details = Details(
-        finish_reason=best.finish_reason,
-        generated_tokens=best.generated_tokens,
-        seed=best.seed,
-        prefill=best.prefill,
-        tokens=best.tokens,
-        best_of_sequences=others or UNSET,
-        top_tokens=best.top_tokens,
-    )
-    return msgspec.json.encode(GenerateResponse(best.generated_text, details))
+    details = convert.details(Details, best, given, generator, best_of_sequences=sequences or UNSET)
+    return msgspec.json.encode(GenerateResponse(_full_text(best, request), details))
 
 
 class _StreamWriter:

@@ -1,4 +1,4 @@
-"""The bodies of TGI's REST API, with the names and the order of their fields; also in the OpenAPI document."""
+"""The bodies of TGI's REST API, with the names of their fields; also in the OpenAPI document."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -86,19 +86,7 @@ class Token(Struct):
     special: bool
 
 
-class BestOfSequence(Struct):
-    """One of the other sequences of `best_of`."""
-
-    generated_text: str
-    finish_reason: FinishReason
-    generated_tokens: int
-    seed: int | None
-    prefill: Sequence[PrefillToken]
-    tokens: Sequence[Token]
-    top_tokens: Sequence[Sequence[Token]] | UnsetType = UNSET
-
-
-class Details(Struct):
+class SequenceDetails(Struct):
     """What is known about a generated text."""
 
     finish_reason: FinishReason
@@ -106,8 +94,19 @@ class Details(Struct):
     seed: int | None  # null: no token was drawn
     prefill: Sequence[PrefillToken]
     tokens: Sequence[Token]
-    best_of_sequences: Sequence[BestOfSequence] | UnsetType = UNSET
     top_tokens: Sequence[Sequence[Token]] | UnsetType = UNSET
+
+
+class BestOfSequence(SequenceDetails, kw_only=True):
+    """One of the other sequences of `best_of`."""
+
+    generated_text: str
+
+
+class Details(SequenceDetails):
+    """What is known about the best sequence, and the others."""
+
+    best_of_sequences: Sequence[BestOfSequence] | UnsetType = UNSET
 
 
 class GenerateResponse(Struct):

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 from base64 import b64encode
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -20,13 +21,14 @@ class Page:
     text: str
     policy: str
 
-    def response(self, status: int = 200) -> web.Response:
+    def response(self, status: int = 200, headers: Mapping[str, str] = {}) -> web.Response:
         policies = {
             "Content-Security-Policy": self.policy,
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
-        return web.Response(text=self.text, status=status, content_type="text/html", headers=NO_STORE | policies)
+        headers = {**NO_STORE, **policies, **headers}
+        return web.Response(text=self.text, status=status, content_type="text/html", headers=headers)
 
 
 def make_page(title: str, body: str, style: str = "", script: str = "", refresh_seconds: int = 0) -> Page:

@@ -1,8 +1,6 @@
 """How TGI says that a call has failed."""
 
-import msgspec
-
-from tgis.api.http.errors import HttpError
+from tgis.api.http.operations import ErrorFormat, HttpError
 from tgis.api.tgi.schema import ErrorResponse
 from tgis.errors import (
     ClientTimeout,
@@ -34,26 +32,14 @@ _ENDS: dict[type[RequestError], tuple[int, str, str]] = {
 _HTTP_ENDS = {401: ("unauthorized", ""), 500: ("incomplete_generation", "Incomplete generation: ")}  # of HttpErrors
 
 
-class TgiFace:
-    """Errors are flat JSON, in streams too."""
-
-    error = ErrorResponse
-    last_event = b""
-
-    def status(self, error: RequestError) -> int:
-        return _end(error)[0]
-
-    def error_body(self, error: RequestError) -> bytes:
-        _, kind, beginning = _end(error)
-        return msgspec.json.encode(ErrorResponse(beginning + _text(error), kind))
-
-
-def _end(error: RequestError) -> tuple[int, str, str]:
+def _convert(error: RequestError) -> tuple[int, ErrorResponse]:
     if isinstance(error, HttpError):
-        return error.status, *_HTTP_ENDS.get(error.status, ("validation", "Input validation error: "))
-    return _ENDS[type(error)]
+        status = error.status
+        kind, beginning = _HTTP_ENDS.get(status, ("validation", "Input validation error: "))
+    else:
+        status, kind, beginning = _ENDS[type(error)]
+    text = str(error) if isinstance(error, Overloaded) else error.detail  # all of TGI's text is fixed where overloaded
+    return status, ErrorResponse(beginning + text, kind)
 
 
-def _text(error: RequestError) -> str:
-    """The detail, but where all of TGI's text is fixed."""
-    return str(error) if isinstance(error, Overloaded) else error.detail
+ERRORS = ErrorFormat(ErrorResponse, _convert)

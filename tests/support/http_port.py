@@ -1,0 +1,46 @@
+"""HTTP ports in the process of a test: with any routes, or with those of a server whose model is loading."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from tgis.api.clients import Clients
+from tgis.api.http.auth import HttpAuth
+from tgis.api.http.calls import HttpApi
+from tgis.api.http.pages.routes import Pages
+from tgis.api.http.server import HttpServer
+from tgis.api.openai.operations import OpenAIApi
+from tgis.api.tgi.routes import TgiApi
+from tgis.config import Config
+from tgis.prompts.catalog import AdapterCatalog
+
+NO_AUTH = HttpAuth(None, None, lambda: None)
+
+
+@asynccontextmanager
+async def serving(routes: Iterable[web.RouteDef], **options: Any) -> AsyncIterator[int]:
+    """A port with these routes, and what ends clients that are too slow."""
+    config = Config(model_name="m", bind_address="127.0.0.1", **options)
+    clients = Clients(config)
+    server = HttpServer(config, 0, routes, clients)
+    port = await server.start()
+    sweep = asyncio.create_task(clients.sweep_forever())
+    try:
+        yield port
+    finally:
+        sweep.cancel()
+        await server.stop()
+
+
+@asynccontextmanager
+async def serving_while_loading(api_key: str | None = None) -> AsyncIterator[str]:
+    """Its address; every route of the APIs is there."""
+    config, auth = Config(model_name="m"), HttpAuth(None, api_key, lambda: None)
+    openai = OpenAIApi(config, AdapterCatalog(None))
+    operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
+    api = HttpApi(config, auth, Clients(config))
+    async with serving([*map(api.route, operations), *Pages(operations, auth).routes()]) as port:
+        yield f"http://127.0.0.1:{port}"
