@@ -66,7 +66,7 @@ class ScriptedChannel:
 
     def send(self, message: object) -> None:
         if isinstance(message, Step) and message.stats:
-            self._metrics.step_succeeded(message.stats, sum(map(len, message.tokens)), 0.0)
+            self._metrics.step_succeeded(message.stats, sum(map(len, message.tokens)), 0.0, {})
             now = [value(self._metrics, name, **labels) for name, labels in SAMPLES]
             self.stats.append(message.stats)
             self.seen.append(After(*now[:3], *(new - old for new, old in zip(now[3:], self._sums[3:], strict=True))))
@@ -278,9 +278,9 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
         return Step(ids, [[7]] * len(ids), [*ends], [], stats)
 
-    with client.submit([request(n, 10 + n) for n in range(5)], eager=True, arrived=0.0) as inboxes:
+    with client.submit([request(n, 10 + n) for n in range(5)], eager=True, arrived=0.0) as inbox:
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)
-        client.close(inboxes[4])
+        client.cancel(inbox.queues[4])
         assert queue() == (4, 46)
         client.handle(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([0, 1])))
         assert queue() == (2, 25)
@@ -310,17 +310,17 @@ async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request
         return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], joined([]))
 
     arrived = time.monotonic() - 500
-    with client.submit([request(n) for n in range(3)], eager=True, arrived=arrived) as queues:
+    with client.submit([request(n) for n in range(3)], eager=True, arrived=arrived) as inbox:
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [2, 0, 0, 2]
         client.handle(step({0: [7, 7], 1: [7]}))  # two tokens in one step have no time between them
         assert counts() == [5, 0, 2, 2]
-        client.close(queues[0])
+        client.cancel(inbox.queues[0])
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [7, 1, 3, 2]
         client.handle(step({2: []}, StopReason.TIME_LIMIT))  # expired in the queue
         assert counts() == [7, 1, 3, 2]
-        assert [queue.num_tokens for queue in queues] == [3, 3, 0]
+        assert [queue.num_tokens for queue in inbox.queues] == [3, 3, 0]
     assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)
 
 

@@ -114,12 +114,15 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
             pass
 
     lookup = asyncio.create_task(look_up())
-    with client.submit([request(1)], eager=True, arrived=0.0) as (queue,):
+    with client.submit([request(1)], eager=True, arrived=0.0) as inbox:
         await asyncio.sleep(0)
         client.connection_lost(None)
-        for waiting in (question, lookup, queue.ready(), look_up()):
+        for waiting in (question, lookup, look_up()):
             with pytest.raises(Unavailable, match="the engine process has ended"):
                 await waiting
+        queue = await inbox.get()
+        assert isinstance(queue.error, Unavailable)
+        assert "the engine process has ended" in str(queue.error)
     assert await client.died == "the engine process was ended by signal 11"
 
 

@@ -55,14 +55,6 @@ def failures_and_loads(metrics: Metrics) -> tuple[str, str]:
 
 
 @run_async
-async def test_a_call_without_an_adapter_looks_nothing_up() -> None:
-    adapters, _, metrics = make_client(None, reason="no adapter store was configured")
-    async with adapters.adapter(None) as adapter:
-        assert adapter is None
-    assert failures_and_loads(metrics) == ("0.0", "0.0")
-
-
-@run_async
 async def test_an_adapter_is_kept_until_the_call_ends() -> None:
     adapters, engine, metrics = make_client(
         AdapterResolved(7, length=5, decoder_length=2, version=3, rank=16, loaded=True)
@@ -170,8 +162,6 @@ async def test_a_grammar_is_kept_until_the_call_ends() -> None:
         assert grammar == 7
         assert engine.open == [CompileGrammar(7, SCHEMA)]
     assert engine.open == []
-    async with lookups.grammar(None) as grammar:
-        assert grammar is None
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:

@@ -6,12 +6,13 @@ Knows no text and no gRPC. When the engine process ends, everything open fails a
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_process import EngineProcess
-from tgis.frontend.output_queue import OutputQueue, RequestTimings
+from tgis.frontend.output_queue import Inbox, OutputQueue
 from tgis.ipc import messages
 from tgis.ipc.adapters import AdapterResolved, ResolveAdapter
 from tgis.ipc.batch_state import BatchState
@@ -102,38 +103,39 @@ class EngineClient(EngineProcess):
             self._cancel(lookup.lookup_id)
 
     @contextlib.contextmanager
-    def submit(self, requests: list[Request], *, eager: bool, arrived: float) -> Iterator[list[OutputQueue]]:
+    def submit(self, requests: list[Request], *, eager: bool, arrived: float) -> Iterator[Inbox]:
         """Queue the inputs of one call; whatever is still open on leaving the block is cancelled."""
         self._check_alive()
-        queues = [OutputQueue(request, eager=eager, arrived=arrived) for request in requests]
+        inbox = Inbox(requests, eager=eager, arrived=arrived)
         if not self._queues:
             self._watchdog.progress(time.monotonic())
-        self._queues.update((queue.request.id, queue) for queue in queues)
+        self._queues |= {queue.request.id: queue for queue in inbox.queues}
         self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
         self.send(messages.Submit(requests, time.monotonic()))
         try:
-            yield queues
+            yield inbox
         finally:
-            for queue in queues:
-                self.close(queue)
+            for queue in inbox.queues:
+                self.cancel(queue)
+            inbox.close()
 
-    def close(self, queue: OutputQueue) -> None:
+    def cancel(self, queue: OutputQueue) -> None:
         """Cancel the request unless it has ended."""
-        queue.close()
         if self._remove(queue):
             self._cancel(queue.request.id)
 
     def handle(self, message: messages.FromEngine) -> None:
         """Handle one message from the engine process."""
-        if isinstance(message, messages.Step | messages.PromptLogprobs | messages.Failed):
-            self._watchdog.progress(time.monotonic())  # an engine that hangs in a step may send anything else
-        match message:
+        match message:  # an engine that hangs in a step may still send what is not in the first three
             case messages.Step():
+                self._watchdog.progress(time.monotonic())
                 self._deliver(message)
             case messages.PromptLogprobs():
+                self._watchdog.progress(time.monotonic())
                 if queue := self._queues.get(message.id):
                     queue.prompt_logprobs.append(message)
             case messages.Failed():
+                self._watchdog.progress(time.monotonic())
                 self._deliver_failure(message)
             case AdapterResolved() | GrammarCompiled():
                 _answer(self._lookups.get(message.lookup_id), message)
@@ -158,29 +160,32 @@ class EngineClient(EngineProcess):
 
     def _deliver(self, step: messages.Step) -> None:
         now = time.monotonic()
-        if step.stats is not None:
+        if step.stats is not None and step.stats.first_scheduled:
             self._record_scheduled(step.stats)
         num_discarded = 0
         all_logprobs = step.logprobs or [[]] * len(step.ids)
-        latencies: dict[float, int] = {}  # few values: most requests got their last tokens from the same step
+        latencies = defaultdict[float, int](int)  # few keys: most requests got their last tokens from the same step
         for request_id, tokens, logprobs, stop_reason in zip(
             step.ids, step.tokens, all_logprobs, step.stop_reasons, strict=True
         ):
-            if queue := self._queues.get(request_id):
-                if tokens:
-                    self._record_tokens(queue.timings, latencies, now)
-                queue.timings.last_token = now
-                queue.put(tokens, logprobs, stop_reason)
-                if stop_reason:
-                    self._remove(queue)
-            else:  # cancelled meanwhile
+            queue = self._queues.get(request_id)
+            if queue is None:  # cancelled meanwhile
                 num_discarded += len(tokens)
+                continue
+            if tokens and queue.timings.first_token:
+                latencies[now - queue.timings.last_token] += 1
+            elif tokens:
+                self._record_first_token(queue, now)
+            queue.timings.last_token = now
+            queue.put(tokens, logprobs, stop_reason)
+            if stop_reason:
+                self._remove(queue)
         if self.metrics and step.stats:
-            self.metrics.inter_token_latencies(latencies)
-            self.metrics.tokens_discarded(num_discarded)
-            self.metrics.step_succeeded(step.stats, sum(map(len, step.tokens)), time.monotonic() - now)
+            self.metrics.batches.discarded_tokens.inc(num_discarded)
+            num_tokens = sum(map(len, step.tokens))
+            self.metrics.step_succeeded(step.stats, num_tokens, time.monotonic() - now, latencies)
             if not self._queues:  # the step was in flight when the last request was cancelled
-                self.metrics.engine_idle()
+                self.metrics.last_step = None
 
     def _deliver_failure(self, failed: messages.Failed) -> None:
         for request_id in failed.ids:
@@ -194,14 +199,10 @@ class EngineClient(EngineProcess):
                 queue.timings.scheduled = queue.timings.submitted + seconds
                 self._count_queued(-1, -len(queue.request.tokens))
 
-    def _record_tokens(self, timings: RequestTimings, latencies: dict[float, int], now: float) -> None:
-        if timings.first_token:
-            latency = now - timings.last_token
-            latencies[latency] = latencies.get(latency, 0) + 1
-            return
-        timings.first_token = now
+    def _record_first_token(self, queue: OutputQueue, now: float) -> None:
+        queue.timings.first_token = now
         if self.metrics:
-            self.metrics.first_token(now - timings.arrived)
+            self.metrics.requests.time_to_first_token.observe(now - queue.timings.arrived)
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         if queue := self._queues.get(request_id):
@@ -214,14 +215,14 @@ class EngineClient(EngineProcess):
         if known and not queue.timings.scheduled:
             self._count_queued(-1, -len(queue.request.tokens))
         if known and not self._queues and self.metrics:
-            self.metrics.engine_idle()
+            self.metrics.last_step = None
         return known
 
     def _count_queued(self, inputs: int, tokens: int) -> None:
         self._num_queued += inputs
         self._queued_tokens += tokens
         if self.metrics:
-            self.metrics.set_queued(self._num_queued)
+            self.metrics.num_queued = self._num_queued
 
     def _cancel(self, request_id: int) -> None:
         """Cancel together with others of this iteration of the loop: each message takes a search of the queue."""
