@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 from batches import EOS, engine_options, limits, request
+from engine_clients import connected_client
 from harness import run_async
-from scraped_metrics import value
+from scraped_metrics import make_metrics, value
 
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
-from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
 from tgis.ipc.request import Request, StopReason
@@ -75,7 +75,7 @@ class ScriptedChannel:
 
 def run(directory: Path, turns: list[Turn], **kind: Any) -> ScriptedChannel:
     """Run an engine core with the fake engine through these turns."""
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
+    metrics = make_metrics()
     script = ScriptedChannel(turns, metrics)
     memory_tokens = kind.pop("memory_tokens", None)
     steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
@@ -258,19 +258,10 @@ def test_padding_keeps_requests_out_of_a_prefill() -> None:
     assert admissions([[(20, 5), (2, 5), (19, 5)]], **kind) == (1, 0, 0, 1)
 
 
-class FakeTransport:
-    """Stands in for the transport of the front end."""
-
-    def write(self, data: bytes) -> None:
-        assert data
-
-
 @run_async
 async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    client = EngineClient()
-    client.metrics = metrics
-    client._transport = cast("Any", FakeTransport())
+    client, _ = connected_client()
+    client.metrics = metrics = make_metrics()
 
     def queue() -> tuple[float, int]:
         return value(metrics, "tgi_queue_size"), client.queued_tokens
@@ -293,10 +284,8 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
 
 @run_async
 async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request() -> None:
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    client = EngineClient()
-    client.metrics = metrics
-    client._transport = cast("Any", FakeTransport())
+    client, _ = connected_client()
+    client.metrics = metrics = make_metrics()
 
     def counts() -> list[float]:
         names = (

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
-from scraped_metrics import Series, samples, value
+from scraped_metrics import Series, make_metrics, samples, value
 
 from tgis.frontend.calls import CallKind
 from tgis.frontend.metric_families import FailureReason
@@ -80,10 +80,6 @@ HISTOGRAMS: dict[str, tuple[dict[str, str], int, float, float]] = {
 @pytest.fixture
 def metrics() -> Metrics:
     return make_metrics()
-
-
-def make_metrics() -> Metrics:
-    return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
 
 
 def changed(metrics: Metrics) -> dict[str, float]:

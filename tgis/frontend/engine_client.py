@@ -59,7 +59,7 @@ class EngineClient(EngineProcess):
 
     def seconds_stalled(self) -> float:
         """Seconds since the engine last made progress, while requests are open; else 0."""
-        return self._watchdog.seconds_stalled(time.monotonic()) if self._queues else 0.0
+        return self.watchdog.seconds_stalled(time.monotonic()) if self._queues else 0.0
 
     def next_id(self) -> int:
         """A new id for a request or a lookup."""
@@ -108,7 +108,7 @@ class EngineClient(EngineProcess):
         self._check_alive()
         inbox = Inbox(requests, eager=eager, arrived=arrived)
         if not self._queues:
-            self._watchdog.progress(time.monotonic())
+            self.watchdog.progress(time.monotonic())
         self._queues |= {queue.request.id: queue for queue in inbox.queues}
         self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
         self.send(messages.Submit(requests, time.monotonic()))
@@ -128,14 +128,14 @@ class EngineClient(EngineProcess):
         """Handle one message from the engine process."""
         match message:  # an engine that hangs in a step may still send what is not in the first three
             case messages.Step():
-                self._watchdog.progress(time.monotonic())
+                self.watchdog.progress(time.monotonic())
                 self._deliver(message)
             case messages.PromptLogprobs():
-                self._watchdog.progress(time.monotonic())
+                self.watchdog.progress(time.monotonic())
                 if queue := self._queues.get(message.id):
                     queue.prompt_logprobs.append(message)
             case messages.Failed():
-                self._watchdog.progress(time.monotonic())
+                self.watchdog.progress(time.monotonic())
                 self._deliver_failure(message)
             case AdapterResolved() | GrammarCompiled():
                 _answer(self._lookups.get(message.lookup_id), message)
