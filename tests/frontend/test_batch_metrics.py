@@ -262,9 +262,10 @@ def test_padding_keeps_requests_out_of_a_prefill() -> None:
 async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
     client, _ = connected_client()
     client.metrics = metrics = make_metrics()
+    metrics.num_queued = lambda: len(client.queued())
 
     def queue() -> tuple[float, int]:
-        return value(metrics, "tgi_queue_size"), client.queued_tokens
+        return value(metrics, "tgi_queue_size"), sum(len(one.tokens) for one in client.queued())
 
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
         return Step(ids, [[7]] * len(ids), [*ends], [], stats)

@@ -235,7 +235,7 @@ DECODE = StepStats(
 
 
 def test_a_prefill(metrics: Metrics) -> None:
-    metrics.num_queued = 2
+    metrics.num_queued = lambda: 2
     metrics.step_succeeded(PREFILL, 2, 0.125, {})
     assert changed(metrics) == {
         "tgi_batch_inference_count prefill": 1,
@@ -296,11 +296,11 @@ def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
 
 
 def test_queue_size_is_new_and_requeued_requests(metrics: Metrics) -> None:
-    metrics.num_queued = 4
+    metrics.num_queued = lambda: 4
     assert value(metrics, "tgi_queue_size") == 4  # without waiting for a step
     metrics.step_succeeded(msgspec.structs.replace(DECODE, num_requeued=2), 3, 0.0, {})
     assert value(metrics, "tgi_queue_size") == 6
-    metrics.num_queued = 1
+    metrics.num_queued = lambda: 1
     assert value(metrics, "tgi_queue_size") == 3
     metrics.step_succeeded(DECODE, 3, 0.0, {})
     assert value(metrics, "tgi_queue_size") == 1

@@ -34,8 +34,6 @@ class EngineClient(EngineProcess):
         super().__init__()
         self.metrics: Metrics | None = None  # needs to know the engine first
         self._queues: dict[int, OutputQueue] = {}
-        self._num_queued = 0  # open requests that have never been scheduled
-        self._queued_tokens = 0  # of their inputs
         self._last_id = 0
         self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         # The engine's answers; None if it has died.
@@ -43,10 +41,9 @@ class EngineClient(EngineProcess):
         self._batch_state: asyncio.Future[BatchState | None] | None = None
         self._batch_state_asked = 0.0
 
-    @property
-    def queued_tokens(self) -> int:
-        """Input tokens of the open requests that have never been scheduled."""
-        return self._queued_tokens
+    def queued(self) -> list[Request]:
+        """The open requests that have never been scheduled."""
+        return [queue.request for queue in self._queues.values() if not queue.timings.scheduled]
 
     def lora_adapters(self) -> tuple[set[str], set[str]]:
         """Ids of the LoRA adapters of running requests, and of those that only queued requests use."""
@@ -110,7 +107,6 @@ class EngineClient(EngineProcess):
         if not self._queues:
             self.watchdog.progress(time.monotonic())
         self._queues |= {queue.request.id: queue for queue in inbox.queues}
-        self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
         self.send(messages.Submit(requests, time.monotonic()))
         try:
             yield inbox
@@ -197,7 +193,6 @@ class EngineClient(EngineProcess):
         for request_id, seconds in zip(stats.first_scheduled, stats.queue_durations, strict=True):
             if queue := self._queues.get(request_id):
                 queue.timings.scheduled = queue.timings.submitted + seconds
-                self._count_queued(-1, -len(queue.request.tokens))
 
     def _record_first_token(self, queue: OutputQueue, now: float) -> None:
         queue.timings.first_token = now
@@ -212,17 +207,9 @@ class EngineClient(EngineProcess):
     def _remove(self, queue: OutputQueue) -> bool:
         """Forget an open request; return whether it was one."""
         known = self._queues.pop(queue.request.id, None) is not None
-        if known and not queue.timings.scheduled:
-            self._count_queued(-1, -len(queue.request.tokens))
         if known and not self._queues and self.metrics:
             self.metrics.last_step = None
         return known
-
-    def _count_queued(self, inputs: int, tokens: int) -> None:
-        self._num_queued += inputs
-        self._queued_tokens += tokens
-        if self.metrics:
-            self.metrics.num_queued = self._num_queued
 
     def _cancel(self, request_id: int) -> None:
         """Cancel together with others of this iteration of the loop: each message takes a search of the queue."""

@@ -147,9 +147,7 @@ class Generator:
             keep = limit if call.return_tokens or call.return_offsets else 0
             wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
             encodings = await self._tokenizer.encode(call.texts, wanted)
-        results = [
-            self._tokenize_result(encoding.keep_last(call.truncate_input_tokens), call) for encoding in encodings
-        ]
+        results = [self._tokenize_result(one.keep_last(call.truncate_input_tokens), call) for one in encodings]
         self._metrics.tokenize.tokens.observe(sum(result.token_count for result in results))
         self._metrics.tokenize.duration.observe(time.monotonic() - started)
         return results
@@ -164,7 +162,7 @@ class Generator:
 
     @asynccontextmanager
     async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[tuple[Inbox, list[OutputBuilder]]]:
-        """A call between its checks and its end, when what has not ended yet is cancelled."""
+        """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
         with log, self._admission(call):
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
@@ -205,11 +203,7 @@ class Generator:
             call.account.give_back_places()
 
     async def _prepare(
-        self,
-        call: GenerateCall,
-        params: ResolvedParams,
-        adapter: AdapterRef | None,
-        grammar: int | None,
+        self, call: GenerateCall, params: ResolvedParams, adapter: AdapterRef | None, grammar: int | None
     ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
         limits, limit = self.server_info.limits, params.given.truncate_input_tokens
@@ -237,9 +231,10 @@ class Generator:
         ]
         options, num_tokens = params.given.logprob_options, sum(len(request.tokens) for request in requests)
         call.account.charge(_DETAIL_BYTES * num_tokens * options.details_per_token if options.input_tokens else 0)
-        max_queued, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
-        if max_queued and queued and queued + num_tokens > max_queued:  # all inputs or none
-            raise QueueFull(f"{queued} input tokens are waiting, at most {max_queued} may")
+        if max_queued := self.server_info.max_queued_tokens:
+            queued = sum(len(request.tokens) for request in self._client.queued())
+            if queued and queued + num_tokens > max_queued:  # all inputs or none
+                raise QueueFull(f"{queued} input tokens are waiting, at most {max_queued} may")
         return requests  # nobody else can queue until the caller has
 
     async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from prometheus_client import ProcessCollector
 
@@ -41,10 +41,10 @@ class Metrics:
         self.tokenize = TokenizeFamilies(families)
         self.adapters = AdapterFamilies(families)
         self.scrape = families.scrape
-        self.num_queued = 0  # requests that have never been scheduled
+        self.num_queued: Callable[[], int] = lambda: 0  # requests that have never been scheduled
         self.last_step: StepStats | None = None  # None: nothing is left of it, and no further step would say so
         self.batches.context_limit.set(token_capacity)
-        self.batches.queue_size.set_function(lambda: self.num_queued + self._left("num_requeued"))
+        self.batches.queue_size.set_function(lambda: self.num_queued() + self._left("num_requeued"))
         self.batches.current_size.set_function(lambda: self._left("num_running"))
         self.batches.input_tokens.set_function(lambda: self._left("context_tokens"))
         self.batches.weight_utilization.set_function(lambda: self._left("context_tokens") / token_capacity)
