@@ -313,19 +313,22 @@ def test_ignored_options_are_one_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
+    ("variable", "text", "nearest"),
     [
-        ("hf_accelerate", "hf_transformers"),
-        ("hf_optimum_bt", "hf_transformers"),
-        ("hf_custom_tp", "tgis_native"),
-        ("ds_inference", "auto"),
-        ("ibm_fms", "auto"),
+        ("DEPLOYMENT_FRAMEWORK", "hf_accelerate", "hf_transformers"),
+        ("DEPLOYMENT_FRAMEWORK", "hf_optimum_bt", "hf_transformers"),
+        ("DEPLOYMENT_FRAMEWORK", "hf_custom_tp", "tgis_native"),
+        ("DEPLOYMENT_FRAMEWORK", "ds_inference", "auto"),
+        ("DEPLOYMENT_FRAMEWORK", "ibm_fms", "auto"),
+        ("DTYPE_STR", "int8", "auto"),
+        ("DTYPE_STR", "double", "float32"),
+        ("DTYPE_STR", "float8_e4m3fn", "auto"),
     ],
 )
-def test_engines_of_tgis_that_are_not_here_are_a_warning(name: str, nearest: str) -> None:
-    got = read(DEPLOYMENT_FRAMEWORK=name)
-    assert got.engine == nearest
-    assert got.warnings == (f"DEPLOYMENT_FRAMEWORK={name!r}: using {nearest}",)
+def test_engines_and_dtypes_that_are_not_here_are_a_warning(variable: str, text: str, nearest: str) -> None:
+    got = read(**{variable: text})
+    assert (got.dtype if variable == "DTYPE_STR" else got.engine) == nearest
+    assert got.warnings == (f"{variable}={text!r}: using {nearest}",)
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTENTION", "PAGED_ATTENTION"])
@@ -344,13 +347,6 @@ def test_flash_attention_overrides_the_engine(name: str) -> None:
 def test_other_names_of_dtypes(text: str, dtype: str) -> None:
     assert read(DTYPE=text).dtype == dtype
     assert not read(DTYPE_STR=text).warnings
-
-
-@pytest.mark.parametrize(("text", "dtype"), [("int8", "auto"), ("double", "float32"), ("float8_e4m3fn", "auto")])
-def test_dtypes_that_are_not_here_are_a_warning(text: str, dtype: str) -> None:
-    got = read(DTYPE_STR=text)
-    assert got.dtype == dtype
-    assert got.warnings == (f"DTYPE_STR={text!r}: using {dtype}",)
 
 
 def test_an_unknown_log_level_is_a_warning() -> None:

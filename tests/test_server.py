@@ -72,7 +72,7 @@ async def test_the_end_of_the_engine_does_and_is_the_reason(server: Server) -> N
 @run_async
 async def test_a_long_start_is_no_pause(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     client, loop = EngineClient(), asyncio.get_running_loop()
-    client._watchdog = EngineWatchdog(time.monotonic() - 100)
+    client.watchdog = EngineWatchdog(time.monotonic() - 100)
     stop = loop.create_future()
     loop.call_soon(stop.set_result, None)
     await server._monitor(server._make_grpc_server(), client, stop)

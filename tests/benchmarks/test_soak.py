@@ -100,7 +100,7 @@ STEP = StepStats(True, 1, 0, 3, 0.1, 0.1, 0, 0, 0, concatenated=False, num_reque
 def succeed(server: Metrics, kind: CallKind, reason: StopReason, tokens: int) -> None:
     times = {"duration": 1.0, "inference": 1.0, "decoding": 1.0}
     server.request_succeeded(kind, reason, input_tokens=3, generated_tokens=tokens, **times)
-    server.step_succeeded(STEP, tokens, 0.0)
+    server.step_succeeded(STEP, tokens, 0.0, {})
 
 
 def make_calls(server: Metrics, log: ClientLog) -> None:
@@ -131,7 +131,7 @@ def discrepancies_after(change: Callable[[Metrics, ClientLog], object]) -> list[
 
 def test_matching_counters_reconcile() -> None:
     assert discrepancies_after(lambda server, log: None) == []
-    assert discrepancies_after(lambda server, log: server.tokenize_started(1)) == []
+    assert discrepancies_after(lambda server, log: server.tokenize.count.inc()) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_matching_counters_reconcile() -> None:
         (lambda server, log: server.request_failed(FailureReason.VALIDATION), "failures of kind validation"),
         (lambda server, log: log.record_end("stream", "MAX_TOKENS", 0), "expired inputs"),
         (lambda server, log: log.record_end("single", "MAX_TOKENS", 100), "tokens"),
-        (lambda server, log: server.tokens_discarded(8), "tokens in answers"),
+        (lambda server, log: server.batches.discarded_tokens.inc(8), "tokens in answers"),
     ],
 )
 def test_discrepancies_are_found(change: Callable[[Metrics, ClientLog], object], what: str) -> None:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 from batches import EOS, engine_options, limits, request
+from engine_clients import connected_client
 from harness import run_async
-from scraped_metrics import value
+from scraped_metrics import make_metrics, value
 
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
-from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
 from tgis.ipc.request import Request, StopReason
@@ -66,7 +66,7 @@ class ScriptedChannel:
 
     def send(self, message: object) -> None:
         if isinstance(message, Step) and message.stats:
-            self._metrics.step_succeeded(message.stats, sum(map(len, message.tokens)), 0.0)
+            self._metrics.step_succeeded(message.stats, sum(map(len, message.tokens)), 0.0, {})
             now = [value(self._metrics, name, **labels) for name, labels in SAMPLES]
             self.stats.append(message.stats)
             self.seen.append(After(*now[:3], *(new - old for new, old in zip(now[3:], self._sums[3:], strict=True))))
@@ -75,7 +75,7 @@ class ScriptedChannel:
 
 def run(directory: Path, turns: list[Turn], **kind: Any) -> ScriptedChannel:
     """Run an engine core with the fake engine through these turns."""
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
+    metrics = make_metrics()
     script = ScriptedChannel(turns, metrics)
     memory_tokens = kind.pop("memory_tokens", None)
     steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
@@ -258,29 +258,21 @@ def test_padding_keeps_requests_out_of_a_prefill() -> None:
     assert admissions([[(20, 5), (2, 5), (19, 5)]], **kind) == (1, 0, 0, 1)
 
 
-class FakeTransport:
-    """Stands in for the transport of the front end."""
-
-    def write(self, data: bytes) -> None:
-        assert data
-
-
 @run_async
 async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    client = EngineClient()
-    client.metrics = metrics
-    client._transport = cast("Any", FakeTransport())
+    client, _ = connected_client()
+    client.metrics = metrics = make_metrics()
+    metrics.num_queued = lambda: len(client.queued())
 
     def queue() -> tuple[float, int]:
-        return value(metrics, "tgi_queue_size"), client.queued_tokens
+        return value(metrics, "tgi_queue_size"), sum(len(one.tokens) for one in client.queued())
 
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
         return Step(ids, [[7]] * len(ids), [*ends], [], stats)
 
-    with client.submit([request(n, 10 + n) for n in range(5)], eager=True, arrived=0.0) as inboxes:
+    with client.submit([request(n, 10 + n) for n in range(5)], eager=True, arrived=0.0) as inbox:
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)
-        client.close(inboxes[4])
+        client.cancel(inbox.queues[4])
         assert queue() == (4, 46)
         client.handle(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([0, 1])))
         assert queue() == (2, 25)
@@ -293,10 +285,8 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
 
 @run_async
 async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request() -> None:
-    metrics = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    client = EngineClient()
-    client.metrics = metrics
-    client._transport = cast("Any", FakeTransport())
+    client, _ = connected_client()
+    client.metrics = metrics = make_metrics()
 
     def counts() -> list[float]:
         names = (
@@ -310,17 +300,17 @@ async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request
         return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], joined([]))
 
     arrived = time.monotonic() - 500
-    with client.submit([request(n) for n in range(3)], eager=True, arrived=arrived) as queues:
+    with client.submit([request(n) for n in range(3)], eager=True, arrived=arrived) as inbox:
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [2, 0, 0, 2]
         client.handle(step({0: [7, 7], 1: [7]}))  # two tokens in one step have no time between them
         assert counts() == [5, 0, 2, 2]
-        client.close(queues[0])
+        client.cancel(inbox.queues[0])
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [7, 1, 3, 2]
         client.handle(step({2: []}, StopReason.TIME_LIMIT))  # expired in the queue
         assert counts() == [7, 1, 3, 2]
-        assert [queue.num_tokens for queue in queues] == [3, 3, 0]
+        assert [queue.num_tokens for queue in inbox.queues] == [3, 3, 0]
     assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import msgspec
 import pytest
 from batches import EOS, limits, request
+from engine_clients import connected_client
 from harness import run_async
 
 from tgis.batcher.batcher import Batcher
@@ -20,31 +21,7 @@ EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
 BUSY = msgspec.structs.replace(EMPTY, num_running=3)
 
 
-class FakeTransport:
-    """Collects what the client sends; stands in for its transport."""
-
-    def __init__(self) -> None:
-        self.sent: list[ToEngine] = []
-        self._reader = FrameReader(ToEngine)
-
-    def write(self, data: bytes) -> None:
-        self.sent += self._reader.feed(data)
-
-
-class ExitedProcess:
-    """Stands in for the engine process after its end."""
-
-    async def wait(self) -> int:
-        return -11
-
-
 INFO = EngineInfo("fake", "Fake", "none", "none", 257, False, False, 4, 1000, 64)
-
-
-def connect(client: EngineClient) -> FakeTransport:
-    client._transport = transport = FakeTransport()  # type: ignore[assignment]
-    client._process = ExitedProcess()  # type: ignore[assignment]
-    return transport
 
 
 async def ask(client: EngineClient) -> asyncio.Task[BatchState]:
@@ -56,8 +33,7 @@ async def ask(client: EngineClient) -> asyncio.Task[BatchState]:
 
 @run_async
 async def test_the_state_of_the_batch_needs_an_engine_that_is_ready_and_alive() -> None:
-    client = EngineClient()
-    transport = connect(client)
+    client, transport = connected_client()
     with pytest.raises(Unavailable, match="still loading"):
         await client.batch_state()
     assert transport.sent == []  # EngineOptions must come first
@@ -75,8 +51,7 @@ async def test_the_state_of_the_batch_needs_an_engine_that_is_ready_and_alive() 
 
 @run_async
 async def test_concurrent_questions_share_one_message() -> None:
-    client = EngineClient()
-    transport = connect(client)
+    client, transport = connected_client()
     client.handle(Ready(INFO))
     questions = [await ask(client) for _ in range(100)]
     assert transport.sent == [GetBatchState()]
@@ -90,8 +65,7 @@ async def test_concurrent_questions_share_one_message() -> None:
 @run_async
 async def test_a_question_times_out_and_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "BATCH_STATE_TIMEOUT", 0.0)
-    client = EngineClient()
-    transport = connect(client)
+    client, transport = connected_client()
     client.handle(Ready(INFO))
     for _ in range(3):
         with pytest.raises(Unavailable, match="in a step that has taken 0 s by now, or it hangs"):
@@ -102,8 +76,7 @@ async def test_a_question_times_out_and_is_not_sent_again(monkeypatch: pytest.Mo
 
 @run_async
 async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
-    client = EngineClient()
-    connect(client)
+    client, _ = connected_client()
     client.handle(Ready(INFO))
     question = await ask(client)
 
@@ -112,19 +85,21 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
             pass
 
     lookup = asyncio.create_task(look_up())
-    with client.submit([request(1)], eager=True, arrived=0.0) as (queue,):
+    with client.submit([request(1)], eager=True, arrived=0.0) as inbox:
         await asyncio.sleep(0)
         client.connection_lost(None)
-        for waiting in (question, lookup, queue.ready(), look_up()):
+        for waiting in (question, lookup, look_up()):
             with pytest.raises(Unavailable, match="the engine process has ended"):
                 await waiting
+        queue = await inbox.get()
+        assert isinstance(queue.error, Unavailable)
+        assert "the engine process has ended" in str(queue.error)
     assert await client.died == "the engine process was ended by signal 11"
 
 
 @run_async
 async def test_calls_that_end_together_are_cancelled_in_one_message() -> None:
-    client = EngineClient()
-    transport = connect(client)
+    client, transport = connected_client()
     with contextlib.ExitStack() as calls:
         for number in range(1, 4):
             calls.enter_context(client.submit([request(number)], eager=True, arrived=0.0))
@@ -140,11 +115,10 @@ async def test_calls_that_end_together_are_cancelled_in_one_message() -> None:
 @run_async
 async def test_answers_to_questions_are_not_progress() -> None:
     """An engine process whose steps hang still reads files, in other threads."""
-    client = EngineClient()
-    connect(client)
+    client, _ = connected_client()
     client.handle(Ready(INFO))
     with client.submit([request(1)], eager=True, arrived=0.0):
-        client._watchdog._last_progress -= 500
+        client.watchdog._last_progress -= 500
         pending = await ask(client)
         client.handle(EMPTY)
         await pending
@@ -155,8 +129,7 @@ async def test_answers_to_questions_are_not_progress() -> None:
 
 @run_async
 async def test_a_lookup_times_out_and_is_cancelled() -> None:
-    client = EngineClient()
-    transport = connect(client)
+    client, transport = connected_client()
     async with client.look_up(LookUp(5, "x"), timeout=0.01) as found:
         assert found is None
     await asyncio.sleep(0)

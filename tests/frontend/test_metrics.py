@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
-from scraped_metrics import Series, samples, value
+from scraped_metrics import Series, make_metrics, samples, value
 
 from tgis.frontend.calls import CallKind
 from tgis.frontend.metric_families import FailureReason
@@ -80,10 +80,6 @@ HISTOGRAMS: dict[str, tuple[dict[str, str], int, float, float]] = {
 @pytest.fixture
 def metrics() -> Metrics:
     return make_metrics()
-
-
-def make_metrics() -> Metrics:
-    return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
 
 
 def changed(metrics: Metrics) -> dict[str, float]:
@@ -163,9 +159,6 @@ def test_counters_and_their_untyped_twins_agree(metrics: Metrics) -> None:
 
 def test_a_request_that_succeeds(metrics: Metrics) -> None:
     metrics.request_started(CallKind.STREAM, 1)
-    metrics.input_tokenized(200)
-    metrics.request_validated([90], 20, 0.25)
-    metrics.first_token(0.5)
     metrics.request_succeeded(
         CallKind.STREAM,
         StopReason.EOS_TOKEN,
@@ -179,26 +172,16 @@ def test_a_request_that_succeeds(metrics: Metrics) -> None:
         "tgi_request_count stream": 1,
         "tgi_request_input_count": 1,
         "tgi_request_success stream EOS_TOKEN": 1,
-        "tgi_request_raw_input_length_count": 1,
-        "tgi_request_raw_input_length_sum": 200,
-        "tgi_request_input_length_count": 1,
-        "tgi_request_input_length_sum": 90,
-        "tgi_request_max_new_tokens_count": 1,
-        "tgi_request_max_new_tokens_sum": 20,
         "tgi_request_generated_tokens_count": 1,
         "tgi_request_generated_tokens_sum": 5,
         "tgi_request_total_tokens_count": 1,
         "tgi_request_total_tokens_sum": 95,
-        "tgi_request_validation_duration_count": 1,
-        "tgi_request_validation_duration_sum": 0.25,
         "tgi_request_duration_count": 1,
         "tgi_request_duration_sum": 4.0,
         "tgi_request_inference_duration_count": 1,
         "tgi_request_inference_duration_sum": 3.0,
         "tgi_request_mean_time_per_token_duration_count": 1,
         "tgi_request_mean_time_per_token_duration_sum": 0.6,
-        "tgi_request_time_to_first_token_duration_count": 1,
-        "tgi_request_time_to_first_token_duration_sum": 0.5,
         "tgi_request_time_per_output_token_duration_count": 1,
         "tgi_request_time_per_output_token_duration_sum": 0.5,
     }
@@ -218,18 +201,6 @@ def test_a_request_without_a_second_token_has_no_time_per_output_token(metrics: 
     assert value(metrics, "tgi_request_mean_time_per_token_duration_sum") == 0.5 * generated
     assert value(metrics, "tgi_request_mean_time_per_token_duration_count") == 1
     assert value(metrics, "tgi_request_time_per_output_token_duration_count") == 0
-
-
-def test_each_input_of_a_batch_is_observed(metrics: Metrics) -> None:
-    metrics.request_validated([1, 2, 3], 7, 0.25)
-    assert changed(metrics) == {
-        "tgi_request_input_length_count": 3,
-        "tgi_request_input_length_sum": 6,
-        "tgi_request_max_new_tokens_count": 3,
-        "tgi_request_max_new_tokens_sum": 21,
-        "tgi_request_validation_duration_count": 1,
-        "tgi_request_validation_duration_sum": 0.25,
-    }
 
 
 PREFILL = StepStats(
@@ -264,8 +235,8 @@ DECODE = StepStats(
 
 
 def test_a_prefill(metrics: Metrics) -> None:
-    metrics.set_queued(2)
-    metrics.step_succeeded(PREFILL, 2, 0.125)
+    metrics.num_queued = lambda: 2
+    metrics.step_succeeded(PREFILL, 2, 0.125, {})
     assert changed(metrics) == {
         "tgi_batch_inference_count prefill": 1,
         "tgi_batch_inference_success prefill": 1,
@@ -293,7 +264,7 @@ def test_a_prefill(metrics: Metrics) -> None:
 
 
 def test_a_step_that_mixes_prefill_and_decode_is_one_prefill(metrics: Metrics) -> None:
-    metrics.step_succeeded(msgspec.structs.replace(PREFILL, num_decodes=3), 5, 0.125)
+    metrics.step_succeeded(msgspec.structs.replace(PREFILL, num_decodes=3), 5, 0.125, {})
     for name in ("count", "success", "duration_count", "batch_size_count"):
         labels = {"makeup": "single_only"} if "duration" in name else {}
         assert value(metrics, f"tgi_batch_inference_{name}", method="prefill", **labels) == 1
@@ -312,24 +283,26 @@ def gauges(metrics: Metrics) -> list[float]:
 
 def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
     assert GAUGE_NAMES[0:2] == ["tgi_batch_current_size", "tgi_batch_input_tokens"]
-    metrics.step_succeeded(DECODE, 3, 0.0)
+    metrics.step_succeeded(DECODE, 3, 0.0, {})
     assert gauges(metrics) == [3, 250, 27, 0.25, 0]
     assert value(metrics, "tgi_batch_inference_success", method="next_token") == 1
-    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_running=0, context_tokens=0, remaining_tokens=0), 3, 0.0)
+    metrics.step_succeeded(
+        msgspec.structs.replace(DECODE, num_running=0, context_tokens=0, remaining_tokens=0), 3, 0.0, {}
+    )
     assert gauges(metrics) == [0, 0, 0, 0, 0]
-    metrics.step_succeeded(PREFILL, 3, 0.0)
-    metrics.engine_idle()
+    metrics.step_succeeded(PREFILL, 3, 0.0, {})
+    metrics.last_step = None
     assert gauges(metrics) == [0, 0, 0, 0, 0]
 
 
 def test_queue_size_is_new_and_requeued_requests(metrics: Metrics) -> None:
-    metrics.set_queued(4)
+    metrics.num_queued = lambda: 4
     assert value(metrics, "tgi_queue_size") == 4  # without waiting for a step
-    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_requeued=2), 3, 0.0)
+    metrics.step_succeeded(msgspec.structs.replace(DECODE, num_requeued=2), 3, 0.0, {})
     assert value(metrics, "tgi_queue_size") == 6
-    metrics.set_queued(1)
+    metrics.num_queued = lambda: 1
     assert value(metrics, "tgi_queue_size") == 3
-    metrics.step_succeeded(DECODE, 3, 0.0)
+    metrics.step_succeeded(DECODE, 3, 0.0, {})
     assert value(metrics, "tgi_queue_size") == 1
 
 
@@ -337,7 +310,7 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
         stats = msgspec.structs.replace(PREFILL, counters=BatcherCounters(1, 2, 3, 4), token_capacity=900)
-        metrics.step_succeeded(stats, 3, 0.0)
+        metrics.step_succeeded(stats, 3, 0.0, {})
     assert value(metrics, "tgi_batch_context_limit") == 900
     assert value(metrics, "tgi_queue_jump") == 2
     assert value(metrics, "tgi_granular_batch_addition") == 4
@@ -350,18 +323,4 @@ def test_a_failed_step(metrics: Metrics) -> None:
     assert changed(metrics) == {
         "tgi_batch_inference_count next_token": 1,
         "tgi_batch_inference_failure next_token error": 1,
-    }
-
-
-def test_calls_to_tokenize(metrics: Metrics) -> None:
-    metrics.tokenize_started(3)
-    metrics.tokenize_started(1)
-    metrics.tokenize_succeeded(500, 0.5)
-    assert changed(metrics) == {
-        "tgi_tokenize_request_count": 2,
-        "tgi_tokenize_request_input_count": 4,
-        "tgi_tokenize_request_tokens_count": 1,
-        "tgi_tokenize_request_tokens_sum": 500,
-        "tgi_tokenize_request_duration_count": 1,
-        "tgi_tokenize_request_duration_sum": 0.5,
     }

@@ -6,8 +6,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from repository import REPOSITORY
+from scraped_metrics import make_metrics
 
-from tgis.frontend.metrics import Metrics, ServiceMetrics
+from tgis.frontend.metrics import ServiceMetrics
 from tgis.ipc.messages import EngineInfo
 
 DOCS = (REPOSITORY / "docs" / "metrics.md").read_text()
@@ -21,8 +22,7 @@ def scrape() -> str:
     service.engine_ready(INFO, 1.0)
     service.set_certificate_expiry({"server": 1.0})
     service.set_lora_adapters({"a"}, {"b"})
-    requests = Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
-    return b"".join([*service.scrape(), *requests.scrape()]).decode()
+    return b"".join([*service.scrape(), *make_metrics().scrape()]).decode()
 
 
 def test_the_tables_have_every_metric_as_it_is(scrape: str) -> None:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import OutputBuilder, RequestOutput, TokenInfo, best_first
-from tgis.frontend.output_queue import OutputQueue, RequestTimings
+from tgis.frontend.output_queue import Inbox, RequestTimings
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
@@ -36,7 +37,7 @@ def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParam
 def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> OutputBuilder:
     minimum = SamplingParams(min_new_tokens=wanted.sampling_params.min_new_tokens)
     request = Request(1, [5, 6], 99, False, minimum, wanted.given.logprob_options)
-    queue = OutputQueue(request, eager=True, arrived=0.0)
+    (queue,) = Inbox([request], eager=True, arrived=0.0).queues
     queue.timings = RequestTimings(arrived=0.0, submitted=0.0)
     return OutputBuilder(queue, "prompt", wanted, decoder, separator="")
 
@@ -153,6 +154,20 @@ def test_the_stop_reason_of_a_step_is_that_of_its_last_token(
     decoder: TokenDecoder, text: str, reason: StopReason
 ) -> None:
     assert unary(decoder, params(["b"], tokens=False), [ids(decoder, text)]).stop_reason is reason
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_is_raised_after_the_tokens_before_it(decoder: TokenDecoder, late: bool) -> None:
+    output, chunks = builder(decoder, params([], tokens=True)), list[RequestOutput]()
+    output.queue.put(ids(decoder, "ab"), [], StopReason.NOT_FINISHED)
+    if not late:
+        chunks += output.chunks()
+        output.queue.put(ids(decoder, "c"), [], StopReason.NOT_FINISHED)
+    output.queue.fail(Unavailable("it is gone"))
+    with pytest.raises(Unavailable, match="it is gone"):
+        chunks.extend(output.chunks())
+    assert [chunk.tokens[0].text for chunk in chunks] == list("ab" if late else "abc")
+    assert not output.stop_reason
 
 
 def test_the_best_has_the_highest_mean_logprob() -> None:

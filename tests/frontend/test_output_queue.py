@@ -1,4 +1,4 @@
-"""tgis.frontend.output_queue: who is woken when, and what they get."""
+"""tgis.frontend.output_queue: when a call is woken, by which of its queues, and what it gets."""
 
 import asyncio
 
@@ -7,15 +7,19 @@ from batches import request
 from harness import run_async
 
 from tgis.errors import Unavailable
-from tgis.frontend.output_queue import OutputQueue
+from tgis.frontend.output_queue import Inbox, OutputQueue
 from tgis.ipc.request import StopReason, TokenLogprobs
 
 NOT_FINISHED, MAX_TOKENS = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS
 
 
-async def pending(queue: OutputQueue) -> "asyncio.Task[None]":
-    """A consumer that already waits."""
-    task = asyncio.create_task(queue.ready())
+def make_inbox(num_requests: int = 1, *, eager: bool = True) -> Inbox:
+    return Inbox([request(n) for n in range(num_requests)], eager=eager, arrived=0.0)
+
+
+async def pending(inbox: Inbox) -> "asyncio.Task[OutputQueue]":
+    """A call that already waits."""
+    task = asyncio.create_task(inbox.get())
     await asyncio.sleep(0)
     assert not task.done()
     return task
@@ -23,70 +27,62 @@ async def pending(queue: OutputQueue) -> "asyncio.Task[None]":
 
 @run_async
 async def test_steps_that_nobody_has_taken_are_taken_together() -> None:
-    queue = OutputQueue(request(1), eager=True, arrived=0.0)
+    inbox = make_inbox()
+    (queue,) = inbox.queues
     queue.put([1, 2], [TokenLogprobs(-1.0), TokenLogprobs(-2.0)], NOT_FINISHED)
     queue.put([3], [TokenLogprobs(-3.0)], MAX_TOKENS)
-    await queue.ready()
+    assert await inbox.get() is queue
     assert (queue.num_steps, queue.num_tokens, queue.stop_reason, queue.ended) == (2, 3, MAX_TOKENS, True)
     assert queue.take() == ([1, 2, 3], [TokenLogprobs(-float(n)) for n in (1, 2, 3)])
     assert (queue.take(), queue.num_steps, queue.num_tokens) == (([], []), 0, 3)
+    await pending(inbox)
 
 
 @run_async
-async def test_an_eager_consumer_wakes_at_every_step() -> None:
-    queue = OutputQueue(request(1), eager=True, arrived=0.0)
+async def test_an_eager_call_wakes_at_every_step() -> None:
+    inbox = make_inbox()
+    (queue,) = inbox.queues
     for tokens in ([1], [2, 3]):
-        consumer = await pending(queue)
+        call = await pending(inbox)
         queue.put(tokens, [], NOT_FINISHED)
-        await consumer
-        assert queue.num_steps == 1
-        assert queue.take() == (tokens, [])
+        assert await call is queue
+        assert (queue.num_steps, queue.take()) == (1, (tokens, []))
 
 
 @run_async
-async def test_a_step_before_an_eager_consumer_waits_is_not_missed() -> None:
-    queue = OutputQueue(request(1), eager=True, arrived=0.0)
-    queue.put([1], [], NOT_FINISHED)
-    await queue.ready()
-    assert queue.take() == ([1], [])
-    await pending(queue)
-
-
-@run_async
-async def test_any_other_consumer_wakes_at_the_end() -> None:
-    queue = OutputQueue(request(1), eager=False, arrived=0.0)
-    consumer = await pending(queue)
-    queue.put([1], [], NOT_FINISHED)
+async def test_any_other_call_wakes_at_the_ends() -> None:
+    inbox = make_inbox(2, eager=False)
+    call = await pending(inbox)
+    for queue in inbox.queues:
+        queue.put([1], [], NOT_FINISHED)
     await asyncio.sleep(0)
-    assert not consumer.done()
-    queue.put([2], [], MAX_TOKENS)
-    await consumer
-    assert queue.take() == ([1, 2], [])
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_an_error_is_raised_after_the_tokens_before_it(eager: bool) -> None:
-    @run_async
-    async def fail() -> None:
-        queue = OutputQueue(request(1), eager=eager, arrived=0.0)
-        queue.put([1], [], NOT_FINISHED)
-        queue.fail(Unavailable("it is gone"))
-        assert (queue.failed, queue.ended) == (Unavailable, True)
-        await queue.ready()
-        assert queue.take() == ([1], [])
-        for _ in range(2):
-            with pytest.raises(Unavailable, match="it is gone"):
-                await queue.ready()
-
-    fail()
+    assert not call.done()
+    inbox.queues[1].put([2], [], MAX_TOKENS)
+    assert await call is inbox.queues[1]
+    assert inbox.queues[1].take() == ([1, 2], [])
+    await pending(inbox)
 
 
 @run_async
-async def test_the_end_is_told_once_the_engine_is_done() -> None:
-    for fails in (False, True):
-        queue, ends = OutputQueue(request(1), eager=True, arrived=0.0), list[bool]()
-        queue.on_end = lambda queue=queue, ends=ends: ends.append(queue.ended)
-        queue.put([1], [], NOT_FINISHED)
+async def test_queues_come_in_the_order_in_which_they_got_something() -> None:
+    inbox = make_inbox(3)
+    for index in (2, 0, 2, 1):
+        inbox.queues[index].put([1], [], NOT_FINISHED)
+    assert [(await inbox.get()).index for _ in range(3)] == [2, 0, 1]
+    await pending(inbox)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_is_told_once_the_engine_is_done_with_all_requests(fails: bool) -> None:
+    @run_async
+    async def end() -> None:
+        inbox, ends = make_inbox(2), list[list[bool]]()
+        inbox.on_end = lambda: ends.append([queue.ended for queue in inbox.queues])
+        first, second = inbox.queues
+        first.put([1], [], NOT_FINISHED)
+        first.put([2], [], MAX_TOKENS)
         assert ends == []
-        queue.fail(Unavailable("it is gone")) if fails else queue.put([2], [], MAX_TOKENS)
-        assert ends == [True]
+        second.fail(Unavailable("it is gone")) if fails else second.put([], [], MAX_TOKENS)
+        assert ends == [[True, True]]
+
+    end()

@@ -63,6 +63,29 @@ def test_each_input_has_one_line(server: Server) -> None:
         assert line["seconds_per_token"] == pytest.approx(line["inference_seconds"] / 4, abs=1e-4)
 
 
+def test_each_input_is_observed(server: Server) -> None:
+    names = [f"tgi_request_{name}" for name in ("raw_input_length", "input_length", "max_new_tokens", "total_tokens")]
+    names = [f"{name}_{kind}" for name in names for kind in ("count", "sum")] + [
+        "tgi_request_validation_duration_count"
+    ]
+    before = {name: metric(server, name) for name in names}
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in ("abc", "defghi")])
+    request.params.stopping.max_new_tokens = 4
+    request.params.truncate_input_tokens = 5
+    with server.stub() as stub:
+        stub.Generate(request, metadata=metadata("observed"))
+    assert [metric(server, name) - before[name] for name in names] == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
+
+
+def test_calls_to_tokenize_are_observed(server: Server) -> None:
+    names = [f"tgi_tokenize_request_{name}" for name in ("count", "input_count", "tokens_count", "tokens_sum")]
+    names.append("tgi_tokenize_request_duration_count")
+    before = {name: metric(server, name) for name in names}
+    with server.stub() as stub:
+        stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text) for text in ("abc", "de")]))
+    assert [metric(server, name) - before[name] for name in names] == [1, 2, 1, 5, 1]
+
+
 def test_the_correlation_id_is_in_the_trailing_metadata(server: Server) -> None:
     with server.stub() as stub:
         _, done = stub.Generate.with_call(unary_request("abc", 3), metadata=metadata("unary-id"))

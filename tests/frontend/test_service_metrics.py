@@ -4,12 +4,12 @@ import asyncio
 import os
 import time
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
 import pytest
 from batches import request
 from config_parsing import read
+from engine_clients import connected_client
 from harness import run_async
 from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import samples, value
@@ -141,21 +141,13 @@ def test_lora_adapters_by_name(metrics: ServiceMetrics) -> None:
         assert value(metrics, "tgi_lora_waiting_adapters") == len(waiting)
 
 
-class FakeTransport:
-    """Stands in for the transport of the front end."""
-
-    def write(self, data: bytes) -> None:
-        assert data
-
-
 def with_adapter(request_id: int, name: str, length: int = 0) -> Request:
     return msgspec.structs.replace(request(request_id), adapter=AdapterRef(name, length, 0, 90 + request_id, 1))
 
 
 @run_async
 async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
-    client = EngineClient()
-    client._transport = cast("Any", FakeTransport())
+    client, _ = connected_client()
     requests = [
         with_adapter(0, "a"),
         with_adapter(1, "a"),

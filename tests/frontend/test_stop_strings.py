@@ -133,19 +133,17 @@ def test_cut(pieces: list[str], stops: list[str], include: bool, text: str, matc
     assert ("".join(deltas), found) == (text, matched)
 
 
-def test_a_stop_sequence_before_the_minimum_is_never_matched_later() -> None:
-    deltas, matched = assemble(["x stop", " more"], ["stop"], False, hold=False, minimum=2)
-    assert ("".join(deltas), matched) == ("x stop more", None)
-
-
-def test_a_stop_sequence_that_begins_another_is_not_matched_later() -> None:
-    deltas, matched = assemble(["a", "x"], ["ab", "a"], False, hold=False, minimum=2)
-    assert ("".join(deltas), matched) == ("ax", None)
-
-
-def test_a_stop_sequence_that_begins_before_the_minimum_is_matched() -> None:
-    deltas, matched = assemble(["x st", "op more"], ["stop"], False, hold=False, minimum=2)
-    assert ("".join(deltas), matched) == ("x ", "stop")
+@pytest.mark.parametrize(
+    ("pieces", "stops", "text", "matched"),
+    [
+        (["x stop", " more"], ["stop"], "x stop more", None),  # never matched later
+        (["a", "x"], ["ab", "a"], "ax", None),  # although it begins another one
+        (["x st", "op more"], ["stop"], "x ", "stop"),  # only begins before the minimum
+    ],
+)
+def test_a_stop_sequence_and_the_minimum(pieces: list[str], stops: list[str], text: str, matched: str | None) -> None:
+    deltas, found = assemble(pieces, stops, False, hold=False, minimum=2)
+    assert ("".join(deltas), found) == (text, matched)
 
 
 def test_a_stop_sequence_at_the_last_allowed_token_is_not_trimmed() -> None:

@@ -7,6 +7,10 @@ from tgis.frontend.metrics import Metrics, ServiceMetrics
 Series = frozenset[tuple[str, str]]
 
 
+def make_metrics() -> Metrics:
+    return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
+
+
 def samples(metrics: Metrics | ServiceMetrics) -> dict[str, dict[Series, float]]:
     """Every sample of a scrape: name as in the text, labels, value."""
     found: dict[str, dict[Series, float]] = {}

@@ -6,12 +6,13 @@ Knows no text and no gRPC. When the engine process ends, everything open fails a
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_process import EngineProcess
-from tgis.frontend.output_queue import OutputQueue, RequestTimings
+from tgis.frontend.output_queue import Inbox, OutputQueue
 from tgis.ipc import messages
 from tgis.ipc.lookups import LookedUp, LookUp
 from tgis.ipc.messages import BatchState
@@ -30,8 +31,6 @@ class EngineClient(EngineProcess):
         super().__init__()
         self.metrics: Metrics | None = None  # needs to know the engine first
         self._queues: dict[int, OutputQueue] = {}
-        self._num_queued = 0  # open requests that have never been scheduled
-        self._queued_tokens = 0  # of their inputs
         self._last_id = 0
         self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         # The engine's answers; None if it has died.
@@ -39,10 +38,9 @@ class EngineClient(EngineProcess):
         self._batch_state: asyncio.Future[BatchState | None] | None = None
         self._batch_state_asked = 0.0
 
-    @property
-    def queued_tokens(self) -> int:
-        """Input tokens of the open requests that have never been scheduled."""
-        return self._queued_tokens
+    def queued(self) -> list[Request]:
+        """The open requests that have never been scheduled."""
+        return [queue.request for queue in self._queues.values() if not queue.timings.scheduled]
 
     def lora_adapters(self) -> tuple[set[str], set[str]]:
         """Ids of the LoRA adapters of running requests, and of those that only queued requests use."""
@@ -55,7 +53,7 @@ class EngineClient(EngineProcess):
 
     def seconds_stalled(self) -> float:
         """Seconds since the engine last made progress, while requests are open; else 0."""
-        return self._watchdog.seconds_stalled(time.monotonic()) if self._queues else 0.0
+        return self.watchdog.seconds_stalled(time.monotonic()) if self._queues else 0.0
 
     def next_id(self) -> int:
         """A new id for a request or a lookup."""
@@ -95,38 +93,38 @@ class EngineClient(EngineProcess):
             self._cancel(lookup.lookup_id)
 
     @contextlib.contextmanager
-    def submit(self, requests: list[Request], *, eager: bool, arrived: float) -> Iterator[list[OutputQueue]]:
+    def submit(self, requests: list[Request], *, eager: bool, arrived: float) -> Iterator[Inbox]:
         """Queue the inputs of one call; whatever is still open on leaving the block is cancelled."""
         self._check_alive()
-        queues = [OutputQueue(request, eager=eager, arrived=arrived) for request in requests]
+        inbox = Inbox(requests, eager=eager, arrived=arrived)
         if not self._queues:
-            self._watchdog.progress(time.monotonic())
-        self._queues.update((queue.request.id, queue) for queue in queues)
-        self._count_queued(len(requests), sum(len(request.tokens) for request in requests))
+            self.watchdog.progress(time.monotonic())
+        self._queues |= {queue.request.id: queue for queue in inbox.queues}
         self.send(messages.Submit(requests, time.monotonic()))
         try:
-            yield queues
+            yield inbox
         finally:
-            for queue in queues:
-                self.close(queue)
+            for queue in inbox.queues:
+                self.cancel(queue)
+            inbox.close()
 
-    def close(self, queue: OutputQueue) -> None:
+    def cancel(self, queue: OutputQueue) -> None:
         """Cancel the request unless it has ended."""
-        queue.close()
         if self._remove(queue):
             self._cancel(queue.request.id)
 
     def handle(self, message: messages.FromEngine) -> None:
         """Handle one message from the engine process."""
-        if isinstance(message, messages.Step | messages.PromptLogprobs | messages.Failed):
-            self._watchdog.progress(time.monotonic())  # an engine that hangs in a step may send anything else
-        match message:
+        match message:  # an engine that hangs in a step may still send what is not in the first three
             case messages.Step():
+                self.watchdog.progress(time.monotonic())
                 self._deliver(message)
             case messages.PromptLogprobs():
+                self.watchdog.progress(time.monotonic())
                 if queue := self._queues.get(message.id):
                     queue.prompt_logprobs.append(message)
             case messages.Failed():
+                self.watchdog.progress(time.monotonic())
                 self._deliver_failure(message)
             case LookedUp():
                 _answer(self._lookups.get(message.lookup_id), message)
@@ -151,29 +149,32 @@ class EngineClient(EngineProcess):
 
     def _deliver(self, step: messages.Step) -> None:
         now = time.monotonic()
-        if step.stats is not None:
+        if step.stats is not None and step.stats.first_scheduled:
             self._record_scheduled(step.stats)
         num_discarded = 0
         all_logprobs = step.logprobs or [[]] * len(step.ids)
-        latencies: dict[float, int] = {}  # few values: most requests got their last tokens from the same step
+        latencies = defaultdict[float, int](int)  # few keys: most requests got their last tokens from the same step
         for request_id, tokens, logprobs, stop_reason in zip(
             step.ids, step.tokens, all_logprobs, step.stop_reasons, strict=True
         ):
-            if queue := self._queues.get(request_id):
-                if tokens:
-                    self._record_tokens(queue.timings, latencies, now)
-                queue.timings.last_token = now
-                queue.put(tokens, logprobs, stop_reason)
-                if stop_reason:
-                    self._remove(queue)
-            else:  # cancelled meanwhile
+            queue = self._queues.get(request_id)
+            if queue is None:  # cancelled meanwhile
                 num_discarded += len(tokens)
+                continue
+            if tokens and queue.timings.first_token:
+                latencies[now - queue.timings.last_token] += 1
+            elif tokens:
+                self._record_first_token(queue, now)
+            queue.timings.last_token = now
+            queue.put(tokens, logprobs, stop_reason)
+            if stop_reason:
+                self._remove(queue)
         if self.metrics and step.stats:
-            self.metrics.inter_token_latencies(latencies)
-            self.metrics.tokens_discarded(num_discarded)
-            self.metrics.step_succeeded(step.stats, sum(map(len, step.tokens)), time.monotonic() - now)
+            self.metrics.batches.discarded_tokens.inc(num_discarded)
+            num_tokens = sum(map(len, step.tokens))
+            self.metrics.step_succeeded(step.stats, num_tokens, time.monotonic() - now, latencies)
             if not self._queues:  # the step was in flight when the last request was cancelled
-                self.metrics.engine_idle()
+                self.metrics.last_step = None
 
     def _deliver_failure(self, failed: messages.Failed) -> None:
         for request_id in failed.ids:
@@ -185,16 +186,11 @@ class EngineClient(EngineProcess):
         for request_id, seconds in zip(stats.first_scheduled, stats.queue_durations, strict=True):
             if queue := self._queues.get(request_id):
                 queue.timings.scheduled = queue.timings.submitted + seconds
-                self._count_queued(-1, -len(queue.request.tokens))
 
-    def _record_tokens(self, timings: RequestTimings, latencies: dict[float, int], now: float) -> None:
-        if timings.first_token:
-            latency = now - timings.last_token
-            latencies[latency] = latencies.get(latency, 0) + 1
-            return
-        timings.first_token = now
+    def _record_first_token(self, queue: OutputQueue, now: float) -> None:
+        queue.timings.first_token = now
         if self.metrics:
-            self.metrics.first_token(now - timings.arrived)
+            self.metrics.requests.time_to_first_token.observe(now - queue.timings.arrived)
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         if queue := self._queues.get(request_id):
@@ -204,17 +200,9 @@ class EngineClient(EngineProcess):
     def _remove(self, queue: OutputQueue) -> bool:
         """Forget an open request; return whether it was one."""
         known = self._queues.pop(queue.request.id, None) is not None
-        if known and not queue.timings.scheduled:
-            self._count_queued(-1, -len(queue.request.tokens))
         if known and not self._queues and self.metrics:
-            self.metrics.engine_idle()
+            self.metrics.last_step = None
         return known
-
-    def _count_queued(self, inputs: int, tokens: int) -> None:
-        self._num_queued += inputs
-        self._queued_tokens += tokens
-        if self.metrics:
-            self.metrics.set_queued(self._num_queued)
 
     def _cancel(self, request_id: int) -> None:
         """Cancel together with others of this iteration of the loop: each message takes a search of the queue."""

@@ -71,7 +71,7 @@ class EngineProcess(asyncio.Protocol):
         self.ready: asyncio.Future[messages.EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
         self.fallback_reason = ""  # why it is not the engine asked for
-        self._watchdog = EngineWatchdog(time.monotonic())
+        self.watchdog = EngineWatchdog(time.monotonic())
         self._dropped_log_lines: dict[int, int] = {}  # by rank
         self._reader = FrameReader(messages.FromEngine)
         self._dead = False
@@ -101,14 +101,6 @@ class EngineProcess(asyncio.Protocol):
         """Log lines that nobody read in time, of all processes of the engine."""
         return sum(self._dropped_log_lines.values())
 
-    def tick(self) -> float:
-        """Call every TICK_SECONDS; return by how many seconds this process is late."""
-        return self._watchdog.tick(time.monotonic())
-
-    def silence(self) -> str | None:
-        """Which process of the engine has stopped sending heartbeats, and for how long."""
-        return self._watchdog.silence(time.monotonic())
-
     def kill(self, cause: str) -> None:
         """Kill the engine process, if it has not ended."""
         assert self._process is not None
@@ -137,7 +129,7 @@ class EngineProcess(asyncio.Protocol):
         """Handle what the engine process says about itself."""
         match message:
             case messages.Heartbeat(rank, num_dropped):
-                self._watchdog.heartbeat(rank, time.monotonic())
+                self.watchdog.heartbeat(rank, time.monotonic())
                 self._dropped_log_lines[rank] = num_dropped
             case messages.Ready(info, reason):
                 self.fallback_reason = reason

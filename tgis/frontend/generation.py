@@ -4,22 +4,21 @@ Knows neither proto nor socket: APIs hand over a `GenerateCall` and get `Request
 """
 
 import asyncio
-import functools
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, Unavailable
-from tgis.frontend.calls import Account, CallKind, GenerateCall, TokenizeCall
+from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import OutputBuilder, RequestOutput
-from tgis.frontend.output_queue import OutputQueue
+from tgis.frontend.output_queue import Inbox, OutputQueue
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Encoding, Wanted
@@ -97,15 +96,19 @@ class Generator:
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         if not call.texts:
             return []
-        with log, self._admission(call):
-            params = self._resolve_params(call)
-            async with self._look_up(call, params) as (adapter, grammar):
-                requests = await self._prepare(call, params, adapter, grammar, log)
-                eager = bool(params.given.stop_sequences)
-                with self._client.submit(requests, eager=eager, arrived=log.started) as queues:
-                    outputs = log.track(self._output_builders(queues, call, params))
-                    await _gather([self._collect(output, log) for output in outputs])
-                    return [output.final() for output in outputs]
+        async with self._running(call, log) as (inbox, outputs):
+            num_open = len(outputs)
+            while num_open:
+                queue = await inbox.get()
+                output = outputs[queue.index]
+                # Before the end, tokens may come while a thread takes them; until then there are few, if any.
+                cost = _MICROSECONDS_PER_TOKEN * len(queue.new_tokens) if queue.ended else 0
+                await self.pool.run(cost, output.collect)
+                if output.stop_reason:
+                    self._client.cancel(queue)
+                    log.finish(output)
+                    num_open -= 1
+            return [output.final() for output in outputs]
 
     def refused(self, kind: CallKind) -> None:
         """Count a call of one input that breaks a rule of its API."""
@@ -118,44 +121,35 @@ class Generator:
         Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
         """
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
-        with log, self._admission(call):
-            params = self._resolve_params(call)
-            async with self._look_up(call, params) as (adapter, grammar):
-                requests = await self._prepare(call, params, adapter, grammar, log)
-                with self._client.submit(requests, eager=True, arrived=log.started) as queues:
-                    outputs = log.track(self._output_builders(queues, call, params))
-                    for output in outputs:
-                        output.queue.on_end = functools.partial(_output_ended, call.account, outputs)
-                    for output in outputs:
-                        yield output.first_chunk()
-                    if len(outputs) > 1:
-                        async with aclosing(_merged_chunks(outputs)) as chunks:
-                            async for chunk in chunks:
-                                yield chunk
-                        return
-                    (output,) = outputs  # nearly always, and without another generator
-                    while not output.stop_reason:
-                        await output.queue.ready()
-                        for chunk in output.chunks():
-                            yield chunk
+        async with self._running(call, log) as (inbox, outputs):
+            inbox.on_end = lambda: call.account.output_complete(sum(output.unread_bytes for output in outputs))
+            for output in outputs:
+                yield output.first_chunk()
+            num_open = len(outputs)
+            while num_open:
+                queue = await inbox.get()
+                output = outputs[queue.index]
+                if not output.stop_reason:  # else the engine goes on behind a stop sequence
+                    for chunk in output.chunks():
+                        yield chunk
+                    num_open -= bool(output.stop_reason)
 
     async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
         """Tokenize texts, special tokens included. An adapter must exist, but changes nothing. Takes no places."""
         started = time.monotonic()
-        self._metrics.tokenize_started(len(call.texts))
+        self._metrics.tokenize.count.inc()
+        self._metrics.tokenize.input_count.inc(len(call.texts))
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
         per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
         call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
-        async with self._lookups.adapter(call.adapter):
+        async with self._lookups.adapter(call.adapter) if call.adapter else nullcontext():
             limit = call.truncate_input_tokens or None
             keep = limit if call.return_tokens or call.return_offsets else 0
             wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
             encodings = await self._tokenizer.encode(call.texts, wanted)
-        results = [
-            self._tokenize_result(encoding.keep_last(call.truncate_input_tokens), call) for encoding in encodings
-        ]
-        num_tokens = sum(result.token_count for result in results)
-        self._metrics.tokenize_succeeded(num_tokens, time.monotonic() - started)
+        results = [self._tokenize_result(one.keep_last(call.truncate_input_tokens), call) for one in encodings]
+        self._metrics.tokenize.tokens.observe(sum(result.token_count for result in results))
+        self._metrics.tokenize.duration.observe(time.monotonic() - started)
         return results
 
     def _tokenize_result(self, encoding: Encoding, call: TokenizeCall) -> TokenizeResult:
@@ -166,25 +160,28 @@ class Generator:
             offsets=encoding.offsets,
         )
 
-    def _output_builders(
-        self, queues: list[OutputQueue], call: GenerateCall, params: ResolvedParams
-    ) -> list[OutputBuilder]:
-        """At once, so that nothing ends before somebody takes note of it."""
+    @asynccontextmanager
+    async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[tuple[Inbox, list[OutputBuilder]]]:
+        """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
+        with log, self._admission(call):
+            if len(call.texts) < len(call.fields):
+                raise InvalidRequest("request", "missing request")
+            params = validate(call.params, self.server_info.limits)
+            eager = call.kind is CallKind.STREAM or bool(params.given.stop_sequences)
+            async with AsyncExitStack() as kept:  # by the engine process
+                adapter = await kept.enter_async_context(self._lookups.adapter(call.adapter)) if call.adapter else None
+                spec = params.given.grammar
+                grammar = await kept.enter_async_context(self._lookups.grammar(spec)) if spec else None
+                requests = await self._prepare(call, params, adapter, grammar)
+                with self._client.submit(requests, eager=eager, arrived=log.started) as inbox:
+                    outputs = [self._output_builder(queue, call, params) for queue in inbox.queues]
+                    log.submitted(outputs)
+                    yield inbox, outputs
+
+    def _output_builder(self, queue: OutputQueue, call: GenerateCall, params: ResolvedParams) -> OutputBuilder:
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         decoder = self._decoders[params.given.skip_special_tokens]
-        return [
-            OutputBuilder(queue, call.texts[index // call.n], params, decoder, separator=separator, index=index)
-            for index, queue in enumerate(queues)
-        ]
-
-    async def _collect(self, output: OutputBuilder, log: RequestLog) -> None:
-        while not output.stop_reason:
-            await output.queue.ready()
-            # Before the end, tokens may come while a thread takes them; until then there are few, if any.
-            cost = _MICROSECONDS_PER_TOKEN * len(output.queue.new_tokens) if output.queue.ended else 0
-            await self.pool.run(cost, output.collect)
-        self._client.close(output.queue)
-        log.finish(output)
+        return OutputBuilder(queue, call.texts[queue.index // call.n], params, decoder, separator=separator)
 
     @contextmanager
     def _admission(self, call: GenerateCall) -> Iterator[None]:
@@ -205,35 +202,14 @@ class Generator:
             self.num_inputs -= num_inputs
             call.account.give_back_places()
 
-    def _resolve_params(self, call: GenerateCall) -> ResolvedParams:
-        """Check what can be checked before anything is looked up."""
-        if len(call.texts) < len(call.fields):
-            raise InvalidRequest("request", "missing request")
-        return validate(call.params, self.server_info.limits)
-
-    @asynccontextmanager
-    async def _look_up(
-        self, call: GenerateCall, params: ResolvedParams
-    ) -> AsyncIterator[tuple[AdapterRef | None, int | None]]:
-        """What the engine process keeps for the call until the block is left."""
-        async with (
-            self._lookups.adapter(call.adapter) as adapter,
-            self._lookups.grammar(params.given.grammar) as grammar,
-        ):
-            yield adapter, grammar
-
     async def _prepare(
-        self,
-        call: GenerateCall,
-        params: ResolvedParams,
-        adapter: AdapterRef | None,
-        grammar: int | None,
-        log: RequestLog,
+        self, call: GenerateCall, params: ResolvedParams, adapter: AdapterRef | None, grammar: int | None
     ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
         limits, limit = self.server_info.limits, params.given.truncate_input_tokens
         encodings = await self._encode(call, params.given)
-        log.inputs_tokenized([encoding.num_tokens for encoding in encodings for _ in range(call.n)])
+        for encoding in encodings * call.n:
+            self._metrics.requests.raw_length.observe(encoding.num_tokens)
         cost = sum(len(encoding.packed_ids) for encoding in encodings) / _TOKENS_PER_MICROSECOND
         inputs = await self.pool.run(cost, lambda: [self._tokenizer.truncate(one.ids, limit) for one in encodings])
         requests = [
@@ -255,9 +231,11 @@ class Generator:
         ]
         options, num_tokens = params.given.logprob_options, sum(len(request.tokens) for request in requests)
         call.account.charge(_DETAIL_BYTES * num_tokens * options.details_per_token if options.input_tokens else 0)
-        self._check_queue(requests)  # from here on nobody else can queue until the caller has
-        log.validated(requests, params)
-        return requests
+        if max_queued := self.server_info.max_queued_tokens:
+            queued = sum(len(request.tokens) for request in self._client.queued())
+            if queued and queued + num_tokens > max_queued:  # all inputs or none
+                raise QueueFull(f"{queued} input tokens are waiting, at most {max_queued} may")
+        return requests  # nobody else can queue until the caller has
 
     async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:
         limits = self.server_info.limits
@@ -267,12 +245,6 @@ class Generator:
             check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
         return await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, params))
 
-    def _check_queue(self, requests: list[Request]) -> None:
-        """Reject what would make the queue too long: all inputs or none."""
-        limit, queued = self.server_info.max_queued_tokens, self._client.queued_tokens
-        if limit and queued and queued + sum(len(request.tokens) for request in requests) > limit:
-            raise QueueFull(f"{queued} input tokens are waiting, at most {limit} may")
-
 
 def _wanted(max_length: int, params: RawParams) -> Wanted:
     """The tokens of an input: all that may fit, or the last ones, and one more to know whether any are cut off."""
@@ -280,42 +252,6 @@ def _wanted(max_length: int, params: RawParams) -> Wanted:
     if not limit:
         return Wanted(keep=max_length, special_tokens=special_tokens)
     return Wanted(keep=min(limit, max_length) + 1, enough=max(limit, max_length), special_tokens=special_tokens)
-
-
-async def _gather(work: Sequence[Coroutine[None, None, None]]) -> None:
-    """Run coroutines together until all have ended, or one has failed, which cancels the others."""
-    if len(work) == 1:
-        await work[0]
-        return
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        while tasks:  # they keep their errors, whose tracebacks have this frame
-            tasks.pop().cancel()
-
-
-async def _merged_chunks(outputs: list[OutputBuilder]) -> AsyncGenerator[RequestOutput, None]:
-    """The messages of several outputs after the first ones."""
-    waiting = {asyncio.create_task(output.queue.wait()): output for output in outputs}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in [each for each in waiting if each in done]:
-                output = waiting.pop(task)
-                await output.queue.ready()
-                for chunk in output.chunks():
-                    yield chunk
-                if not output.stop_reason:
-                    waiting[asyncio.create_task(output.queue.wait())] = output
-    finally:
-        for task in waiting:
-            task.cancel()
-
-
-def _output_ended(account: Account, outputs: list[OutputBuilder]) -> None:
-    if all(output.queue.ended for output in outputs):
-        account.output_complete(sum(output.unread_bytes for output in outputs))
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:

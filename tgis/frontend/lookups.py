@@ -35,11 +35,8 @@ class Lookups:
         self._why_no_adapters, self._why_no_grammars = why_no_adapters, why_no_grammars
 
     @asynccontextmanager
-    async def adapter(self, named: tuple[str, str] | None) -> AsyncIterator[AdapterRef | None]:
+    async def adapter(self, named: tuple[str, str]) -> AsyncIterator[AdapterRef]:
         """Load the adapter that a field and an id name; InvalidRequest if it cannot be used."""
-        if named is None:
-            yield None
-            return
         field, adapter_id = named
         if self._why_no_adapters is not None:
             raise self._adapter_error(field, f"{field} supplied but {self._why_no_adapters}")
@@ -49,15 +46,12 @@ class Lookups:
             if found is None or found.reason:
                 raise self._adapter_error(field, _error_text(field, adapter_id, found))
             if found.loaded:
-                self._metrics.adapter_loaded(time.monotonic() - started)
+                self._metrics.adapters.duration.observe(time.monotonic() - started)
             yield found.adapter
 
     @asynccontextmanager
-    async def grammar(self, spec: GrammarSpec | None) -> AsyncIterator[int | None]:
+    async def grammar(self, spec: GrammarSpec) -> AsyncIterator[int]:
         """Compile a grammar and give its id; InvalidRequest if it cannot be used."""
-        if spec is None:
-            yield None
-            return
         if self._why_no_grammars is not None:
             raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
         lookup = LookUp(self._client.next_id(), spec)
@@ -70,7 +64,7 @@ class Lookups:
             yield compiled.lookup_id
 
     def _adapter_error(self, field: str, text: str) -> InvalidRequest:
-        self._metrics.adapter_load_failed()
+        self._metrics.adapters.failure.inc()
         return InvalidRequest(field, text)
 
 

@@ -147,17 +147,8 @@ _INFO_LABELS: Labels = dict.fromkeys(("version", "commit", "engine", "model", "d
 _LORA_LABELS: Labels = dict.fromkeys(("max_lora", "running_lora_adapters", "waiting_lora_adapters"), ())
 
 
-_NO_COUNTS = BatcherCounters()
-
-
 def method_of(prefill: bool) -> str:
     return "prefill" if prefill else "next_token"
-
-
-def increase(counter: Counter, amount: int) -> None:
-    """Count, unless there is nothing to count."""
-    if amount:
-        counter.inc(amount)
 
 
 def linear_buckets(limit: int) -> list[float]:
@@ -253,15 +244,13 @@ class BatchFamilies:
         self.prefill, self.next_token = (StepFamilies(self, method_of(prefill)) for prefill in (True, False))
 
     def count_admissions(self, counts: BatcherCounters) -> None:
-        if counts == _NO_COUNTS:  # as of most steps
-            return
-        increase(self.queue_jumps, counts.queue_jumps)
-        increase(self.granular, counts.granular_additions)
-        increase(self.prefill_weight, counts.prefill_weight_exceeded)
-        increase(self.prefill_padding, counts.prefill_padding_exceeded)
-        increase(self.preemptions, counts.preemptions)
-        increase(self.prefix_queries, counts.prefix_cache_queries)
-        increase(self.prefix_hits, counts.prefix_cache_hits)
+        self.queue_jumps.inc(counts.queue_jumps)
+        self.granular.inc(counts.granular_additions)
+        self.prefill_weight.inc(counts.prefill_weight_exceeded)
+        self.prefill_padding.inc(counts.prefill_padding_exceeded)
+        self.preemptions.inc(counts.preemptions)
+        self.prefix_queries.inc(counts.prefix_cache_queries)
+        self.prefix_hits.inc(counts.prefix_cache_hits)
 
 
 class StepFamilies:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from prometheus_client import ProcessCollector
 
@@ -16,54 +16,48 @@ from tgis.frontend.metric_families import (
     ServiceFamilies,
     ServiceState,
     TokenizeFamilies,
-    increase,
     linear_buckets,
     method_of,
 )
-from tgis.ipc.messages import EngineInfo, FailureKind, StepStats
+from tgis.ipc.messages import BatcherCounters, EngineInfo, FailureKind, StepStats
 from tgis.ipc.request import StopReason
+
+_NO_COUNTS = BatcherCounters()
 
 
 class Metrics:
-    """The metrics of requests and steps, once the engine has reported its limits. Not thread-safe."""
+    """The metrics of requests and steps, once the engine has reported its limits. Not thread-safe.
+
+    Events that change several families have a method; callers count others in the families themselves.
+    """
 
     def __init__(
         self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, token_capacity: int
     ) -> None:
         """The limits set the histogram buckets; `token_capacity` is what a full batch holds."""
         families = MetricFamilies()
-        self._requests = RequestFamilies(families, linear_buckets(max_sequence_length), linear_buckets(max_new_tokens))
-        self._batches = BatchFamilies(families, range(1, max_batch_size + 1))
-        self._tokenize = TokenizeFamilies(families)
-        self._adapters = AdapterFamilies(families)
-        self._batches.context_limit.set(token_capacity)
-        self._token_capacity = token_capacity
-        self._num_new = 0  # queued requests that have never been scheduled
-        self._num_requeued = 0  # requests that wait again after a failed step
+        self.requests = RequestFamilies(families, linear_buckets(max_sequence_length), linear_buckets(max_new_tokens))
+        self.batches = BatchFamilies(families, range(1, max_batch_size + 1))
+        self.tokenize = TokenizeFamilies(families)
+        self.adapters = AdapterFamilies(families)
         self.scrape = families.scrape
+        self.num_queued: Callable[[], int] = lambda: 0  # requests that have never been scheduled
+        self.last_step: StepStats | None = None  # None: nothing is left of it, and no further step would say so
+        self.batches.context_limit.set(token_capacity)
+        self.batches.queue_size.set_function(lambda: self.num_queued() + self._left("num_requeued"))
+        self.batches.current_size.set_function(lambda: self._left("num_running"))
+        self.batches.input_tokens.set_function(lambda: self._left("context_tokens"))
+        self.batches.weight_utilization.set_function(lambda: self._left("context_tokens") / token_capacity)
+        self.batches.remaining_tokens.set_function(lambda: self._left("remaining_tokens"))
 
     def request_started(self, kind: CallKind, num_inputs: int) -> None:
         """Count a call to generate, before any check."""
-        self._requests.count.labels(kind).inc()
-        self._requests.input_count.inc(num_inputs)
-
-    def input_tokenized(self, raw_length: int) -> None:
-        self._requests.raw_length.observe(raw_length)
-
-    def request_validated(self, lengths: Sequence[int], max_new_tokens: int, duration: float) -> None:
-        """Record a valid call: lengths of the inputs after truncation, seconds from its arrival."""
-        for length in lengths:
-            self._requests.input_length.observe(length)
-            self._requests.max_new_tokens.observe(max_new_tokens)
-        self._requests.validation.observe(duration)
+        self.requests.count.labels(kind).inc()
+        self.requests.input_count.inc(num_inputs)
 
     def request_failed(self, failure: FailureReason, count: int = 1) -> None:
         """Count a failed call, or `count` inputs that were cancelled or expired in the queue."""
-        self._requests.failure.labels(failure).inc(count)
-
-    def first_token(self, duration: float) -> None:
-        """Record the first token of an input, in seconds from the arrival of its call."""
-        self._requests.time_to_first_token.observe(duration)
+        self.requests.failure.labels(failure).inc(count)
 
     def request_succeeded(
         self,
@@ -77,7 +71,7 @@ class Metrics:
         decoding: float,
     ) -> None:
         """Record the end of an input, in seconds from the arrival of its call, its first step and its first token."""
-        requests = self._requests
+        requests = self.requests
         requests.success.labels(reason.name, kind).inc()
         requests.generated_tokens.observe(generated_tokens)
         requests.total_tokens.observe(input_tokens + generated_tokens)
@@ -87,75 +81,46 @@ class Metrics:
         if generated_tokens > 1:
             requests.time_per_output_token.observe(decoding / (generated_tokens - 1))
 
-    def inter_token_latencies(self, durations: Mapping[float, int]) -> None:
-        """Record a step: seconds since the one that gave an input tokens before -> how many inputs got tokens now."""
-        for seconds, count in durations.items():
-            self._requests.inter_token_latency.observe(seconds, count)
+    def step_succeeded(
+        self, stats: StepStats, generated_tokens: int, processing: float, latencies: Mapping[float, int]
+    ) -> None:
+        """Record a step.
 
-    def tokens_discarded(self, count: int) -> None:
-        """Count generated tokens that are in no answer."""
-        increase(self._batches.discarded_tokens, count)
-
-    def step_succeeded(self, stats: StepStats, generated_tokens: int, processing: float) -> None:
-        """Record a step; `processing` is the seconds that the front end spent on its tokens."""
-        batches = self._batches
+        `processing`: the seconds that the front end spent on its tokens; `latencies`: seconds since the step that gave
+        an input tokens before -> how many inputs got tokens now.
+        """
+        batches, self.last_step = self.batches, stats
         steps = batches.prefill if stats.prefill else batches.next_token
         steps.count.inc()
         steps.success.inc()
         steps.duration.observe(stats.duration)
         steps.forward.observe(stats.forward_duration)
         steps.tokproc.observe(processing)
-        increase(batches.prompt_tokens, stats.prompt_tokens)
+        batches.prompt_tokens.inc(stats.prompt_tokens)
         batches.generated_tokens.inc(generated_tokens)
         if stats.prefill:
             batches.next_tokens.observe(stats.prefill_tokens)
             batches.prefill.size.observe(stats.num_prefills)
         if stats.num_decodes:  # in a prefill too, where the engine mixes them
             batches.next_token.size.observe(stats.num_decodes)
-        increase(batches.concatenation, stats.concatenated)
+        batches.concatenation.inc(stats.concatenated)
         for seconds in stats.queue_durations:
-            self._requests.queue.observe(seconds)
-        batches.count_admissions(stats.counters)
+            self.requests.queue.observe(seconds)
+        for seconds, count in latencies.items():
+            self.requests.inter_token_latency.observe(seconds, count)
+        if stats.counters != _NO_COUNTS:
+            batches.count_admissions(stats.counters)
         batches.context_limit.set(stats.token_capacity)
-        self._set_batch_gauges(stats.num_running, stats.context_tokens, stats.remaining_tokens)
-        self._num_requeued = stats.num_requeued
-        self.set_queued(self._num_new)
-
-    def set_queued(self, num_new: int) -> None:
-        """Set the number of queued requests that have never been scheduled."""
-        self._num_new = num_new
-        self._batches.queue_size.set(num_new + self._num_requeued)
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """Count a step that failed as a whole."""
-        self._batches.count.labels(method_of(prefill)).inc()
-        self._batches.failure.labels(method_of(prefill), kind).inc()
+        self.batches.count.labels(method_of(prefill)).inc()
+        self.batches.failure.labels(method_of(prefill), kind).inc()
 
-    def engine_idle(self) -> None:
-        """Reset the gauges: after cancels and failures no further step would."""
-        self._set_batch_gauges(0, 0, 0)
-        self._num_requeued = 0
-        self.set_queued(0)
-
-    def tokenize_started(self, num_inputs: int) -> None:
-        self._tokenize.count.inc()
-        self._tokenize.input_count.inc(num_inputs)
-
-    def tokenize_succeeded(self, tokens: int, duration: float) -> None:
-        self._tokenize.tokens.observe(tokens)
-        self._tokenize.duration.observe(duration)
-
-    def adapter_load_failed(self) -> None:
-        self._adapters.failure.inc()
-
-    def adapter_loaded(self, duration: float) -> None:
-        self._adapters.duration.observe(duration)
-
-    def _set_batch_gauges(self, num_running: int, context_tokens: int, remaining_tokens: int) -> None:
-        self._batches.current_size.set(num_running)
-        self._batches.input_tokens.set(context_tokens)
-        self._batches.weight_utilization.set(context_tokens / self._token_capacity)
-        self._batches.remaining_tokens.set(remaining_tokens)
+    def _left(self, field: str) -> int:
+        """What a field of the last step says of the batch and the queue."""
+        value: int = getattr(self.last_step, field, 0)
+        return value
 
 
 class ServiceMetrics:

@@ -75,17 +75,15 @@ class OutputBuilder:
         decoder: TokenDecoder,
         *,
         separator: str,
-        index: int = 0,
     ) -> None:
         """`separator` goes between echoed input and output in the response of a unary call."""
         self.queue = queue
-        self.index = index
+        self.index = queue.index
         self.input_text = input_text
         self.params = params
         self.num_generated = 0
         self.stop_reason = StopReason.NOT_FINISHED
         self.expired_in_queue = False  # ended without a token
-        self.logged_text = ""  # the beginning of the output
         self._tokenizer = decoder.tokenizer
         self._detokenizer = Detokenizer(decoder)
         self._stop_matcher = StopStringMatcher(
@@ -94,12 +92,18 @@ class OutputBuilder:
             hold_last_grapheme=decoder.splits_graphemes,
         )
         self._separator = separator
+        self._sent_text = ""  # the beginning of what is in messages
         self._text: list[str] = []  # in no message yet
         self._tokens: list[TokenInfo] = []
         self._min_new_tokens = queue.request.sampling_params.min_new_tokens
         self._wants_tokens = params.given.logprob_options.generated_tokens
         self._wants_input_tokens = params.given.logprob_options.input_tokens
         self.details_per_token = params.given.logprob_options.details_per_token
+
+    @property
+    def logged_text(self) -> str:
+        """The beginning of the output."""
+        return "".join([self._sent_text, *self._text])[:LOGGED_CHARACTERS]
 
     @property
     def unread_bytes(self) -> int:
@@ -151,7 +155,10 @@ class OutputBuilder:
 
     def _chunk(self) -> RequestOutput:
         """What has been appended since the last chunk."""
-        chunk = RequestOutput(self.index, "".join(self._text), 0, self.num_generated)
+        text = "".join(self._text)
+        if len(self._sent_text) < LOGGED_CHARACTERS:
+            self._sent_text += text[:LOGGED_CHARACTERS]
+        chunk = RequestOutput(self.index, text, 0, self.num_generated)
         chunk.tokens, chunk.details_per_token = self._tokens, self.details_per_token
         self._text, self._tokens = [], []
         if self.stop_reason:
@@ -160,12 +167,15 @@ class OutputBuilder:
         return chunk
 
     def _take_tokens(self) -> Iterator[int]:
-        """Append the new tokens, one at a time, until the output ends; yield how many are left to append."""
+        """Append the new tokens, one at a time, until the output ends; yield how many are left to append.
+
+        The error of the request comes after its last token.
+        """
         stop_reason = self.queue.stop_reason  # after the last of them
         token_ids, logprobs = self.queue.take()
-        if not token_ids:
+        if not token_ids and stop_reason:
             self.stop_reason, self.expired_in_queue = stop_reason, self.num_generated == 0
-            self._add_text(self._stop_matcher.flush())
+            self._text.append(self._stop_matcher.flush())
             yield 0
         for i, token_id in enumerate(token_ids):
             num_left = len(token_ids) - 1 - i
@@ -176,19 +186,18 @@ class OutputBuilder:
                 yield 0
                 return
             yield num_left
+        if self.queue.error is not None and not self.queue.new_tokens:
+            raise self.queue.error  # in no variable: its traceback has this frame
 
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
         minimum_reached = self.num_generated >= self._min_new_tokens
         text = self._stop_matcher.add(self._detokenizer.add(token_id), may_stop=not stop_reason and minimum_reached)
         self.stop_reason = StopReason.STOP_SEQUENCE if self._stop_matcher.matched is not None else stop_reason
-        self._add_text(text + self._stop_matcher.flush() if self.stop_reason else text)
-
-    def _add_text(self, text: str) -> None:
+        if self.stop_reason:
+            text += self._stop_matcher.flush()
         if text:
             self._text.append(text)
-        if len(self.logged_text) < LOGGED_CHARACTERS:
-            self.logged_text = (self.logged_text + text)[:LOGGED_CHARACTERS]
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""

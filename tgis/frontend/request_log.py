@@ -12,8 +12,7 @@ from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, OutputBuilder
-from tgis.frontend.sampling_params import ResolvedParams
-from tgis.ipc.request import Request, SamplingParams, StopReason
+from tgis.ipc.request import SamplingParams, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ class RequestLog:
         self._metrics = metrics
         self.started = time.monotonic()
         self._log_text = log_text
-        self._validation = 0.0  # seconds
         self._outputs: list[OutputBuilder] = []
         self._open: list[OutputBuilder] = []
         self._num_unsubmitted = call.num_outputs
@@ -55,48 +53,24 @@ class RequestLog:
             self.finish(output)
         for output in self._outputs:
             answered = 0 if error and self._call.kind is not CallKind.STREAM else output.num_generated
-            self._metrics.tokens_discarded(output.queue.num_tokens - answered)
+            self._metrics.batches.discarded_tokens.inc(output.queue.num_tokens - answered)
 
-    def inputs_tokenized(self, lengths: list[int]) -> None:
-        """Record the lengths of the inputs before truncation."""
-        for length in lengths:
-            self._metrics.input_tokenized(length)
-
-    def validated(self, requests: list[Request], params: ResolvedParams) -> None:
-        lengths = [request.input_length for request in requests]
-        self._validation = time.monotonic() - self.started
-        self._metrics.request_validated(lengths, params.given.max_new_tokens, self._validation)
-
-    def track(self, outputs: list[OutputBuilder]) -> list[OutputBuilder]:
-        """Take note of the outputs of submitted inputs, and return them."""
-        self._outputs, self._open = outputs, list(outputs)
-        self._num_unsubmitted = 0
-        return outputs
+    def submitted(self, outputs: list[OutputBuilder]) -> None:
+        """Take note of the outputs of a valid call."""
+        self._outputs, self._open, self._num_unsubmitted = outputs, list(outputs), 0
+        requests, timings = self._metrics.requests, outputs[0].queue.timings
+        requests.validation.observe(timings.submitted - timings.arrived)
+        for output in outputs:
+            requests.input_length.observe(output.queue.request.input_length)
+            requests.max_new_tokens.observe(output.params.given.max_new_tokens)
 
     def finish(self, output: OutputBuilder) -> None:
         """Record the end of one input: finished, failed, or cancelled by its client or a failed sibling."""
         self._open.remove(output)
         if output.stop_reason:
-            self._record_success(output)
+            self._count_success(output)
         elif not output.queue.failed:
             self._metrics.request_failed(FailureReason.CANCELLED)
-        self._log(output)
-
-    def _record_success(self, output: OutputBuilder) -> None:
-        timings, now = output.queue.timings, time.monotonic()
-        if output.expired_in_queue:
-            self._metrics.request_failed(FailureReason.TIMEOUT)
-        self._metrics.request_succeeded(
-            self._call.kind,
-            output.stop_reason,
-            input_tokens=output.queue.request.input_length,
-            generated_tokens=output.num_generated,
-            duration=now - self.started,
-            inference=timings.last_token - timings.scheduled if timings.scheduled else 0.0,
-            decoding=timings.last_token - timings.first_token,
-        )
-
-    def _log(self, output: OutputBuilder) -> None:
         ended = output.stop_reason.name if output.stop_reason else "ERROR" if output.queue.failed else "CANCELLED"
         cut_short = output.stop_reason is StopReason.TOKEN_LIMIT and not output.params.fill_context
         as_asked = output.stop_reason is not StopReason.NOT_FINISHED and not cut_short
@@ -104,10 +78,24 @@ class RequestLog:
             _level(output.queue.failed) if output.queue.failed else logging.INFO if as_asked else logging.WARNING,
             "%s request%s: %d tokens, %s",
             self._call.kind,
-            f" {self._outputs.index(output) + 1} of {len(self._outputs)}" if self._call.kind is CallKind.BATCH else "",
+            f" {output.index + 1} of {len(self._outputs)}" if self._call.kind is CallKind.BATCH else "",
             _num_generated(output),
             ended,
             extra=self._fields(output),
+        )
+
+    def _count_success(self, output: OutputBuilder) -> None:
+        if output.expired_in_queue:
+            self._metrics.request_failed(FailureReason.TIMEOUT)
+        timings = output.queue.timings
+        self._metrics.request_succeeded(
+            self._call.kind,
+            output.stop_reason,
+            input_tokens=output.queue.request.input_length,
+            generated_tokens=output.num_generated,
+            duration=time.monotonic() - self.started,
+            inference=timings.last_token - timings.scheduled if timings.scheduled else 0.0,
+            decoding=timings.last_token - timings.first_token,
         )
 
     def _request_id(self, output: OutputBuilder) -> str | int:
@@ -115,8 +103,7 @@ class RequestLog:
         if self._call.correlation_id is None:
             return output.queue.request.id
         alone = self._call.kind is CallKind.STREAM and len(self._outputs) == 1
-        index = "" if alone else f"-{self._outputs.index(output)}"
-        return self._call.correlation_id + index
+        return self._call.correlation_id + ("" if alone else f"-{output.index}")
 
     def _fields(self, output: OutputBuilder) -> dict[str, Any]:
         timings, now, request = output.queue.timings, time.monotonic(), output.queue.request
@@ -127,7 +114,7 @@ class RequestLog:
             "input_tokens": request.input_length,
             "prefix_id": request.adapter.id if request.adapter else None,
             "generated_tokens": _num_generated(output),
-            "validation_seconds": round(self._validation, 4),
+            "validation_seconds": round(timings.submitted - timings.arrived, 4),
             "queue_seconds": round(scheduled - timings.submitted, 4),
             "inference_seconds": round(inference, 4),
             "seconds_per_token": round(inference / max(_num_generated(output), 1), 4),

@@ -6,7 +6,7 @@ maps them to its own paths.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tgis.errors import InvalidRequest, TooLong
@@ -39,12 +39,7 @@ class RequestLimits:
     watermark: tuple[float, float] = (0.5, 2.0)  # gamma and delta of requests that want one
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    field: str
-    violated: Callable[[RawParams, RequestLimits], bool]
-    message: str  # a format string over `p` and `limits`
-    value: str = ""  # likewise: the offending value
+_Rule = tuple[str, bool, str, float | str]
 
 
 def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
@@ -53,14 +48,11 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
         limits = replace(limits, max_top_n_tokens=raw.constraints.max_top_n_tokens)
     default = None if raw.fill_context else limits.default_max_new_tokens
     params = raw.with_defaults(default or limits.max_new_tokens)
-    for rule in _RULES:
-        if rule.violated(params, limits):
-            message, value = (text.format(p=params, limits=limits) for text in (rule.message, rule.value))
-            raise InvalidRequest(rule.field, message, value)
-    for name, number in _float_fields(params):
-        if not math.isfinite(number):
-            raise InvalidRequest(name, f"{name} must be finite", f"{number:g}")
-    _check_logit_bias(params.logit_bias, limits)
+    for field, violated, message, value in _rules(params, limits):
+        if violated:
+            raise InvalidRequest(field, message, f"{value:g}" if isinstance(value, float) else str(value))
+    if params.logit_bias:
+        _check_logit_bias(params.logit_bias, limits)
     if params.grammar:
         _check_grammar(params.grammar, limits.max_grammar_bytes)
     fill_context = not raw.max_new_tokens and default is None
@@ -183,89 +175,76 @@ def _check_grammar(grammar: GrammarSpec, max_bytes: int) -> None:
         raise InvalidRequest(kind, f"{kind} has {size} bytes, at most {max_bytes} allowed")
 
 
-def _float_fields(p: RawParams) -> Iterator[tuple[str, float]]:
-    yield "temperature", p.temperature or 0.0
-    yield "top_p", p.top_p
-    yield "typical_p", p.typical_p
-    yield "repetition_penalty", p.repetition_penalty
-
-
-def _details_without_tokens(p: RawParams, _: RequestLimits) -> bool:
-    options = p.logprob_options
-    return (options.wants_details or p.token_ids) and not (options.generated_tokens or options.input_tokens)
-
-
-def _has_invalid_stop_sequence(p: RawParams, _: RequestLimits) -> bool:
-    return any(not s or len(s.encode()) > p.constraints.max_stop_sequence_bytes for s in p.stop_sequences)
-
-
-_STOP_SEQUENCES_MESSAGE = (
-    "can specify at most {p.constraints.max_stop_sequences} non-empty stop sequences, "
-    "each not more than {p.constraints.max_stop_sequence_bytes} UTF8 bytes"
-)
-
-_RULES = (
-    _Rule(
-        "temperature",
-        lambda p, _: p.temperature != 0.0 and p.temperature < p.constraints.min_temperature,  # type: ignore[operator]
-        "temperature must be >= {p.constraints.min_temperature:g}",
-        "{p.temperature:g}",
-    ),
-    _Rule("top_p", lambda p, _: p.top_p <= 0.0 or p.top_p > 1.0, "top_p must be > 0.0 and <= 1.0", "{p.top_p:g}"),
-    _Rule("typical_p", lambda p, _: p.typical_p > 1.0, "typical_p must be <= 1.0", "{p.typical_p:g}"),
-    _Rule("top_k", lambda p, _: p.top_k > _INT32_MAX, "top_k must be strictly positive", "{p.top_k}"),
-    _Rule(
-        "max_new_tokens",
-        lambda p, limits: p.max_new_tokens > limits.max_new_tokens,
-        "max_new_tokens must be <= {limits.max_new_tokens}",
-        "{p.max_new_tokens}",
-    ),
-    _Rule(
-        "min_new_tokens",
-        lambda p, _: p.min_new_tokens > p.max_new_tokens,
-        "min_new_tokens must be <= max_new_tokens",
-        "{p.min_new_tokens} and {p.max_new_tokens}",
-    ),
-    _Rule(
-        "repetition_penalty",
-        lambda p, _: p.repetition_penalty <= 0.0,
-        "repetition_penalty must be > 0.0",
-        "{p.repetition_penalty:g}",
-    ),
-    _Rule(
-        "decay_factor",
-        lambda p, _: p.length_penalty is not None and not 1.0 <= p.length_penalty[1] <= 10.0,
-        "length_penalty must be >= 1.0 and <= 10.0",
-        "{p.length_penalty[1]:g}",
-    ),
-    _Rule(
-        "stop_sequences", lambda p, _: len(p.stop_sequences) > p.constraints.max_stop_sequences, _STOP_SEQUENCES_MESSAGE
-    ),
-    _Rule(
-        "logprob_options",
-        _details_without_tokens,
-        "must request input and/or generated tokens to request extra token detail",
-    ),
-    _Rule("stop_sequences", _has_invalid_stop_sequence, _STOP_SEQUENCES_MESSAGE),
-    # TGIS lets the following through.
-    _Rule("typical_p", lambda p, _: p.typical_p < 0.0, "typical_p must be >= 0.0", "{p.typical_p:g}"),
-    _Rule(
-        "top_n_tokens",
-        lambda p, limits: p.logprob_options.top_n_tokens > limits.max_top_n_tokens,
-        "top_n_tokens must be <= {limits.max_top_n_tokens}",
-        "{p.logprob_options.top_n_tokens}",
-    ),
-    # TGIS has no such parameters.
-    _Rule(
-        "frequency_penalty",
-        lambda p, _: not abs(p.frequency_penalty) <= MAX_OUTPUT_PENALTY,
-        f"frequency_penalty must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}",
-        "{p.frequency_penalty:g}",
-    ),
-    _Rule(
-        "presence_penalty",
-        lambda p, _: not abs(p.presence_penalty) <= MAX_OUTPUT_PENALTY,
-        f"presence_penalty must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}",
-        "{p.presence_penalty:g}",
-    ),
-)
+def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
+    """All rules for parameters with defaults: the field, whether it is violated, the error, and the offending value."""
+    constraints, options, decay = p.constraints, p.logprob_options, p.length_penalty[1] if p.length_penalty else 1.0
+    temperature = p.temperature or 0.0
+    stop_sequences = (
+        f"can specify at most {constraints.max_stop_sequences} non-empty stop sequences, "
+        f"each not more than {constraints.max_stop_sequence_bytes} UTF8 bytes"
+    )
+    no_tokens = not (options.generated_tokens or options.input_tokens)
+    no_details = "must request input and/or generated tokens to request extra token detail"
+    penalty_range = f"must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}"
+    wrong_length = [s for s in p.stop_sequences if not s or len(s.encode()) > constraints.max_stop_sequence_bytes]
+    floats = {
+        "temperature": temperature,
+        "top_p": p.top_p,
+        "typical_p": p.typical_p,
+        "repetition_penalty": p.repetition_penalty,
+    }
+    return (
+        (
+            "temperature",
+            temperature != 0.0 and temperature < constraints.min_temperature,
+            f"temperature must be >= {constraints.min_temperature:g}",
+            temperature,
+        ),
+        ("top_p", p.top_p <= 0.0 or p.top_p > 1.0, "top_p must be > 0.0 and <= 1.0", p.top_p),
+        ("typical_p", p.typical_p > 1.0, "typical_p must be <= 1.0", p.typical_p),
+        ("top_k", p.top_k > _INT32_MAX, "top_k must be strictly positive", p.top_k),
+        (
+            "max_new_tokens",
+            p.max_new_tokens > limits.max_new_tokens,
+            f"max_new_tokens must be <= {limits.max_new_tokens}",
+            p.max_new_tokens,
+        ),
+        (
+            "min_new_tokens",
+            p.min_new_tokens > p.max_new_tokens,
+            "min_new_tokens must be <= max_new_tokens",
+            f"{p.min_new_tokens} and {p.max_new_tokens}",
+        ),
+        (
+            "repetition_penalty",
+            p.repetition_penalty <= 0.0,
+            "repetition_penalty must be > 0.0",
+            p.repetition_penalty,
+        ),
+        ("decay_factor", not 1.0 <= decay <= 10.0, "length_penalty must be >= 1.0 and <= 10.0", decay),
+        ("stop_sequences", len(p.stop_sequences) > constraints.max_stop_sequences, stop_sequences, ""),
+        ("logprob_options", no_tokens and (options.wants_details or p.token_ids), no_details, ""),
+        ("stop_sequences", bool(wrong_length), stop_sequences, ""),
+        # TGIS lets the following through.
+        ("typical_p", p.typical_p < 0.0, "typical_p must be >= 0.0", p.typical_p),
+        (
+            "top_n_tokens",
+            options.top_n_tokens > limits.max_top_n_tokens,
+            f"top_n_tokens must be <= {limits.max_top_n_tokens}",
+            options.top_n_tokens,
+        ),
+        # TGIS has no such parameters.
+        (
+            "frequency_penalty",
+            not abs(p.frequency_penalty) <= MAX_OUTPUT_PENALTY,
+            f"frequency_penalty {penalty_range}",
+            p.frequency_penalty,
+        ),
+        (
+            "presence_penalty",
+            not abs(p.presence_penalty) <= MAX_OUTPUT_PENALTY,
+            f"presence_penalty {penalty_range}",
+            p.presence_penalty,
+        ),
+        *((name, not math.isfinite(number), f"{name} must be finite", number) for name, number in floats.items()),
+    )
