@@ -81,7 +81,7 @@ async def serving(files: TlsFiles) -> AsyncIterator[int]:
     try:
         yield port
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 def connect(port: int, authority: Pair, client: Pair | None = None) -> grpc.aio.Channel:

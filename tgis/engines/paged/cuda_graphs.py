@@ -23,7 +23,7 @@ from tgis.engines.paged.self_check import verify_steps
 from tgis.engines.paged.static_inputs import StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
-from tgis.utils.log_progress import log_progress
+from tgis.utils.logs import log_progress
 
 log = logging.getLogger(__name__)
 
