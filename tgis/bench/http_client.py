@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from tgis.bench.client import SETUP_TIMEOUT, CallOptions, RequestRecord, ServedModel
+from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 from tgis.errors import StartError
 
@@ -55,9 +55,8 @@ class Api(Protocol):
 
 @asynccontextmanager
 async def connect(
-    url: str,
+    settings: BenchSettings,
     api: Api,
-    options: CallOptions,
     headers: Sequence[tuple[str, str]] = (),
     tls: SSLContext | None = None,
     tls_server_name: str | None = None,
@@ -65,19 +64,19 @@ async def connect(
     """A client with as many connections as it has requests in flight; `tls` is for https."""
     connector = aiohttp.TCPConnector(limit=0, ssl=tls or True, keepalive_timeout=_IDLE_SECONDS)
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-        yield HttpClient(session, url, api, options, tls_server_name)
+        yield HttpClient(session, settings, api, tls_server_name)
 
 
 class HttpClient:
     """Calls one server."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, api: Api, options: CallOptions, tls_server_name: str | None
+        self, session: aiohttp.ClientSession, settings: BenchSettings, api: Api, tls_server_name: str | None
     ) -> None:
         self._session = session
-        self._url = url
+        self._url = settings.target
         self._api = api
-        self._options = options
+        self._settings = settings
         self._tls_server_name = tls_server_name
 
     async def served_model(self) -> ServedModel:
@@ -117,8 +116,8 @@ class HttpClient:
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()
         try:
-            async with self._request("POST", self._api.path, self._api.body(job), self._options.timeout) as response:
-                if self._options.stream:
+            async with self._request("POST", self._api.path, self._api.body(job), self._settings.timeout) as response:
+                if self._settings.stream:
                     await self._read_events(response, record)
                 else:
                     self._api.record_answer(await response.read(), response.headers, record)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import CallOptions, RequestRecord, ServedModel
+from tgis.bench.client import BenchSettings, RequestRecord, ServedModel
 from tgis.bench.http_client import FailedAnswer
 from tgis.bench.workload import BenchRequest
 
@@ -57,10 +57,10 @@ class OpenAIRequests:
 
     model_path = "/v1/models"
 
-    def __init__(self, options: CallOptions) -> None:
-        self.path = "/v1/chat/completions" if options.chat else "/v1/completions"
-        self._options = options
-        self._model = options.model
+    def __init__(self, settings: BenchSettings) -> None:
+        self.path = "/v1/chat/completions" if settings.chat else "/v1/completions"
+        self._settings = settings
+        self._model = settings.model
 
     def served_model(self, answer: bytes) -> ServedModel:
         models = msgspec.json.decode(answer, type=_Models).data
@@ -80,14 +80,14 @@ class OpenAIRequests:
 
     def body(self, job: BenchRequest) -> dict[str, Any]:
         body = self._body(job.text, job.output_tokens)
-        if self._options.ignore_eos:
+        if self._settings.ignore_eos:
             body["ignore_eos"] = True
-        if self._options.stream:
+        if self._settings.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
 
     def _body(self, text: str, max_tokens: int) -> dict[str, Any]:
-        prompt = {"messages": [{"role": "user", "content": text}]} if self._options.chat else {"prompt": text}
+        prompt = {"messages": [{"role": "user", "content": text}]} if self._settings.chat else {"prompt": text}
         return {"model": self._model or "", **prompt, "max_tokens": max_tokens, "temperature": 0}
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import CallOptions, RequestRecord, ServedModel
+from tgis.bench.client import BenchSettings, RequestRecord, ServedModel
 from tgis.bench.http_client import FailedAnswer
 from tgis.bench.workload import BenchRequest
 
@@ -35,9 +35,9 @@ class TgiRequests:
 
     model_path = "/info"
 
-    def __init__(self, options: CallOptions) -> None:
-        self.path = "/generate_stream" if options.stream else "/generate"
-        self._options = options
+    def __init__(self, settings: BenchSettings) -> None:
+        self.path = "/generate_stream" if settings.stream else "/generate"
+        self._settings = settings
 
     def served_model(self, answer: bytes) -> ServedModel:
         info = msgspec.json.decode(answer, type=_Info)
@@ -53,9 +53,9 @@ class TgiRequests:
         """TGI itself has no parameter to go on after the end of sequence, and ignores the name that others gave it."""
         parameters = {
             "max_new_tokens": job.output_tokens,
-            "details": self._options.stream,  # at the end of a stream only
-            "ignore_eos_token": self._options.ignore_eos,
-            "adapter_id": self._options.adapter_id,
+            "details": self._settings.stream,  # at the end of a stream only
+            "ignore_eos_token": self._settings.ignore_eos,
+            "adapter_id": self._settings.adapter_id,
         }
         return {"inputs": job.text, "parameters": parameters}
 
