@@ -123,9 +123,7 @@ def test_the_package_imports_nothing_that_is_not_shipped() -> None:
         ("tgis.cli.bench", {"torch", "transformers", "numpy"}),
         ("tgis.cli.generate", {"torch", "transformers", "tokenizers"}),
         ("tgis.cli.download_weights", {"torch", "transformers", "grpc"}),
-        ("tgis.cli.convert_to_fast_tokenizer", {"torch", "transformers", "grpc"}),
-        ("tgis.cli.convert_to_safetensors", {"torch", "transformers", "grpc"}),
-        ("tgis.cli.convert_to_onnx", {"torch", "transformers", "grpc"}),
+        ("tgis.cli.convert", {"torch", "transformers", "grpc"}),
         ("tgis.cli.simulate", {"torch", "transformers", "grpc"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""tgis.utils.allocator in a process of its own."""
+"""`reuse_large_blocks` of tgis.cli.serve, in a process of its own."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ CHILD = """
 import ctypes
 import resource
 import sys
-from tgis.utils.allocator import reuse_large_blocks
+from tgis.cli.serve import reuse_large_blocks
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: of huge pages there are few faults
 if sys.argv[1] == "reuse":
@@ -36,7 +36,7 @@ def test_large_blocks_are_used_again() -> None:
 THREADS = """
 import ctypes
 import threading
-from tgis.utils.allocator import reuse_large_blocks
+from tgis.cli.serve import reuse_large_blocks
 
 reuse_large_blocks()
 barrier = threading.Barrier(4)
