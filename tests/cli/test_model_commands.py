@@ -214,17 +214,6 @@ def test_extensions(hub: FakeHub, run: Run) -> None:
     )
 
 
-def test_weights_that_cannot_be_converted_are_reported(
-    hub: FakeHub, run: Run, old: dict[str, torch.Tensor], slow_gpt2: ModelFiles
-) -> None:
-    torch.save({"w": slow_gpt2.path}, slow_gpt2.path / "pytorch_model.bin")
-    files = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
-    hub.add(REPO, files)
-    code, out, err = run("download-weights", REPO)
-    assert (code, out) == (1, "")
-    assert err.splitlines()[-1].endswith("is broken, or holds more than tensors, which is never loaded")
-
-
 def test_concurrent_runs_download_once(hub: FakeHub, start: Start) -> None:
     """The second begins while the first downloads."""
     gate = hub.gates["model.safetensors"] = fake_hub.Gate()

@@ -93,6 +93,14 @@ class RequestRecord:
         self.ended_at, self.status, self.detail = now, status, detail
 
 
+class FailedAnswer(Exception):
+    """The answer is an error; `status` is counted, the text is an example of it."""
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
 class Client(Protocol):
     """Calls one server."""
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import BenchSettings, RequestRecord, ServedModel
-from tgis.bench.http_client import FailedAnswer
+from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 
 _DONE = b"[DONE]"
@@ -69,7 +68,10 @@ class OpenAIRequests:
         return ServedModel(served.id, max_sequence_length=served.max_model_len)
 
     def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Generate a token: usage counts the template of a chat, which only the server knows."""
+        """Path and body of a request whose answer says how many tokens a text has.
+
+        It generates a token: usage counts the template of a chat, which only the server knows.
+        """
         return self.path, self._body(text, max_tokens=1)
 
     def token_count(self, answer: bytes) -> int:
@@ -91,6 +93,7 @@ class OpenAIRequests:
         return {"model": self._model or "", **prompt, "max_tokens": max_tokens, "temperature": 0}
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
+        """Record an event and return true if it is the last; FailedAnswer if it is an error."""
         if event == _DONE:
             record.counts_events = not record.input_tokens  # there was no usage
             return True

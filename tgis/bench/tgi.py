@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import BenchSettings, RequestRecord, ServedModel
-from tgis.bench.http_client import FailedAnswer
+from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 
 
@@ -44,6 +43,7 @@ class TgiRequests:
         return ServedModel(info.model_id, max_sequence_length=info.max_total_tokens)
 
     def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
+        """Path and body of a request whose answer says how many tokens a text has."""
         return "/tokenize", {"inputs": text}
 
     def token_count(self, answer: bytes) -> int:
@@ -60,6 +60,7 @@ class TgiRequests:
         return {"inputs": job.text, "parameters": parameters}
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
+        """Record an event and return true if it is the last; FailedAnswer if it is an error."""
         found = _decode_event(event)
         if found.error is not None:
             raise FailedAnswer(found.error_type, found.error)

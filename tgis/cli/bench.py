@@ -15,9 +15,7 @@ from tgis.bench import grpc_client, http_client
 from tgis.bench.client import BenchSettings, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import Report, measure
-from tgis.bench.openai import OpenAIRequests
 from tgis.bench.report import TIMES, dump_line, format_notes, format_table, progress, to_json
-from tgis.bench.tgi import TgiRequests
 from tgis.cli import client
 from tgis.errors import OptionError
 from tgis.utils.options import Parser, ValueType, decimal, integer
@@ -156,8 +154,7 @@ def _connect(settings: BenchSettings, args: argparse.Namespace) -> AbstractAsync
     headers = [*client.metadata(args), *args.header]
     if settings.api == "grpc":
         return grpc_client.connect(settings, headers, client.credentials(args), client.tls_arguments(args))
-    api = TgiRequests(settings) if settings.api == "tgi" else OpenAIRequests(settings)
-    return http_client.connect(settings, api, headers, client.ssl_context(args), args.tls_server_name)
+    return http_client.connect(settings, headers, client.ssl_context(args), args.tls_server_name)
 
 
 def _check(args: argparse.Namespace) -> None:
