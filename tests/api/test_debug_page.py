@@ -18,6 +18,7 @@ import pytest
 from batches import EOS, limits
 from harness import Server, as_stream_request, run_async, running_server, unary_request
 
+from demo.fake_model import make_fake_model
 from tgis.api.clients import Clients
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.pages.batch import render_error, render_json, render_page
@@ -27,7 +28,6 @@ from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
 from tgis.ipc.batch_state import BatchState, RequestState, WaitReason
-from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
 
 ROW = RequestState(

@@ -13,7 +13,7 @@ from chat_templates import LAST_MESSAGE, write_template
 from harness import Server, run_async, running_server
 from openai.types.chat import ChatCompletionChunk
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 MAX_LENGTH, MAX_NEW = 200, 169
 NAME = "served"

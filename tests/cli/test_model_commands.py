@@ -18,8 +18,8 @@ from limited_process import LIMITED
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
+from demo.fake_model import make_fake_model
 from tgis import __main__
-from tgis.models.fake import make_fake_model
 from tgis.models.files import ModelFiles
 
 REPO = "org/name"

@@ -9,6 +9,7 @@ from batches import EOS, engine_options, limits, request
 from harness import run_async
 from scraped_metrics import value
 
+from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
@@ -16,7 +17,6 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
 from tgis.ipc.request import Request, StopReason
-from tgis.models.fake import make_fake_model
 
 if TYPE_CHECKING:
     from tgis.ipc.channel import Channel

@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Server, as_stream_request, run_async, running_server, unary_request
 
+from demo.fake_model import make_fake_model
 from tgis.errors import OptionError
-from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 from tgis.security.bearer import TokenFile, caller_identity
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
