@@ -237,19 +237,6 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     assert most == 5
 
 
-def test_open_loop_sends_what_is_scheduled_within_the_duration() -> None:
-    sent: list[float] = []
-
-    async def send(due: float) -> bool:
-        sent.append(due)
-        return True
-
-    level = OpenLoop(400.0, seed=3)
-    asyncio.run(level.drive(send, Budget(None, 0.1)))
-    expected = list(itertools.takewhile(lambda at: at < 0.1, level.arrivals()))
-    assert [due - sent[0] for due in sent] == pytest.approx(expected)
-
-
 def test_closed_loop_keeps_its_concurrency() -> None:
     seen: list[int] = []
     running = 0

@@ -1,9 +1,9 @@
-"""`reuse_large_blocks` of tgis.cli.serve, in a process of its own."""
+"""`reuse_large_blocks` of tgis.cli.serve, in processes of its own."""
 
 import subprocess
 import sys
 
-CHILD = """
+RECEIVE = """
 import ctypes
 import resource
 import sys
@@ -23,33 +23,16 @@ for _ in range(10):
     receive()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-
-
-def test_large_blocks_are_used_again() -> None:
-    def page_faults(how: str) -> int:
-        done = subprocess.run([sys.executable, "-c", CHILD, how], check=True, capture_output=True, text=True)
-        return int(done.stdout)
-
-    assert 10 * page_faults("reuse") < page_faults("default")
-
-
 THREADS = """
 import ctypes
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from tgis.cli.serve import reuse_large_blocks
 
 reuse_large_blocks()
-barrier = threading.Barrier(4)
-
-def receive():
-    message = bytes(4 << 20)
-    barrier.wait()
-
-threads = [threading.Thread(target=receive) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+barrier = Barrier(4)
+with ThreadPoolExecutor(4) as pool:
+    kept = list(pool.map(lambda _: (bytes(4 << 20), barrier.wait()), range(4)))
 libc = ctypes.CDLL(None)
 libc.fdopen.restype = ctypes.c_void_p
 libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
@@ -57,6 +40,13 @@ libc.fflush(None)
 """
 
 
+def run(*argv: str) -> str:
+    return subprocess.run([sys.executable, "-c", *argv], check=True, capture_output=True, text=True).stdout
+
+
+def test_large_blocks_are_used_again() -> None:
+    assert 10 * int(run(RECEIVE, "reuse")) < int(run(RECEIVE, "default"))
+
+
 def test_all_threads_share_one_heap() -> None:
-    done = subprocess.run([sys.executable, "-c", THREADS], check=True, capture_output=True, text=True)
-    assert done.stdout.count("<heap ") == 1, done.stdout
+    assert run(THREADS).count("<heap ") == 1
